@@ -1,0 +1,61 @@
+"""A rank's raw output to text lines, whatever the rank writes."""
+
+from __future__ import annotations
+
+import codecs
+
+MAX_LINE = 8 << 20
+"""Characters after which an unfinished line is passed on in pieces."""
+
+
+class LineSplitter:
+    r"""Decodes UTF-8 incrementally and cuts at ``\n``, ``\r`` and ``\r\n``.
+
+    Bytes that are not UTF-8 become U+FFFD; a progress bar that redraws itself with ``\r`` gives
+    one line per redraw; a line that comes in pieces comes out whole.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pieces: list[str] = []
+        self._length = 0
+        self._after_return = False
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that ``data`` completes."""
+        return self._cut(self._decoder.decode(data))
+
+    def finish(self) -> list[str]:
+        """The lines that are left at the end of the output."""
+        lines = self._cut(self._decoder.decode(b"", final=True))
+        if self._pieces:
+            lines.append(self._take())
+        return lines
+
+    def _cut(self, text: str) -> list[str]:
+        if self._after_return and text:
+            self._after_return = False
+            text = text.removeprefix("\n")
+        if not text:
+            return []
+        self._after_return = text.endswith("\r")
+        parts = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        lines = []
+        for part in parts[:-1]:
+            self._add(part)
+            lines.append(self._take())
+        self._add(parts[-1])
+        if self._length > MAX_LINE:
+            lines.append(self._take())
+        return lines
+
+    def _add(self, part: str) -> None:
+        if part:
+            self._pieces.append(part)
+            self._length += len(part)
+
+    def _take(self) -> str:
+        line = "".join(self._pieces)
+        self._pieces.clear()
+        self._length = 0
+        return line

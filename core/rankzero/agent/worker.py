@@ -1,0 +1,268 @@
+"""One rank. Imports torch, takes its orders from the agent, calls the user's code, commits.
+
+    ready            torch is imported
+    <- start         rank, environment, where the payload lies
+    rendezvous       rank 0 only: the port it bound
+    <- go            MASTER_ADDR and MASTER_PORT
+    commit | failure the outcome, before anything else can go wrong
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from typing import Any, NoReturn
+
+from rankzero.agent.descendants import die_with_parent
+from rankzero.channel import frames
+from rankzero.channel.frames import Message
+
+EXIT_HANDLERS_TIMEOUT = 5.0
+"""Seconds that exit handlers and non-daemon threads get after the commit."""
+
+INLINE_LIMIT = 64 << 10
+"""Bytes of JSON up to which a value travels in the commit itself."""
+
+TRACEBACK_LIMIT = 64 << 10
+"""Characters of a traceback that are kept (its end)."""
+
+_FAILED = 1
+
+
+class Control:
+    """The worker's end of its socket to the agent."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._decoder = frames.Decoder()
+        self._decoder.trust(None)
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Sends a message; safe from any thread. A dead agent ends this process anyway."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(frames.encode(message))
+
+    def receive(self) -> Message:
+        """Waits for the agent's next message; the agent's death ends this process."""
+        while True:
+            for message in self._decoder:
+                assert isinstance(message, dict)
+                return message
+            data = self._socket.recv(frames.CHUNK)
+            if not data:
+                os._exit(_FAILED)
+            self._decoder.feed(data)
+
+
+def main(control_fd: int, agent_pid: int) -> NoReturn:
+    """Entry point of the worker process."""
+    die_with_parent(agent_pid)
+    faulthandler.enable()
+    control = Control(control_fd)
+    try:
+        outcome = _work(control)
+    except BaseException as error:
+        outcome = describe_failure(error)
+    control.send(outcome)
+    if outcome["type"] == "commit":
+        _run_exit_handlers()
+    _flush()
+    os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"])
+
+
+def _work(control: Control) -> Message:
+    try:
+        import torch
+    except ImportError as error:
+        return _no_torch(error)
+    control.send({"type": "ready", "torch": torch.__version__})
+    start = control.receive()
+    from rankzero.train import context
+
+    session = context.install(context.TrainContext(**start["context"]), control.send)
+    os.environ.update(start["env"])
+    store = _bind_rendezvous(control, start)
+    go = control.receive()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go["master_addr"], str(go["master_port"])
+    if start["context"]["use_gpu"] and not torch.cuda.is_available():
+        print(
+            f"rankzero: use_gpu=True, but torch {torch.__version__} cannot use CUDA in this worker",
+            file=sys.stderr,
+        )
+    value = _call(start)
+    if value is None:
+        value = session.result
+    commit = _commit(value, start)
+    del store
+    return commit
+
+
+def _bind_rendezvous(control: Control, start: Message) -> object:
+    """Rank 0 binds the store's port now and keeps it.
+
+    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
+    store between users of one port in one process; so no port is guessed, freed and lost.
+    """
+    if start["context"]["rank"] != 0:
+        return None
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        start["master_addr"],
+        0,
+        start["context"]["world_size"],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    control.send({"type": "rendezvous", "port": store.port})
+    return store
+
+
+def _call(start: Message) -> object:
+    """Loads the payload, opens references and calls the user's code."""
+    import hashlib
+    import pickle
+
+    from rankzero.result import ResultRef, map_refs
+
+    if modules := start["modules"]:
+        sys.path.append(modules)
+    with open(start["payload"], "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != start["payload_sha256"]:
+            raise RuntimeError("the payload does not carry the checksum that the driver recorded")
+        file.seek(0)
+        payload = pickle.load(file)
+
+    def open_ref(ref: ResultRef) -> object:
+        path = start["refs"].get(ref.uri)
+        if payload["kind"] == "script":
+            return path or ref.uri
+        return ref.load_from(path) if path else ref.load()
+
+    args = map_refs(payload["args"], open_ref)
+    if payload["kind"] == "script":
+        return _run_script(payload, args)
+    return payload["function"](*args, **map_refs(payload["kwargs"], open_ref))
+
+
+def _run_script(payload: dict[str, Any], args: tuple[object, ...]) -> None:
+    path = _place_script(payload)
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [path, *(str(argument) for argument in args)]
+    sys.path.insert(0, os.path.dirname(path))
+    try:
+        exec(compile(payload["source"], path, "exec"), module.__dict__)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+
+
+def _place_script(payload: dict[str, Any]) -> str:
+    """The script's own path where it exists unchanged, so that files beside it are found; else a copy."""
+    with contextlib.suppress(OSError), open(payload["path"], "rb") as file:
+        if file.read() == payload["source"]:
+            return str(payload["path"])
+    copy = os.path.join(os.environ["RANKZERO_SCRATCH"], os.path.basename(payload["path"]))
+    temporary = f"{copy}.{os.getpid()}"
+    with open(temporary, "wb") as file:
+        file.write(payload["source"])
+    os.replace(temporary, copy)
+    return copy
+
+
+def _commit(value: object, start: Message) -> Message:
+    """The record of success; rank 0's carries the value or says which file holds it."""
+    commit: Message = {"type": "commit", "time": time.time()}
+    if start["context"]["rank"] != 0:
+        return commit
+    from rankzero import formats
+
+    file_format = formats.choose(value)
+    path = os.path.join(start["result_directory"], f".committing-{os.getpid()}.{file_format}")
+    size, sha256 = formats.write(value, file_format, path)
+    result = {"format": file_format, "size": size, "sha256": sha256, "path": path}
+    result["summary"] = formats.summarize(value)
+    if file_format == formats.JSON and size <= INLINE_LIMIT:
+        result["value"] = value
+    return {**commit, "result": result}
+
+
+def describe_failure(error: BaseException) -> Message:
+    """Facts about an exception: what crosses to the caller instead of the object."""
+    cls = type(error)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    exit_code = _FAILED
+    if isinstance(error, SystemExit):
+        exit_code = error.code if isinstance(error.code, int) else _FAILED
+    return {
+        "type": "failure",
+        "time": time.time(),
+        "exception_type": name,
+        "message": str(error),
+        "traceback": _user_traceback(error),
+        "exit_code": exit_code & 0xFF or _FAILED,
+        "collateral": _is_collateral(error),
+    }
+
+
+def _no_torch(error: ImportError) -> Message:
+    version = ".".join(map(str, sys.version_info[:3]))
+    message = (
+        f"torch cannot be imported by {sys.executable} (Python {version}) on "
+        f"{socket.gethostname()}: {error}. Install torch there, or point spark.pyspark.python to a "
+        "Python that has it"
+    )
+    return {**describe_failure(error), "message": message, "cause": "no-torch"}
+
+
+def _user_traceback(error: BaseException) -> str:
+    frame = error.__traceback__
+    while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frame))
+    return text[-TRACEBACK_LIMIT:]
+
+
+def _is_collateral(error: BaseException) -> bool:
+    """True for what a rank sees when another one vanished: a broken collective."""
+    dist = sys.modules.get("torch.distributed")
+    broken = getattr(dist, "DistError", None)
+    if broken and isinstance(error, broken):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text
+        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+    )
+
+
+def _run_exit_handlers() -> None:
+    """What a normal exit would run, within a bound: the value is safe already."""
+    timer = threading.Timer(EXIT_HANDLERS_TIMEOUT, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    with contextlib.suppress(BaseException):
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        atexit._run_exitfuncs()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

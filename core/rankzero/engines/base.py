@@ -1,0 +1,90 @@
+"""The interface between the driver and an engine."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rankzero.errors import RankZeroError
+from rankzero.job import Job
+
+AgentConfig = dict[str, Any]
+OnEnd = Callable[[BaseException | None], None]
+
+
+class Engine(abc.ABC):
+    """A frozen description of where agents run."""
+
+    @abc.abstractmethod
+    def check(self, job: Job) -> None:
+        """Refuses what can be known to fail before anything starts.
+
+        Raises:
+            InvalidJobError, InsufficientSlotsError, EngineError
+        """
+
+    @abc.abstractmethod
+    def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The engine as JSON: what may be shown, and what must stay private."""
+
+    @property
+    @abc.abstractmethod
+    def can_detach(self) -> bool:
+        """True if a driver in a process of its own can open this engine."""
+
+    @property
+    @abc.abstractmethod
+    def prefers_own_process(self) -> bool:
+        """True if opening it would change the caller's process."""
+
+    @abc.abstractmethod
+    def open(self, job: Job) -> EngineSession:
+        """Connects to the engine and checks what only it can tell. Raises EngineError."""
+
+
+class EngineSession(abc.ABC):
+    """An open engine: places the agents of one attempt at a time."""
+
+    @property
+    @abc.abstractmethod
+    def num_agents(self) -> int:
+        """Agents that the job needs here."""
+
+    @property
+    @abc.abstractmethod
+    def bind_host(self) -> str:
+        """Address on which the driver's channel listens."""
+
+    @property
+    @abc.abstractmethod
+    def driver_host(self) -> str:
+        """Address under which agents reach the driver."""
+
+    @abc.abstractmethod
+    def launch(self, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
+        """Starts the agents. ``on_end`` is called once, from another thread, when all have ended."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends what `Engine.open` started, and only that."""
+
+
+class AgentGroup(abc.ABC):
+    """The running agents of one attempt."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def wait(self, timeout: float) -> bool:
+        """True if all agents ended within ``timeout`` seconds."""
+        return self._ended.wait(timeout)
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ends the agents without their help."""
+
+    @abc.abstractmethod
+    def explain(self, error: BaseException) -> RankZeroError:
+        """The typed error for what ended the agents early."""

@@ -1,0 +1,137 @@
+"""`LocalEngine`: one agent and its workers as processes of this machine. No JVM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import rankzero
+from rankzero.agent.hold import hold
+from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
+from rankzero.errors import EngineError, InsufficientSlotsError, RankZeroError
+from rankzero.job import Job
+
+LOOPBACK = "127.0.0.1"
+NVIDIA_SMI_TIMEOUT = 20.0
+"""Seconds for ``nvidia-smi`` to list the GPUs."""
+
+
+@dataclass(frozen=True)
+class LocalEngine(Engine):
+    """Runs all ranks on this machine, as one task. ``local_rank`` equals ``rank``."""
+
+    def check(self, job: Job) -> None:
+        """Raises InsufficientSlotsError if there are fewer GPUs than ranks."""
+        if job.use_gpu:
+            require_local_gpus(job.num_processes)
+
+    def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``{"kind": "local"}``; nothing is private."""
+        return {"kind": "local"}, {}
+
+    @property
+    def can_detach(self) -> bool:
+        """Always: any process of this machine will do."""
+        return True
+
+    @property
+    def prefers_own_process(self) -> bool:
+        """No: nothing of the caller changes."""
+        return False
+
+    def open(self, job: Job) -> LocalSession:
+        """A session on this machine."""
+        self.check(job)
+        return LocalSession(job)
+
+
+class LocalSession(EngineSession):
+    """Places one agent that owns all workers."""
+
+    num_agents = 1
+    bind_host = LOOPBACK
+    driver_host = LOOPBACK
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def launch(self, config: AgentConfig, on_end: OnEnd) -> LocalGroup:
+        """Starts the agent, held by a thread of this process."""
+        gpus = local_gpus()[: self._job.num_processes] if self._job.use_gpu else []
+        return LocalGroup(
+            {
+                **config,
+                "task": 0,
+                "host": LOOPBACK,
+                "workers": self._job.num_processes,
+                "gpus": gpus,
+                "cores": os.cpu_count(),
+                "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
+            },
+            on_end,
+        )
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class LocalGroup(AgentGroup):
+    """The one agent of a local attempt."""
+
+    def __init__(self, config: AgentConfig, on_end: OnEnd) -> None:
+        super().__init__()
+        self._config = config
+        self._on_end = on_end
+        threading.Thread(target=self._hold, name="rankzero-agent", daemon=True).start()
+
+    def _hold(self) -> None:
+        error: BaseException | None = None
+        try:
+            hold(self._config)
+        except BaseException as caught:
+            error = caught
+        self._ended.set()
+        self._on_end(error)
+
+    def cancel(self) -> None:
+        """The agent ends by itself: it watches the channel, which the driver closes."""
+
+    def explain(self, error: BaseException) -> RankZeroError:
+        """The agent's own words."""
+        return EngineError(str(error))
+
+
+def local_gpus() -> list[str]:
+    """Ids of the GPUs this process may use: ``CUDA_VISIBLE_DEVICES``, else what the driver lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    if not shutil.which("nvidia-smi"):
+        return []
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return listing.stdout.split() if listing.returncode == 0 else []
+
+
+def require_local_gpus(needed: int) -> None:
+    """Raises InsufficientSlotsError unless this machine offers so many GPUs."""
+    gpus = local_gpus()
+    if len(gpus) < needed:
+        raise InsufficientSlotsError(
+            f"use_gpu=True needs {needed} GPUs, one for each rank, but this machine offers "
+            f"{len(gpus)} ({', '.join(gpus) or 'nvidia-smi lists none'}; CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}). Lower num_processes or set use_gpu=False",
+            needed=needed,
+            available=len(gpus),
+        )

@@ -1,0 +1,21 @@
+"""From a specification in the run directory back to the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankzero.engines.base import Engine
+from rankzero.errors import InvalidJobError
+
+
+def engine_from_spec(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
+    """The engine that `Engine.to_spec` described. Raises InvalidJobError for an unknown kind."""
+    if spec["kind"] == "local":
+        from rankzero.engines.local import LocalEngine
+
+        return LocalEngine()
+    if spec["kind"] == "spark":
+        from rankzero.engines.spark import SparkEngine
+
+        return SparkEngine(master=spec["master"], conf=private["conf"])
+    raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")

@@ -1,0 +1,136 @@
+"""Every public exception. Each names the value that was wrong and the next thing to do.
+
+An error that ends a run is written into the run directory as JSON and rebuilt by whoever
+attaches, so each class lists its facts in ``_fields``; exception objects never cross a process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class RankZeroError(Exception):
+    """Base of all errors that rankzero raises on purpose."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        for name in self._fields:
+            setattr(self, name, facts.pop(name, None))
+        if facts:
+            raise TypeError(f"{type(self).__name__} has no field {sorted(facts)}")
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return error_from_json, (self.to_json(),)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as plain JSON values, for `error_from_json`."""
+        facts = {name: getattr(self, name) for name in self._fields}
+        return {"type": type(self).__name__, "message": self.message, **facts}
+
+
+class InvalidJobError(RankZeroError, ValueError):
+    """The job cannot be run as described. Raised before anything starts."""
+
+
+class EngineError(RankZeroError, RuntimeError):
+    """The engine (local processes or Spark) could not place or keep the agents."""
+
+
+class InsufficientSlotsError(EngineError):
+    """The cluster has fewer task slots (or GPUs) than the job needs."""
+
+    _fields = ("needed", "available")
+    needed: int | None
+    available: int | None
+
+
+class StartTimeoutError(EngineError, TimeoutError):
+    """The ranks did not all start within ``start_timeout`` seconds."""
+
+    _fields = ("missing",)
+    missing: list[str] | None
+
+
+class WorkerFailedError(RankZeroError, RuntimeError):
+    """A rank failed. The fields describe the failure that came first.
+
+    Attributes:
+        rank: Global rank of the first cause.
+        host: Host it ran on.
+        exception_type: Qualified name of the exception, or None when the process died without one.
+        traceback: Formatted traceback of the rank, or None.
+        exit_code: Exit code of the process, or None when it was ended by a signal.
+        signal: Name of the signal that ended it (``"SIGKILL"``), or None.
+        log_tail: The last log lines of that rank, oldest first.
+        others: What the other ranks reported after it, one line each.
+    """
+
+    _fields = (
+        "rank",
+        "host",
+        "exception_type",
+        "traceback",
+        "exit_code",
+        "signal",
+        "log_tail",
+        "others",
+    )
+    rank: int | None
+    host: str | None
+    exception_type: str | None
+    traceback: str | None
+    exit_code: int | None
+    signal: str | None
+    log_tail: list[str] | None
+    others: list[str] | None
+
+
+class HangError(RankZeroError, TimeoutError):
+    """No rank made progress for ``hang_timeout`` seconds."""
+
+
+class RunTimeoutError(RankZeroError, TimeoutError):
+    """The run took longer than ``timeout`` seconds and was ended."""
+
+
+class RunCancelledError(RankZeroError):
+    """The run was cancelled."""
+
+
+class ResultError(RankZeroError):
+    """Rank 0's value could not be stored, found, verified or loaded."""
+
+
+class RunNotFoundError(RankZeroError, LookupError):
+    """No run lives in that directory."""
+
+
+_BY_NAME: dict[str, type[RankZeroError]] = {
+    cls.__name__: cls
+    for cls in (
+        RankZeroError,
+        InvalidJobError,
+        EngineError,
+        InsufficientSlotsError,
+        StartTimeoutError,
+        WorkerFailedError,
+        HangError,
+        RunTimeoutError,
+        RunCancelledError,
+        ResultError,
+        RunNotFoundError,
+    )
+}
+
+
+def error_from_json(facts: dict[str, Any]) -> RankZeroError:
+    """Rebuilds an error from `RankZeroError.to_json`; an unknown type becomes the base class."""
+    cls = _BY_NAME.get(facts.get("type", ""), RankZeroError)
+    known = {name: facts[name] for name in cls._fields if name in facts}
+    return cls(str(facts.get("message", "")), **known)

@@ -1,0 +1,254 @@
+"""How a value becomes a file and back: json, safetensors, cloudpickle.
+
+* ``json`` for values that JSON gives back exactly as they were;
+* ``safetensors`` for a dict of tensors: loading maps the file and runs no code;
+* ``cloudpickle`` for everything else, and for tensors that share storage (tied weights), which
+  safetensors refuses.
+
+This module runs inside workers, where only the standard library and torch are there, so the
+safetensors codec is ours; the tests hold it against the safetensors library in both directions.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+from rankzero.errors import ResultError
+
+if TYPE_CHECKING:
+    import torch
+
+JSON, SAFETENSORS, CLOUDPICKLE = "json", "safetensors", "cloudpickle"
+
+_HASH_CHUNK = 16 << 20
+_HEADER_LENGTH = struct.Struct("<Q")
+_HEADER_ALIGNMENT = 8
+_MAX_HEADER = 100 << 20
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def is_json(value: object) -> bool:
+    """True if JSON gives the value back exactly: same types, string keys, no tuples."""
+    if value is None or type(value) in (bool, int, float, str):
+        return True
+    if type(value) is list:
+        return all(is_json(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) is str and is_json(item) for key, item in value.items())
+    return False
+
+
+def choose(value: object) -> str:
+    """The format in which a value is stored."""
+    if _is_plain_tensor_dict(value):
+        return SAFETENSORS
+    return JSON if is_json(value) else CLOUDPICKLE
+
+
+def summarize(value: object) -> dict[str, Any]:
+    """What a person wants to know of a value without loading it."""
+    cls = type(value)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    summary: dict[str, Any] = {"type": name}
+    if torch_module := sys.modules.get("torch"):
+        state = value
+        if isinstance(value, torch_module.nn.Module):
+            state = dict(value.named_parameters())
+        if isinstance(state, dict) and state:
+            tensors = [item for item in state.values() if isinstance(item, torch_module.Tensor)]
+            if tensors:
+                summary["tensors"] = len(tensors)
+                summary["parameters"] = sum(tensor.numel() for tensor in tensors)
+    return summary
+
+
+def write(value: object, file_format: str, path: str) -> tuple[int, str]:
+    """Writes a value to a local file.
+
+    Returns:
+        The file's size in bytes and its sha256, hex.
+
+    Raises:
+        ResultError: the value cannot be pickled; names its type.
+    """
+    with open(path, "wb") as file:
+        sink = _HashingWriter(file)
+        if file_format == JSON:
+            sink.write(json.dumps(value).encode())
+        elif file_format == SAFETENSORS:
+            _write_safetensors(value, sink)  # type: ignore[arg-type]
+        else:
+            _write_cloudpickle(value, sink)
+        file.flush()
+        os.fsync(file.fileno())
+    return sink.size, sink.digest.hexdigest()
+
+
+def read(path: str, file_format: str, sha256: str | None) -> Any:
+    """Loads a value from a local file whose sha256 is checked first.
+
+    Raises:
+        ResultError: the checksum differs, or the format is unknown.
+    """
+    if sha256 is not None and (actual := sha256_of(path)) != sha256:
+        raise ResultError(
+            f"{path} has sha256 {actual[:16]}..., but {sha256[:16]}... was recorded: "
+            "the file was changed or damaged after it was committed"
+        )
+    if file_format == SAFETENSORS:
+        return _read_safetensors(path)
+    with open(path, "rb") as file:
+        if file_format == JSON:
+            return json.load(file)
+        if file_format == CLOUDPICKLE:
+            return pickle.load(file)
+    raise ResultError(f"unknown result format {file_format!r} of {path}")
+
+
+def sha256_of(path: str) -> str:
+    """The sha256 of a local file, hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _HashingWriter(io.RawIOBase):
+    """Counts and hashes what passes through to a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _HASH_CHUNK):
+            chunk = view[start : start + _HASH_CHUNK]
+            self.digest.update(chunk)
+            self._file.write(chunk)
+        self.size += len(view)
+        return len(view)
+
+
+def _write_cloudpickle(value: object, sink: _HashingWriter) -> None:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+        def reducer_override(self, obj: Any) -> Any:
+            torch = sys.modules.get("torch")
+            if torch and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+                # The reader may have no GPU.
+                return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return super().reducer_override(obj)
+
+    try:
+        Pickler(sink, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except OSError:
+        raise
+    except Exception as error:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise ResultError(
+            f"the value that rank 0 returned, of type {name}, cannot be pickled: {error}. "
+            "Return its state (a state_dict, numbers) instead; metrics and logs of the run are kept."
+        ) from error
+
+
+def _is_plain_tensor_dict(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, dict) or not value:
+        return False
+    known = {getattr(torch, name) for name in _DTYPES.values()}
+    storages = set()
+    for key, item in value.items():
+        if type(key) is not str or key == "__metadata__" or not isinstance(item, torch.Tensor):
+            return False
+        if item.layout != torch.strided or item.dtype not in known or item.device.type == "meta":
+            return False
+        if item.is_quantized or type(item) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        if item.numel():
+            storages.add((item.device, item.untyped_storage().data_ptr()))
+    return len(storages) == sum(1 for item in value.values() if item.numel())
+
+
+def _write_safetensors(tensors: dict[str, torch.Tensor], sink: _HashingWriter) -> None:
+    # Widest types first, so that every tensor is aligned in the file and can be mapped.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, tensor in ordered:
+        end = offset + tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": names[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    sink.write(_HEADER_LENGTH.pack(len(text)) + text)
+    for _, tensor in ordered:
+        here = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        length = here.numel() * here.element_size()
+        if length:
+            sink.write((ctypes.c_char * length).from_address(here.data_ptr()))
+
+
+def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
+    """Maps the file copy-on-write: pages come in when they are used, the file never changes."""
+    import torch
+
+    total = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(_HEADER_LENGTH.size)
+        length = _HEADER_LENGTH.unpack(prefix)[0] if len(prefix) == _HEADER_LENGTH.size else -1
+        if not 0 < length <= min(_MAX_HEADER, total):
+            raise ResultError(f"{path} is not a safetensors file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    start = _HEADER_LENGTH.size + length
+    storage = torch.UntypedStorage.from_file(path, shared=False, nbytes=total)
+    tensors = {}
+    for key, entry in header.items():
+        dtype: torch.dtype = getattr(torch, _DTYPES[entry["dtype"]])
+        begin, end = (start + position for position in entry["data_offsets"])
+        width = torch.empty(0, dtype=dtype).element_size()
+        if not start <= begin <= end <= total:
+            raise ResultError(f"{path}: tensor {key!r} lies outside the file")
+        if begin % width:
+            raw = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,))
+            tensors[key] = raw.clone().view(dtype).reshape(entry["shape"])
+        else:
+            empty = torch.empty(0, dtype=dtype)
+            tensors[key] = empty.set_(storage, begin // width, tuple(entry["shape"]))
+    return tensors

@@ -1,0 +1,129 @@
+"""`Job`: what to run, where and how, as pure data. Validated before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import secrets
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankzero.errors import InvalidJobError, RunNotFoundError
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
+BACKENDS = ("auto", "nccl", "gloo", None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, as it is written into the run directory.
+
+    Attributes:
+        run_id: Name of the run and of its directory.
+        name: What is trained, for people: the function's or the script's name.
+        num_processes: World size.
+        processes_per_task: Workers in one Spark task.
+        use_gpu: One GPU for each worker.
+        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or None.
+        timeout: Seconds the run may take, or None.
+        start_timeout: Seconds until every rank must have started.
+        engine: The engine's specification, without secrets.
+        files: Name to location, size and sha256 of what the workers need.
+        python: ``major.minor`` of the Python that made the payload.
+        created: Unix time.
+    """
+
+    run_id: str
+    name: str
+    num_processes: int
+    processes_per_task: int
+    use_gpu: bool
+    backend: str | None
+    timeout: float | None
+    start_timeout: float
+    engine: dict[str, Any]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    created: float = field(default_factory=time.time)
+
+    @property
+    def num_tasks(self) -> int:
+        """Agents of a job that is spread over tasks."""
+        return self.num_processes // self.processes_per_task
+
+    def resolved_backend(self) -> str | None:
+        """The backend with ``"auto"`` decided."""
+        return ("nccl" if self.use_gpu else "gloo") if self.backend == "auto" else self.backend
+
+    def to_json(self) -> bytes:
+        """The job as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Job:
+        """The job from `to_json`. Raises RunNotFoundError if this version cannot read it."""
+        try:
+            return Job(**json.loads(data))
+        except (TypeError, ValueError) as error:
+            raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
+
+
+def new_run_id(name: str) -> str:
+    """A fresh run id: time, what is trained, and enough chance to be unique."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "run"
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{stem}-{secrets.token_hex(4)}"
+
+
+def check_run_id(run_id: str | None) -> None:
+    """Raises InvalidJobError unless the id can be the name of a directory everywhere."""
+    if run_id is not None and not (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)):
+        raise InvalidJobError(
+            f"run_id {run_id!r} cannot name a directory: use letters, digits and . _ = + -, "
+            "200 characters at most, starting with a letter or digit"
+        )
+
+
+def check_counts(num_processes: object, processes_per_task: object) -> None:
+    """Raises InvalidJobError unless both are positive integers and the second divides the first."""
+    for name, value in (("num_processes", num_processes), ("processes_per_task", processes_per_task)):
+        if type(value) is not int or value < 1:
+            raise InvalidJobError(f"{name} is {value!r}; it must be a positive integer")
+    assert isinstance(num_processes, int) and isinstance(processes_per_task, int)
+    if num_processes % processes_per_task:
+        raise InvalidJobError(
+            f"processes_per_task={processes_per_task} does not divide num_processes={num_processes}: "
+            "every task runs the same number of workers"
+        )
+
+
+def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
+    """Raises InvalidJobError unless the value is a positive, finite number of seconds."""
+    if value is None and optional:
+        return
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise InvalidJobError(f"{name} is {value!r}; it must be a positive number of seconds")
+
+
+def check_choices(use_gpu: object, backend: object) -> None:
+    """Raises InvalidJobError for a flag that is not a bool or an unknown backend."""
+    if type(use_gpu) is not bool:
+        raise InvalidJobError(f"use_gpu is {use_gpu!r}; it must be True or False")
+    if backend not in BACKENDS:
+        raise InvalidJobError(f"backend is {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "nccl" and not use_gpu:
+        raise InvalidJobError('backend="nccl" needs use_gpu=True; on CPUs use "gloo" or "auto"')
+
+
+def check_strings(name: str, value: object) -> dict[str, str]:
+    """The mapping as a dict. Raises InvalidJobError unless it maps strings to strings."""
+    pairs = dict(value) if hasattr(value, "keys") else value or {}  # type: ignore[call-overload]
+    if not isinstance(pairs, dict):
+        raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings")
+    for key, item in pairs.items():
+        if not isinstance(key, str) or not isinstance(item, str):
+            raise InvalidJobError(f"{name}[{key!r}] is {item!r}; names and values must be strings")
+    return pairs

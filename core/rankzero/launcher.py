@@ -1,0 +1,301 @@
+"""`Launcher`: the front door. `run` returns rank 0's value, `submit` returns a handle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+
+from rankzero import job as jobs
+from rankzero import store
+from rankzero.errors import InvalidJobError
+from rankzero.job import Job
+from rankzero.run import RunDirectory, RunHandle
+
+if TYPE_CHECKING:
+    from rankzero.engines.base import Engine
+    from rankzero.payload import Payload
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+STORE_VARIABLE = "RANKZERO_STORE"
+DEFAULT_STORE = "~/.rankzero/runs"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How training functions and scripts are run. All configuration is here.
+
+    Attributes:
+        num_processes: World size, the number of ranks.
+        engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`.
+        use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
+        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
+        backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
+            or None if the training function decides. Shown to it as ``get_context().backend``.
+        env: Environment variables for the ranks.
+        timeout: Seconds the run may take once every rank has started; None for no bound.
+        start_timeout: Seconds until every rank must have started.
+        hang_timeout: Must be None: not part of this version.
+        orphan_timeout: Must be None: not part of this version.
+        max_restarts: Must be 0: not part of this version.
+        store: Root of the run directories, a path or an fsspec URL. None: ``$RANKZERO_STORE``, else
+            ``~/.rankzero/runs``.
+        run_id: Name of the run; None makes one up.
+        dataset: Must be None: not part of this version.
+
+    Raises:
+        InvalidJobError: a value is wrong; says which and what to do.
+
+    Example:
+        >>> from rankzero import Launcher
+        >>> def train(lr: float) -> float:
+        ...     import torch, torch.distributed as dist
+        ...     dist.init_process_group("gloo")
+        ...     x = torch.full((1,), lr)
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> Launcher(num_processes=2).run(train, lr=0.5)  # doctest: +SKIP
+        1.0
+    """
+
+    num_processes: int = 1
+    _: KW_ONLY
+    engine: Engine | None = None
+    use_gpu: bool = False
+    processes_per_task: int = 1
+    backend: str | None = "auto"
+    env: Mapping[str, str] | None = field(default=None, repr=False)
+    timeout: float | None = None
+    start_timeout: float = 600.0
+    hang_timeout: float | None = None
+    orphan_timeout: float | None = None
+    max_restarts: int = 0
+    store: str | os.PathLike[str] | None = None
+    run_id: str | None = None
+    dataset: Any = None
+
+    def __post_init__(self) -> None:
+        jobs.check_counts(self.num_processes, self.processes_per_task)
+        jobs.check_choices(self.use_gpu, self.backend)
+        jobs.check_seconds("timeout", self.timeout)
+        jobs.check_seconds("start_timeout", self.start_timeout, optional=False)
+        jobs.check_strings("env", self.env)
+        jobs.check_run_id(self.run_id)
+        if self.store is not None and not isinstance(self.store, (str, os.PathLike)):
+            raise InvalidJobError(f"store is {self.store!r}; it must be a path or an fsspec URL")
+        for name, value, off in (
+            ("hang_timeout", self.hang_timeout, None),
+            ("orphan_timeout", self.orphan_timeout, None),
+            ("max_restarts", self.max_restarts, 0),
+            ("dataset", self.dataset, None),
+        ):
+            if value is not off and value != off:
+                raise InvalidJobError(f"{name}={value!r} is not supported by this version of rankzero; leave it {off}")
+
+    def options(self, **changes: Any) -> Launcher:
+        """A copy with changed fields. Raises InvalidJobError for a field that does not exist."""
+        unknown = set(changes) - set(self.__dataclass_fields__)
+        if unknown:
+            raise InvalidJobError(f"Launcher has no option {', '.join(sorted(unknown))}")
+        return replace(self, **changes)
+
+    @overload
+    def run(self, train: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def run(self, train: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
+
+        The run ends with this call: an interrupt, or the death of this process, cancels it.
+
+        Args:
+            train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            What rank 0 returned; for a script, what it gave to ``rankzero.train.set_result``.
+
+        Raises:
+            InvalidJobError: refused before anything started.
+            WorkerFailedError: a rank failed; describes the first cause.
+            RankZeroError: other subclasses for slots, time, cancellation, the result.
+        """
+        return start_owned(self, print_line, train, args, kwargs).result()
+
+    @overload
+    def submit(self, train: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...
+    @overload
+    def submit(self, train: str | os.PathLike[str], *args: Any, **kwargs: Any) -> RunHandle[Any]: ...
+    def submit(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Starts a run that belongs to its run directory and outlives this process.
+
+        Takes the arguments of `run`.
+
+        Returns:
+            A `RunHandle`; any other process gets one with ``RunHandle.attach(handle.directory)``.
+
+        Raises:
+            InvalidJobError: refused before anything started.
+        """
+        run, _ = _prepare(self, train, args, kwargs, detached=True)
+        return RunHandle(run.directory, _start_driver(run, None))
+
+
+def start_owned(
+    launcher: Launcher,
+    on_line: Callable[[str], None],
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RunHandle[Any]:
+    """Runs to the end and returns the handle; what `Launcher.run` and the orchestrators stand on.
+
+    Args:
+        launcher: The configuration.
+        on_line: Gets every line of every rank, with its ``[rank]`` prefix, in this thread.
+        train: As for `Launcher.run`.
+        args: As for `Launcher.run`.
+        kwargs: As for `Launcher.run`.
+
+    Returns:
+        The handle of a run that has ended, however it ended: ask it for the result.
+
+    Raises:
+        InvalidJobError: refused before anything started.
+        BaseException: whatever interrupted this thread, after the run was ended.
+    """
+    engine = launcher.engine or _local_engine()
+    run, _ = _prepare(launcher, train, args, kwargs, detached=engine.prefers_own_process)
+    if not engine.prefers_own_process:
+        from rankzero.driver import Driver
+
+        Driver(run, engine, on_line).run()
+        return RunHandle(run.directory)
+    ours, theirs = _owner_pipe()
+    try:
+        handle: RunHandle[Any] = RunHandle(run.directory, _start_driver(run, theirs))
+        os.close(theirs)
+        handle.follow(on_line)
+        return handle
+    finally:
+        os.close(ours)
+
+
+def print_line(line: str) -> None:
+    """Writes a line of a rank to standard output."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _owner_pipe() -> tuple[int, int]:
+    """Our end, which lives as long as this process, and the driver's, which sees it end."""
+    theirs, ours = os.pipe()
+    return ours, theirs
+
+
+def _local_engine() -> Engine:
+    from rankzero.engines.local import LocalEngine
+
+    return LocalEngine()
+
+
+def _prepare(
+    launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
+) -> tuple[RunDirectory, Job]:
+    """Checks everything, then writes the run directory. Nothing has started when this raises."""
+    from rankzero import payload
+    from rankzero.engines.base import Engine
+
+    engine = launcher.engine or _local_engine()
+    if not isinstance(engine, Engine):
+        raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
+    if detached and not engine.can_detach:
+        raise InvalidJobError(
+            "a run that outlives this process cannot use this process's SparkSession: "
+            "give SparkEngine(master=...) to submit(), or use run()"
+        )
+    parts = payload.build(train, args, kwargs)
+    spec, private = engine.to_spec()
+    job = Job(
+        run_id=launcher.run_id or jobs.new_run_id(parts.name),
+        name=parts.name,
+        num_processes=launcher.num_processes,
+        processes_per_task=launcher.processes_per_task,
+        use_gpu=launcher.use_gpu,
+        backend=launcher.backend,
+        timeout=launcher.timeout,
+        start_timeout=launcher.start_timeout,
+        engine=spec,
+    )
+    engine.check(job)
+    root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
+    files = {"payload.pkl": parts.data}
+    if parts.modules is not None:
+        files["modules.zip"] = parts.modules
+    directory = RunDirectory(store.join(store.normalize(root), job.run_id))
+    job = replace(job, files=_describe_files(directory, parts, files))
+    env = jobs.check_strings("env", launcher.env)
+    return RunDirectory.create(root, job, {"env": env, "engine": private}, files), job
+
+
+def _describe_files(run: RunDirectory, parts: Payload, files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    import hashlib
+
+    described: dict[str, dict[str, Any]] = {
+        name: {
+            "location": run.path(name),
+            "size": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "absolute": False,
+        }
+        for name, data in files.items()
+    }
+    for number, ref in enumerate(parts.refs):
+        # A reference to an object store is opened there by the workers themselves.
+        if not store.is_url(ref.uri):
+            facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
+            described[f"ref-{number}"] = {**facts, "uri": ref.uri}
+    return described
+
+
+# Drivers that this process started. A submitted driver outlives its handle; keeping it here lets
+# poll() collect its exit status, whoever holds the handle.
+_drivers: list[subprocess.Popen[bytes]] = []
+_drivers_lock = threading.Lock()
+
+
+def _start_driver(run: RunDirectory, owner: int | None) -> subprocess.Popen[bytes]:
+    """Starts a detached driver in its own session, with its output in ``driver.log``."""
+    import rankzero
+
+    package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "rankzero.driver", run.directory]
+    if owner is not None:
+        command += ["--owner", str(owner)]
+    with _open_driver_log(run) as log:
+        driver = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[owner] if owner is not None else [],
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    with _drivers_lock:
+        _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
+    return driver
+
+
+def _open_driver_log(run: RunDirectory) -> IO[bytes]:
+    if run.is_remote:
+        return open(os.devnull, "wb")
+    return open(run.path("driver.log"), "ab")

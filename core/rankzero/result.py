@@ -1,0 +1,106 @@
+"""`ResultRef`: the handle of a value that a run's rank 0 returned, or that a pipeline step stored.
+
+A handle is small, plain data: it passes through XCom, JSON and pickle. Given as an argument to
+another run it is opened inside the workers, so the bytes pass through no orchestrator.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from rankzero import formats, store
+from rankzero.errors import ResultError
+
+
+@dataclass(frozen=True)
+class ResultRef:
+    """Where a result lies and how to open it.
+
+    Attributes:
+        uri: Absolute local path or fsspec URL of the file.
+        format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
+        sha256: Checksum of the file, hex. Nothing is opened without it.
+        size: Bytes of the file.
+        summary: What a person wants to see: type, number of tensors and parameters, last metrics.
+
+    Example:
+        >>> ref = handle.result_ref()          # doctest: +SKIP
+        >>> state_dict = ref.load()            # doctest: +SKIP
+    """
+
+    __version__: ClassVar[int] = 1
+
+    uri: str
+    format: str
+    sha256: str
+    size: int
+    summary: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def load(self) -> Any:
+        """Opens the value, after its checksum was verified.
+
+        Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code;
+        ``cloudpickle`` files run code of whoever wrote them: load only what your own runs wrote.
+
+        Raises:
+            ResultError: the file is gone, changed or of an unknown format.
+        """
+        if not store.is_url(self.uri):
+            return self.load_from(self.uri)
+        with tempfile.TemporaryDirectory(prefix="rankzero-") as directory:
+            path = os.path.join(directory, "value")
+            try:
+                with store.open_read(self.uri) as remote, open(path, "wb") as local:
+                    while chunk := remote.read(_COPY_CHUNK):
+                        local.write(chunk)
+            except FileNotFoundError:
+                raise ResultError(f"the result {self.uri} is gone") from None
+            return self.load_from(path)
+
+    def load_from(self, path: str) -> Any:
+        """Opens the value from a local copy of the file; the checksum must match."""
+        try:
+            return formats.read(path, self.format, self.sha256)
+        except FileNotFoundError:
+            raise ResultError(f"the result {path} is gone; was its run directory deleted?") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The handle as plain JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ResultRef:
+        """The handle from `to_json`."""
+        return ResultRef(**data)
+
+    # The names under which Airflow's serialization asks for the same two things.
+    def serialize(self) -> dict[str, Any]:
+        """The handle for Airflow's XCom."""
+        return self.to_json()
+
+    @staticmethod
+    def deserialize(data: dict[str, Any], version: int) -> ResultRef:
+        """The handle from Airflow's XCom."""
+        if version > ResultRef.__version__:
+            raise TypeError(f"this rankzero reads ResultRef version {ResultRef.__version__}, not {version}")
+        return ResultRef.from_json(data)
+
+
+_COPY_CHUNK = 8 << 20
+
+
+def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
+    """``value`` with every `ResultRef` in it, also inside lists, tuples and dicts, replaced."""
+    if isinstance(value, ResultRef):
+        return function(value)
+    if type(value) is list:
+        return [map_refs(item, function) for item in value]
+    if type(value) is tuple:
+        return tuple(map_refs(item, function) for item in value)
+    if type(value) is dict:
+        return {key: map_refs(item, function) for key, item in value.items()}
+    return value

@@ -1,0 +1,150 @@
+"""Atomic reads and writes below a root that is a local path or any fsspec URL.
+
+A reader sees the old bytes or the new ones, never half: locally by a temporary file and
+``os.replace``, on an object store because a single PUT is atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+PRIVATE_DIRECTORY = 0o700
+
+
+def is_url(location: str) -> bool:
+    """True for ``s3://...`` and the like, False for a local path or ``file://``."""
+    return "://" in location and not location.startswith("file://")
+
+
+def normalize(location: str | os.PathLike[str]) -> str:
+    """An absolute local path, or the URL without its trailing slash."""
+    text = os.fspath(location)
+    if is_url(text):
+        return text.rstrip("/")
+    return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+
+
+def join(base: str, *parts: str) -> str:
+    """``base`` and ``parts`` as one location."""
+    return "/".join([base.rstrip("/"), *parts])
+
+
+def _filesystem(location: str) -> tuple[Any, str]:
+    import fsspec
+
+    filesystem, path = fsspec.core.url_to_fs(location)
+    return filesystem, path
+
+
+def make_directory(location: str) -> None:
+    """Creates a directory, private to this user, with its parents."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(location, mode=PRIVATE_DIRECTORY, exist_ok=True)
+
+
+def exists(location: str) -> bool:
+    """True if a file or directory is there."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        # Object stores cache listings; another process may have written since.
+        filesystem.invalidate_cache()
+        return bool(filesystem.exists(path))
+    return os.path.exists(location)
+
+
+def size(location: str) -> int:
+    """Bytes of a file."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.invalidate_cache()
+        return int(filesystem.size(path))
+    return os.path.getsize(location)
+
+
+def list_names(location: str) -> list[str]:
+    """Sorted base names in a directory; empty when there is none."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(p.rstrip("/").rsplit("/", 1)[-1] for p in filesystem.ls(path, detail=False))
+        return []
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(os.listdir(location))
+    return []
+
+
+def read_bytes(location: str) -> bytes:
+    """The whole file. Raises FileNotFoundError."""
+    with open_read(location) as file:
+        return file.read()
+
+
+def open_read(location: str) -> IO[bytes]:
+    """An open binary file for reading. Raises FileNotFoundError."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.invalidate_cache()
+        return filesystem.open(path, "rb")  # type: ignore[no-any-return]
+    return open(location, "rb")
+
+
+def write_bytes(location: str, data: bytes) -> None:
+    """Replaces the file by ``data``, atomically."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.pipe_file(path, data)
+        return
+    with atomic_file(location) as temporary, open(temporary, "wb") as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str) -> Iterator[str]:
+    """A temporary path beside local ``path`` that replaces it if the block ends well."""
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
+    os.close(handle)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def upload(local_path: str, location: str) -> None:
+    """Copies a local file to ``location``, atomically; moves it when both are on one file system."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.put_file(local_path, path)
+        return
+    try:
+        os.replace(local_path, location)
+    except OSError:
+        import shutil
+
+        with atomic_file(location) as temporary:
+            shutil.copyfile(local_path, temporary)
+
+
+def remove(location: str) -> None:
+    """Deletes a file or a directory tree; no error when it is gone already."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.rm(path, recursive=True)
+        return
+    if os.path.isdir(location):
+        import shutil
+
+        shutil.rmtree(location, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(location)

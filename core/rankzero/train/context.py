@@ -1,0 +1,142 @@
+"""The running worker as the user's code sees it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MetricValue = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class TrainContext:
+    """Who this worker is.
+
+    Attributes:
+        rank: Global rank, ``0 <= rank < world_size``.
+        world_size: Number of workers of the run.
+        local_rank: Index of this worker within its task; ``cuda:{local_rank}`` is its GPU.
+        local_world_size: Workers in this task.
+        node_rank: Index of the task, in rank order.
+        run_id: Name of the run.
+        attempt: Number of this try of the run, from 0.
+        use_gpu: Whether this worker owns a GPU.
+        backend: ``"nccl"``, ``"gloo"`` or None, as resolved from the launcher's ``backend``.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    run_id: str = "no-run"
+    attempt: int = 0
+    use_gpu: bool = False
+    backend: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this worker: its GPU if the job asked for GPUs, else the CPU.
+
+        Raises:
+            RuntimeError: the job asked for GPUs, but torch in this worker cannot use them.
+        """
+        import torch
+
+        if not self.use_gpu:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise RuntimeError(
+                f"use_gpu=True and this task was given the GPUs {visible!r}, but torch "
+                f"{torch.__version__} cannot use CUDA here: install a CUDA build of torch and a driver"
+            )
+        return torch.device("cuda", self.local_rank)
+
+
+@dataclass
+class _Session:
+    """What the worker process installs before it calls the user's code."""
+
+    context: TrainContext = field(default_factory=TrainContext)
+    send: Callable[[dict[str, Any]], None] | None = None
+    result: object = None
+
+
+_session = _Session()
+
+
+def install(context: TrainContext, send: Callable[[dict[str, Any]], None]) -> _Session:
+    """Makes this process a worker of a run. Called by the worker, not by users."""
+    global _session
+    _session = _Session(context, send)
+    return _session
+
+
+def get_context() -> TrainContext:
+    """The context of this worker; a world of one rank outside of a run.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.get_context().world_size
+        1
+    """
+    return _session.context
+
+
+def report(metrics: Mapping[str, Any], checkpoint: object = None) -> None:
+    """Reports metrics of this rank. Never waits for other ranks or for the driver.
+
+    Args:
+        metrics: Name to value. Numbers, strings, and one-element tensors or arrays.
+        checkpoint: Must be None: checkpoints are not part of this version.
+
+    Raises:
+        TypeError: a name is not a string, or a value is neither a scalar nor convertible to one.
+        NotImplementedError: a checkpoint was given.
+    """
+    if checkpoint is not None:
+        raise NotImplementedError(
+            "report(checkpoint=...) is not part of this version of rankzero; "
+            "save the state yourself or return it from the training function"
+        )
+    values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
+    if _session.send is None:
+        logger.info("metrics: %s", values)
+    else:
+        _session.send({"type": "metric", "metrics": values, "time": time.time()})
+
+
+def set_result(value: object) -> None:
+    """Sets the value that this run returns, if this is rank 0. How a script returns one.
+
+    The last call wins. In a function, just return the value; a value other than None that the
+    function returns takes precedence.
+    """
+    _session.result = value
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"metric names are strings, not {name!r}")
+    return name
+
+
+def _scalar(name: str, value: Any) -> MetricValue:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    item = getattr(value, "item", None)
+    if callable(item):
+        scalar = item()
+        if isinstance(scalar, (bool, int, float, str)):
+            return scalar
+    raise TypeError(f"metric {name!r} is a {type(value).__name__}; report numbers or strings")
