@@ -40,6 +40,38 @@ class ResultRef:
     size: int
     summary: dict[str, Any] = field(default_factory=dict, compare=False)
 
+    @staticmethod
+    def save(value: Any, directory: str | os.PathLike[str]) -> ResultRef:
+        """Stores a value of a plain pipeline step, so that it travels by reference like a run's.
+
+        Args:
+            value: Anything that can be pickled; a dict of tensors becomes a safetensors file.
+            directory: Local path or fsspec URL; made if it is not there.
+
+        Returns:
+            The handle. The file is named by its checksum: saving the same bytes twice is harmless.
+
+        Raises:
+            ResultError: the value cannot be pickled, or the directory cannot be written.
+
+        Example:
+            >>> ref = ResultRef.save({"a": 1}, "/tmp/rankzero-docs")
+            >>> ref.load()
+            {'a': 1}
+        """
+        base = store.normalize(directory)
+        file_format = formats.choose(value)
+        try:
+            store.make_directory(base)
+            with tempfile.TemporaryDirectory(dir=None if store.is_url(base) else base) as scratch:
+                path = os.path.join(scratch, "value")
+                size, sha256 = formats.write(value, file_format, path)
+                uri = store.join(base, f"{sha256[:32]}.{file_format}")
+                store.upload(path, uri)
+        except (OSError, ImportError, ValueError) as error:
+            raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
+        return ResultRef(uri, file_format, sha256, size, formats.summarize(value))
+
     def load(self) -> Any:
         """Opens the value, after its checksum was verified.
 
