@@ -144,7 +144,7 @@ class Launcher:
         Raises:
             InvalidJobError: refused before anything started.
         """
-        run, _ = _prepare(self, train, args, kwargs, detached=True)
+        run = _prepare(self, _engine_of(self), train, args, kwargs, detached=True)
         return RunHandle(run.directory, _start_driver(run, None))
 
 
@@ -171,8 +171,8 @@ def start_owned(
         InvalidJobError: refused before anything started.
         BaseException: whatever interrupted this thread, after the run was ended.
     """
-    engine = launcher.engine or _local_engine()
-    run, _ = _prepare(launcher, train, args, kwargs, detached=engine.prefers_own_process)
+    engine = _engine_of(launcher)
+    run = _prepare(launcher, engine, train, args, kwargs, detached=engine.prefers_own_process)
     if not engine.prefers_own_process:
         from rankzero.driver import Driver
 
@@ -200,22 +200,28 @@ def _owner_pipe() -> tuple[int, int]:
     return ours, theirs
 
 
-def _local_engine() -> Engine:
+def _engine_of(launcher: Launcher) -> Engine:
+    from rankzero.engines.base import Engine
     from rankzero.engines.local import LocalEngine
 
-    return LocalEngine()
+    engine = LocalEngine() if launcher.engine is None else launcher.engine
+    if not isinstance(engine, Engine):
+        raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
+    return engine
 
 
 def _prepare(
-    launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
-) -> tuple[RunDirectory, Job]:
+    launcher: Launcher,
+    engine: Engine,
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    detached: bool,
+) -> RunDirectory:
     """Checks everything, then writes the run directory. Nothing has started when this raises."""
     from rankzero import payload
-    from rankzero.engines.base import Engine
 
-    engine = launcher.engine or _local_engine()
-    if not isinstance(engine, Engine):
-        raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
     if detached and not engine.can_detach:
         raise InvalidJobError(
             "a run that outlives this process cannot use this process's SparkSession: "
@@ -242,7 +248,7 @@ def _prepare(
     directory = RunDirectory(store.join(store.normalize(root), job.run_id))
     job = replace(job, files=_describe_files(directory, parts, files))
     env = jobs.check_strings("env", launcher.env)
-    return RunDirectory.create(root, job, {"env": env, "engine": private}, files), job
+    return RunDirectory.create(root, job, {"env": env, "engine": private}, files)
 
 
 def _describe_files(run: RunDirectory, parts: Payload, files: dict[str, bytes]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,55 @@
+"""Whatever bytes a rank writes, in whatever pieces, the lines are right."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.agent.lines import MAX_LINE, LineSplitter
+
+
+def split(*pieces: bytes) -> list[str]:
+    splitter = LineSplitter()
+    lines = [line for piece in pieces for line in splitter.feed(piece)]
+    return lines + splitter.finish()
+
+
+def test_lines_end_at_newline_return_or_both() -> None:
+    assert split(b"a\nb\rc\r\nd") == ["a", "b", "c", "d"]
+
+
+def test_a_pair_of_return_and_newline_may_be_split() -> None:
+    assert split(b"a\r", b"\nb\n") == ["a", "b"]
+
+
+def test_a_return_then_text_is_two_lines() -> None:
+    assert split(b"10%\r", b"20%\r", b"\n") == ["10%", "20%"]
+
+
+def test_empty_lines_stay() -> None:
+    assert split(b"a\n\nb\n") == ["a", "", "b"]
+
+
+def test_bytes_that_are_not_utf8_do_no_harm() -> None:
+    assert split(b"caf\xe9\nok\n") == ["caf\ufffd", "ok"]
+
+
+def test_a_character_may_be_split() -> None:
+    assert split(b"\xe2\x82", b"\xac\n") == ["\u20ac"]
+
+
+def test_a_megabyte_is_one_line() -> None:
+    assert split(b"x" * (1 << 20), b"\n") == ["x" * (1 << 20)]
+
+
+def test_endless_output_without_newline_is_passed_on_in_pieces() -> None:
+    lines = split(*[b"x" * (1 << 20)] * 20)
+    assert len(lines) > 1
+    assert "".join(lines) == "x" * (20 << 20)
+    assert max(map(len, lines)) <= MAX_LINE + (1 << 20)
+
+
+@given(st.text(alphabet="ab\r\n\u20ac"), st.lists(st.integers(0, 60)))
+def test_the_way_the_bytes_are_cut_does_not_matter(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces = [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    assert split(*pieces) == split(data)

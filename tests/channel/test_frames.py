@@ -1,0 +1,88 @@
+"""Frames come out as they went in, and nothing that was tampered with comes out at all."""
+
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.channel import frames
+from rankzero.channel.frames import Decoder, FrameError, Sealer
+
+KEY = b"k" * 32
+
+
+def opened(data: bytes, sealer: Sealer | None = None, step: int = 1 << 20) -> list[object]:
+    decoder = Decoder()
+    decoder.trust(sealer)
+    found: list[object] = []
+    for start in range(0, len(data), step):
+        decoder.feed(data[start : start + step])
+        found += list(decoder)
+    return found
+
+
+@given(st.lists(st.one_of(st.binary(max_size=50), st.dictionaries(st.text(), st.integers())), max_size=5), st.integers(1, 7))
+def test_frames_survive_any_cut(bodies: list[object], step: int) -> None:
+    sent = [{**body, "type": "t"} if isinstance(body, dict) else body for body in bodies]
+    ours, theirs = Sealer(KEY, b"up"), Sealer(KEY, b"up")
+    data = b"".join(frames.encode(frame, ours) for frame in sent)  # type: ignore[arg-type]
+    assert opened(data, theirs, step) == sent
+
+
+@given(st.binary(max_size=200))
+def test_garbage_never_does_worse_than_a_frame_error(data: bytes) -> None:
+    try:
+        found = opened(data)
+    except FrameError:
+        return
+    assert all(isinstance(frame, bytes | dict) for frame in found)
+
+
+def test_a_changed_byte_is_found() -> None:
+    data = bytearray(frames.encode({"type": "commit"}, Sealer(KEY, b"up")))
+    data[-1] ^= 1
+    with pytest.raises(FrameError, match="wrong MAC"):
+        opened(bytes(data), Sealer(KEY, b"up"))
+
+
+def test_a_replayed_frame_is_found() -> None:
+    data = frames.encode({"type": "commit"}, Sealer(KEY, b"up"))
+    with pytest.raises(FrameError, match="wrong MAC"):
+        opened(data + data, Sealer(KEY, b"up"))
+
+
+def test_a_frame_sent_back_is_found() -> None:
+    data = frames.encode({"type": "commit"}, Sealer(KEY, b"up"))
+    with pytest.raises(FrameError, match="wrong MAC"):
+        opened(data, Sealer(KEY, b"down"))
+
+
+@pytest.mark.parametrize("length", [0, frames.MAX_FRAME + 1, 0xFFFFFFFF])
+def test_a_length_out_of_bounds_is_refused_before_its_bytes_arrive(length: int) -> None:
+    with pytest.raises(FrameError, match="frame length"):
+        opened(struct.pack(">I", length))
+
+
+def test_a_stranger_gets_no_large_frame() -> None:
+    decoder = Decoder()
+    decoder.feed(struct.pack(">I", frames.MAX_HANDSHAKE_FRAME + 1))
+    with pytest.raises(FrameError, match="frame length"):
+        list(decoder)
+
+
+@pytest.mark.parametrize("body", [b"J[]", b"J{}", b'J{"type":1}', b"J{", b"X", b"J" + b"[" * 4000])
+def test_messages_are_objects_with_a_type(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        opened(struct.pack(">I", len(body)) + body)
+
+
+def test_an_oversized_frame_is_refused_by_the_sender() -> None:
+    with pytest.raises(FrameError, match="over the limit"):
+        frames.encode(b"x" * frames.MAX_FRAME)
+
+
+def test_frames_are_json_not_pickle() -> None:
+    data = frames.encode({"type": "t", "value": [1, None, "x"]})
+    assert json.loads(data[5:]) == {"type": "t", "value": [1, None, "x"]}

@@ -1,0 +1,58 @@
+"""What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankzero import Launcher
+
+ORPHAN_TIMEOUT = 6.0
+
+
+def processes_with(marker: str) -> list[int]:
+    """Ids of live processes whose initial environment holds ``marker``."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                environ = Path(f"/proc/{name}/environ").read_bytes()
+                state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker.encode() in environ and state != "Z":
+                found.append(int(name))
+    return found
+
+
+def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
+    """The processes with the marker that are left after ``timeout`` seconds; empty when all ended."""
+    deadline = time.monotonic() + timeout
+    while (left := processes_with(marker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture(autouse=True, scope="session")
+def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Marks every process that the suite starts; none may be left at its end."""
+    marker = f"suite-{os.getpid()}"
+    os.environ["RANKZERO_TEST_SUITE"] = marker
+    os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
+    yield marker
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[str]:
+    """A value for the ranks' environment; after the test no process carries it any more."""
+    value = f"mark-{tmp_path.name}-{os.getpid()}"
+    yield value
+    assert wait_until_gone(value) == [], "processes outlived their run"
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, marker: str) -> Launcher:
+    """Two ranks on this machine, with a store of their own."""
+    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=60)

@@ -1,0 +1,81 @@
+"""Bad configuration is refused when the launcher is made, with the value and the way out."""
+
+import math
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher, SparkConnectEngine
+from rankzero.job import Job, new_run_id
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "2", True, None])
+def test_num_processes_must_be_a_positive_integer(value: object) -> None:
+    with pytest.raises(InvalidJobError, match="num_processes is .*positive integer"):
+        Launcher(value)  # type: ignore[arg-type]
+
+
+def test_processes_per_task_must_divide() -> None:
+    with pytest.raises(InvalidJobError, match="processes_per_task=3 does not divide num_processes=4"):
+        Launcher(4, processes_per_task=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_gpu": "no"}, "use_gpu is 'no'"),
+        ({"use_gpu": 1}, "use_gpu is 1"),
+        ({"backend": "mpi"}, "backend is 'mpi'"),
+        ({"backend": "nccl"}, "needs use_gpu=True"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": math.inf}, "timeout is inf"),
+        ({"start_timeout": None}, "start_timeout is None"),
+        ({"env": {"A": 1}}, r"env\['A'\] is 1"),
+        ({"env": "A=1"}, "env is 'A=1'"),
+        ({"run_id": "a/b"}, "run_id 'a/b'"),
+        ({"run_id": ""}, "run_id ''"),
+        ({"store": 3}, "store is 3"),
+        ({"max_restarts": 2}, "max_restarts=2 is not supported by this version"),
+        ({"hang_timeout": 5.0}, "hang_timeout=5.0 is not supported"),
+        ({"dataset": object()}, "dataset=.* is not supported"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidJobError, match=message):
+        Launcher(2, **options)  # type: ignore[arg-type]
+
+
+def test_an_engine_must_be_an_engine(tmp_path: object) -> None:
+    with pytest.raises(InvalidJobError, match="engine is 'spark'"):
+        Launcher(1, engine="spark", store=str(tmp_path)).run(print)  # type: ignore[arg-type]
+
+
+def test_options_makes_a_checked_copy() -> None:
+    launcher = Launcher(2)
+    assert launcher.options(num_processes=4).num_processes == 4
+    assert launcher.num_processes == 2
+    with pytest.raises(InvalidJobError, match="num_processes is 0"):
+        launcher.options(num_processes=0)
+    with pytest.raises(InvalidJobError, match="no option num_process"):
+        launcher.options(num_process=4)
+
+
+def test_a_value_error_is_what_callers_may_catch() -> None:
+    with pytest.raises(ValueError):
+        Launcher(0)
+
+
+def test_spark_connect_is_refused_clearly() -> None:
+    with pytest.raises(InvalidJobError, match="Spark Connect .* not supported"):
+        SparkConnectEngine("sc://host")
+
+
+def test_a_job_survives_json() -> None:
+    job = Job("id", "train", 4, 2, False, "auto", None, 60.0, {"kind": "local"}, {"payload.pkl": {"size": 1}})
+    assert Job.from_json(job.to_json()) == job
+    assert job.num_tasks == 2
+
+
+def test_run_ids_are_unique_and_name_the_function() -> None:
+    ids = {new_run_id("train <lambda>/x") for _ in range(100)}
+    assert len(ids) == 100
+    assert all("train-lambda-x" in run_id for run_id in ids)

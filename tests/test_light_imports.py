@@ -1,0 +1,38 @@
+"""Importing rankzero, and what travels to executors, stays light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = ("torch", "pyspark", "numpy", "pandas", "airflow", "dagster", "fsspec", "cloudpickle", "asyncio")
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(output.stdout.split())
+
+
+def test_import_rankzero_loads_nothing_heavy() -> None:
+    assert loaded_after("import rankzero").isdisjoint(HEAVY)
+
+
+def test_every_public_name_is_there() -> None:
+    code = "import rankzero\nfor name in rankzero.__all__: getattr(rankzero, name)\nassert set(rankzero.__all__) <= set(dir(rankzero))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_core_never_imports_an_orchestrator() -> None:
+    loaded = loaded_after("import rankzero\nfor name in rankzero.__all__: getattr(rankzero, name)")
+    assert loaded.isdisjoint({"airflow", "dagster", "torch", "pyspark", "numpy"})
+
+
+def test_agent_and_worker_need_only_the_standard_library() -> None:
+    """An executor has Python and torch; nothing of what the driver's side installs."""
+    code = Path(__file__).parent.parent / "core"
+    # -S: no site-packages at all.
+    program = (
+        f"import sys; sys.path.insert(0, {str(code)!r})\n"
+        "import rankzero.agent.supervise, rankzero.agent.worker, rankzero.train, rankzero.result, rankzero.formats"
+    )
+    subprocess.run([sys.executable, "-S", "-I", "-c", program], check=True)

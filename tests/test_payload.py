@@ -1,0 +1,217 @@
+"""What can be launched, what is refused, and what travels along."""
+
+import io
+import subprocess
+import sys
+import textwrap
+import threading
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import InvalidJobError, ResultRef, payload
+
+
+def train(lr: float, *, steps: int = 1) -> float:
+    return lr * steps
+
+
+def refused(train: object, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(InvalidJobError) as caught:
+        payload.build(train, args, kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 3, ["train"]])
+def test_train_must_be_launchable(value: object) -> None:
+    assert f"train is {value!r}" in refused(value)
+
+
+def test_a_missing_script_is_named(tmp_path: Path) -> None:
+    assert "there is no such script" in refused(str(tmp_path / "train.py"))
+
+
+def test_a_directory_is_no_script(tmp_path: Path) -> None:
+    assert "is a directory" in refused(str(tmp_path))
+
+
+def test_a_script_must_be_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def (")
+    assert "is not Python" in refused(str(tmp_path / "train.py"))
+
+
+def test_a_script_takes_no_keywords(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert "write '--lr', value" in refused(tmp_path / "train.py", lr=1)
+
+
+def test_module_references_are_resolved_and_checked() -> None:
+    assert payload.build("json:dumps", ({},), {}).name == "dumps"
+    assert "has no function 'nothing'" in refused("json:nothing")
+    assert "cannot be imported" in refused("no_such_module:train")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "problem"),
+    [
+        ((), {}, "missing a required argument: 'lr'"),
+        ((1, 2), {}, "too many positional arguments"),
+        ((1,), {"step": 2}, "unexpected keyword argument 'step'"),
+    ],
+)
+def test_arguments_must_fit_the_signature(args: tuple[Any, ...], kwargs: dict[str, Any], problem: str) -> None:
+    assert problem in refused(train, *args, **kwargs)
+
+
+def test_an_argument_that_cannot_be_pickled_is_named() -> None:
+    assert "argument 'lr' (a lock) cannot be pickled" in refused(train, threading.Lock())
+    assert "argument 'steps' (a lock) cannot be pickled" in refused(train, 1.0, steps=threading.Lock())
+
+
+def test_a_closure_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+    assert "train=<lambda>" in refused(lambda: lock).replace("train=lambda", "train=<lambda>")
+
+
+def test_async_functions_are_refused() -> None:
+    async def train() -> None: ...
+
+    assert "async function" in refused(train)
+
+
+def test_references_are_found_wherever_they_are() -> None:
+    ref = ResultRef("/x", "json", "0", 1)
+    built = payload.build(dict, (), {"a": ref, "b": [ref, {"c": (ref,)}]})
+    assert built.refs == [ref] * 3
+
+
+def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
+    """Unpickles and calls the payload in a process that knows nothing of this one's modules."""
+    (tmp_path / "payload.pkl").write_bytes(built.data)
+    extra = []
+    if built.modules:
+        with zipfile.ZipFile(io.BytesIO(built.modules)) as archive:
+            archive.extractall(tmp_path / "modules")
+        extra = [str(tmp_path / "modules")]
+    program = f"""
+        import sys, pickle
+        sys.path += {extra!r}
+        payload = pickle.load(open({str(tmp_path / "payload.pkl")!r}, "rb"))
+        print(payload["function"](*payload["args"], **payload["kwargs"]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def closure(factor: int) -> Callable[[int], int]:
+    return lambda value: value * factor
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "value"),
+    [
+        (train, (0.5,), {"steps": 4}, "2.0"),
+        (closure(3), (2,), {}, "6"),
+        (partial(train, steps=2), (1.5,), {}, "3.0"),
+        (lambda: train(1.0), (), {}, "1.0"),
+    ],
+)
+def test_functions_travel_by_value(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: str, tmp_path: Path
+) -> None:
+    assert run_elsewhere(payload.build(function, args, kwargs), tmp_path) == value
+
+
+@pytest.fixture
+def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    package = tmp_path / "src" / "acme_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "nets.py").write_text("import acme_constants\nSIZE = acme_constants.SIZE\ndef size(): return SIZE\n")
+    (package / "table.txt").write_text("42")
+    (package.parent / "acme_constants.py").write_text("SIZE = 8\n")
+    (package / "training.py").write_text(
+        textwrap.dedent(
+            """
+            from pathlib import Path
+            import acme_models.nets as nets
+            from .nets import size
+
+            class Net:
+                def size(self): return size()
+
+            def by_value(): return Net().size()
+            def by_module(): return nets.size()
+            def lazily():
+                from acme_models.nets import size as lazy
+                return lazy()
+            def relatively():
+                from .nets import size as relative
+                return relative()
+            def data_file():
+                import acme_models
+                return Path(acme_models.__file__).with_name("table.txt").read_text()
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    import importlib
+
+    module = importlib.import_module("acme_models.training")
+    yield module
+    for name in [name for name in sys.modules if name.startswith("acme_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["by_value", "by_module", "lazily", "relatively"])
+def test_functions_of_a_user_package_bring_the_modules_they_need(
+    user_package: Any, name: str, tmp_path: Path
+) -> None:
+    built = payload.build(getattr(user_package, name), (), {})
+    assert run_elsewhere(built, tmp_path) == "8"
+
+
+def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:
+    assert run_elsewhere(payload.build(user_package.data_file, (), {}), tmp_path) == "42"
+
+
+def test_installed_packages_do_not_travel() -> None:
+    def uses_torch() -> str:
+        import torch
+
+        return torch.__version__
+
+    assert payload.build(uses_torch, (), {}).modules is None
+
+
+def test_the_registry_of_cloudpickle_is_as_before(user_package: Any) -> None:
+    import cloudpickle
+
+    before = cloudpickle.list_registry_pickle_by_value()
+    payload.build(user_package.by_value, (), {})
+    assert cloudpickle.list_registry_pickle_by_value() == before
+
+
+def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "train_it.py").write_text("import beside_it\n")
+    (tmp_path / "beside_it.py").write_text("import further\n")
+    (tmp_path / "further.py").write_text("")
+    before = list(sys.path)
+    built = payload.build(tmp_path / "train_it.py", (1, 2.5), {})
+    assert sys.path == before
+    assert built.modules is not None
+    assert zipfile.ZipFile(io.BytesIO(built.modules)).namelist() == ["beside_it.py", "further.py"]
+
+
+def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "MODULES_LIMIT", 10)
+    (tmp_path / "train_it.py").write_text("import big\n")
+    (tmp_path / "big.py").write_text("x" * 100)
+    assert "install them on the executors" in refused(tmp_path / "train_it.py")

@@ -1,0 +1,184 @@
+"""Values come back as they were, by the format that fits, and a damaged file is never opened."""
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from rankzero import ResultError, ResultRef, formats
+from rankzero.result import map_refs
+
+
+def stored(value: Any, tmp_path: Path) -> ResultRef:
+    return ResultRef.save(value, tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 2.5, "text", [1, [2, None]], {"a": {"b": [1.5, "x"]}}, {}, [], float("inf")]
+)
+def test_plain_values_are_json(value: object, tmp_path: Path) -> None:
+    ref = stored(value, tmp_path)
+    assert ref.format == "json"
+    assert ref.load() == value
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2}, {"a": (1,)}, np.float64(1.5), b"bytes", {"s": {1, 2}}])
+def test_what_json_would_change_is_pickled(value: object, tmp_path: Path) -> None:
+    ref = stored(value, tmp_path)
+    assert ref.format == "cloudpickle"
+    loaded = ref.load()
+    assert loaded == value
+    assert type(loaded) is type(value)
+
+
+TENSORS = {
+    "weight": torch.randn(3, 4),
+    "half": torch.randn(5).half(),
+    "brain": torch.randn(2, 2).bfloat16(),
+    "bits": torch.tensor([True, False, True]),
+    "count": torch.tensor(7),
+    "empty": torch.empty(0, 3),
+    "transposed": torch.randn(4, 6).t(),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "parameter": torch.nn.Parameter(torch.randn(2)),
+}
+
+
+def test_a_dict_of_tensors_is_safetensors(tmp_path: Path) -> None:
+    ref = stored(TENSORS, tmp_path)
+    assert ref.format == "safetensors"
+    loaded = ref.load()
+    assert set(loaded) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor.detach())
+    assert ref.summary["tensors"] == len(TENSORS)
+    assert ref.summary["parameters"] == sum(tensor.numel() for tensor in TENSORS.values())
+
+
+def test_the_safetensors_library_reads_what_we_write(tmp_path: Path) -> None:
+    theirs = safetensors.torch.load_file(stored(TENSORS, tmp_path).uri)
+    assert all(torch.equal(theirs[name], tensor.detach()) for name, tensor in TENSORS.items())
+
+
+def test_we_read_what_the_safetensors_library_writes(tmp_path: Path) -> None:
+    plain = {name: tensor.detach().contiguous() for name, tensor in TENSORS.items()}
+    plain["odd"] = torch.arange(3, dtype=torch.int8)
+    safetensors.torch.save_file(plain, tmp_path / "theirs")
+    ours = formats.read(str(tmp_path / "theirs"), "safetensors", None)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.items())
+
+
+def test_loaded_tensors_may_be_changed_and_the_file_stays(tmp_path: Path) -> None:
+    ref = stored({"x": torch.zeros(1000)}, tmp_path)
+    ref.load()["x"].fill_(1.0)
+    assert torch.equal(ref.load()["x"], torch.zeros(1000))
+
+
+def test_tensors_that_share_storage_stay_tied(tmp_path: Path) -> None:
+    weight = torch.randn(4)
+    ref = stored({"encoder": weight, "decoder": weight}, tmp_path)
+    assert ref.format == "cloudpickle"
+    loaded = ref.load()
+    loaded["encoder"].fill_(0.0)
+    assert torch.equal(loaded["decoder"], torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": torch.ones(1), "b": 2}, {0: torch.ones(1)}, {"s": torch.ones(2, 2).to_sparse()}, torch.ones(2)]
+)
+def test_other_mixtures_with_tensors_are_pickled(value: Any, tmp_path: Path) -> None:
+    assert stored(value, tmp_path).format == "cloudpickle"
+
+
+def test_a_module_is_pickled_and_counted(tmp_path: Path) -> None:
+    ref = stored(torch.nn.Linear(3, 2), tmp_path)
+    assert ref.summary == {"type": "torch.nn.modules.linear.Linear", "tensors": 2, "parameters": 8}
+    assert isinstance(ref.load(), torch.nn.Linear)
+
+
+def test_a_local_class_comes_back_as_the_callers_own(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Score:
+        value: float
+
+    loaded = stored(Score(0.5), tmp_path).load()
+    assert loaded == Score(0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_tensors_arrive_on_the_cpu(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    for value in ({"x": torch.ones(2, device=device)}, [torch.ones(2, device=device)], torch.nn.Linear(2, 2).to(device)):
+        loaded = stored(value, tmp_path).load()
+        tensors = loaded.parameters() if isinstance(loaded, torch.nn.Module) else loaded
+        tensors = tensors.values() if isinstance(tensors, dict) else tensors
+        assert all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+@pytest.mark.parametrize("value", [{"x": torch.zeros(100)}, (1, 2), [1, 2]])
+def test_a_flipped_bit_is_found_before_anything_is_opened(value: Any, tmp_path: Path) -> None:
+    ref = stored(value, tmp_path)
+    data = bytearray(Path(ref.uri).read_bytes())
+    data[-1] ^= 1
+    Path(ref.uri).write_bytes(data)
+    with pytest.raises(ResultError, match="changed or damaged"):
+        ref.load()
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    ref = stored([1], tmp_path)
+    Path(ref.uri).unlink()
+    with pytest.raises(ResultError, match="is gone"):
+        ref.load()
+
+
+def test_a_value_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="of type builtins.generator, cannot be pickled"):
+        stored((n for n in range(3)), tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResultError, match="cannot be stored in"):
+        ResultRef.save([1], tmp_path / "file" / "below")
+
+
+def test_a_handle_survives_json_pickle_and_airflow(tmp_path: Path) -> None:
+    ref = stored({"x": torch.zeros(2)}, tmp_path)
+    assert ResultRef.from_json(json.loads(json.dumps(ref.to_json()))) == ref
+    assert pickle.loads(pickle.dumps(ref)) == ref
+    assert ResultRef.deserialize(ref.serialize(), 1) == ref
+    with pytest.raises(TypeError, match="version 1, not 2"):
+        ResultRef.deserialize(ref.serialize(), 2)
+
+
+def test_saving_twice_keeps_one_file(tmp_path: Path) -> None:
+    assert stored([1, 2], tmp_path) == stored([1, 2], tmp_path)
+    assert len(list((tmp_path / "results").iterdir())) == 1
+
+
+def test_urls_work_like_paths() -> None:
+    ref = ResultRef.save({"x": torch.arange(5)}, "memory://bucket/results")
+    assert ref.uri.startswith("memory://bucket/results/")
+    assert torch.equal(ref.load()["x"], torch.arange(5))
+
+
+def test_references_are_replaced_deep_inside() -> None:
+    ref = ResultRef("/x", "json", "0", 1)
+    value = {"a": [ref, (1, ref)], "b": {"c": ref}, "d": "kept"}
+    assert map_refs(value, lambda r: r.uri) == {"a": ["/x", (1, "/x")], "b": {"c": "/x"}, "d": "kept"}
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 8, b"\xff" * 64, b"\x10" + b"\x00" * 7 + b"{}"])
+def test_a_file_that_is_no_safetensors_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises((ResultError, ValueError)):
+        formats.read(str(tmp_path / "file"), "safetensors", None)
