@@ -1,0 +1,53 @@
+"""What goes to the ranks, freed of Dagster: executors need not have it."""
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+
+def without_dagster(value: Any) -> Any:
+    """A value with Dagster's own objects in it replaced, also inside lists, tuples and dicts.
+
+    Args:
+        value: An argument of a training function.
+
+    Returns:
+        The value; a `dagster.Config` becomes a `types.SimpleNamespace` with the same attributes
+        and a `dagster.MultiPartitionKey` the string ``"a|b"``.
+
+    Example:
+        >>> class Optimizer(dg.Config):
+        ...     lr: float
+        >>> without_dagster(Optimizer(lr=0.1))
+        namespace(lr=0.1)
+    """
+    if isinstance(value, dg.Config):
+        return types.SimpleNamespace(**{name: without_dagster(item) for name, item in value})
+    if isinstance(value, dg.MultiPartitionKey):
+        return str(value)
+    if type(value) is list:
+        return [without_dagster(item) for item in value]
+    if type(value) is tuple:
+        return tuple(without_dagster(item) for item in value)
+    # Dagster gives nested configuration as read-only mappings of its own.
+    if type(value) is dict or (isinstance(value, Mapping) and type(value).__module__.startswith("dagster")):
+        return {without_dagster(key): without_dagster(item) for key, item in value.items()}
+    return value
+
+
+def without_annotations(train: Any) -> Any:
+    """A copy of a plain function without annotations; anything else as it is.
+
+    An annotation such as ``config: TrainConfig`` would take the class, its base class and so
+    Dagster along in the pickle.
+    """
+    if not isinstance(train, types.FunctionType) or not train.__annotations__:
+        return train
+    copy = types.FunctionType(train.__code__, train.__globals__, train.__name__, train.__defaults__, train.__closure__)
+    copy.__kwdefaults__ = train.__kwdefaults__
+    copy.__qualname__ = train.__qualname__
+    copy.__module__ = train.__module__
+    copy.__doc__ = train.__doc__
+    return copy

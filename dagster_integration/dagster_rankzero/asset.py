@@ -1,0 +1,87 @@
+"""`torch_asset`: an asset whose function runs on every rank."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import dagster as dg
+
+from dagster_rankzero.compute import (
+    PARTITION_KEY,
+    build_compute,
+    check_function,
+    collect_options,
+    needs_partition_key,
+)
+from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
+
+
+@overload
+def torch_asset(train: Callable[..., Any], /) -> dg.AssetsDefinition: ...
+@overload
+def torch_asset(
+    *,
+    num_processes: int | None = None,
+    use_gpu: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    resource_key: str = DEFAULT_RESOURCE_KEY,
+    **asset_arguments: Any,
+) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]: ...
+def torch_asset(
+    train: Callable[..., Any] | None = None,
+    /,
+    *,
+    num_processes: int | None = None,
+    use_gpu: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    resource_key: str = DEFAULT_RESOURCE_KEY,
+    **asset_arguments: Any,
+) -> dg.AssetsDefinition | Callable[[Callable[..., Any]], dg.AssetsDefinition]:
+    """Makes a function that runs on every rank an asset, whose value is what rank 0 returns.
+
+    The function's parameters are the asset's inputs, as with ``@dg.asset``. An input from a
+    `RankZeroIOManager` is opened inside the ranks and not loaded by the step; one from another IO
+    manager is loaded and travels with the job. Two parameters are special:
+
+    * ``config``, annotated with a `dagster.Config` class: the ranks get a plain namespace with the
+      same attributes, for executors need not have Dagster installed.
+    * ``partition_key``: the key of the partition, a string, ``"a|b"`` for two dimensions.
+
+    Args:
+        train: The function. It gets no Dagster context.
+        num_processes: World size; None takes the resource's.
+        use_gpu: One GPU for every rank; None takes the resource's.
+        options: More changes to the resource for this asset, by its field names.
+        resource_key: Of the `TorchDistributorResource`.
+        asset_arguments: Everything that ``@dg.asset`` takes: ``ins``, ``deps``, ``partitions_def``,
+            ``retry_policy``, ``pool``, ``op_tags``, ``kinds``, ``tags``, ``io_manager_key`` ...
+
+    Returns:
+        The asset, or a decorator that makes it.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a parameter or argument cannot be used.
+
+    Example:
+        >>> @torch_asset(num_processes=4, kinds={"pytorch"}, pool="gpu")
+        ... def model(features):
+        ...     import torch.distributed as dist
+        ...     dist.init_process_group("gloo")
+        ...     return {"rows": len(features)}
+    """
+    changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+
+    def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
+        check_function("torch_asset", function)
+        ins = frozenset(asset_arguments.get("ins") or ())
+        compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins)
+        if needs_partition_key(function, ins) and asset_arguments.get("partitions_def") is None:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{function.__name__} has a parameter {PARTITION_KEY!r}, but the asset has no partitions: "
+                "give partitions_def"
+            )
+        required = {*(asset_arguments.get("required_resource_keys") or ()), resource_key}
+        decorated = dg.asset(**{**asset_arguments, "required_resource_keys": required})(compute)
+        assert isinstance(decorated, dg.AssetsDefinition)
+        return decorated
+
+    return decorate if train is None else decorate(train)

@@ -1,0 +1,178 @@
+"""From a training function to the function that Dagster calls for a step."""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, get_origin
+
+import dagster as dg
+
+from dagster_rankzero.inputs import type_of_input
+from dagster_rankzero.resource import TorchDistributorResource
+
+CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
+"""First parameters that Dagster takes for its context."""
+
+CONFIG = "config"
+PARTITION_KEY = "partition_key"
+
+_EMPTY = inspect.Parameter.empty
+
+
+def build_compute(
+    train: Callable[..., Any],
+    resource_key: str,
+    options: Mapping[str, Any],
+    context_type: type[Any],
+    named_ins: frozenset[str],
+) -> Callable[..., Any]:
+    """Makes the step's function: same inputs, a context before them, and a run as its body.
+
+    Args:
+        train: The training function. Its parameters are inputs, except for ``config`` and
+            ``partition_key``.
+        resource_key: Of the `TorchDistributorResource`.
+        options: Changes to the resource for this step.
+        context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
+        named_ins: Inputs that are described elsewhere and stay inputs whatever their name.
+
+    Returns:
+        A function with the signature that ``@dg.asset`` and ``@dg.op`` read.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a parameter cannot reach the ranks.
+    """
+    offers_partition = PARTITION_KEY in inspect.signature(train).parameters and PARTITION_KEY not in named_ins
+    needs_partition = needs_partition_key(train, named_ins)
+    returns_nothing = inspect.signature(train).return_annotation in (None, "None")
+
+    def compute(context: Any, **arguments: Any) -> Any:
+        if offers_partition and context.has_partition_key:
+            arguments[PARTITION_KEY] = str(context.partition_key)
+        elif needs_partition:
+            raise dg.Failure(
+                f"{train.__name__} has a parameter {PARTITION_KEY!r}, but this run has no partition: launch one",
+                allow_retries=False,
+            )
+        resource: TorchDistributorResource = getattr(context.resources, resource_key)
+        result = resource.options(**options).run(context, train, **arguments)
+        return _without_value(result) if returns_nothing else result
+
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
+    parameters += [
+        _as_step_parameter(train, parameter)
+        for parameter in inspect.signature(train).parameters.values()
+        if not (offers_partition and parameter.name == PARTITION_KEY)
+    ]
+    parameters.sort(key=lambda parameter: parameter.default is not _EMPTY)
+    parameters.sort(key=lambda parameter: parameter.kind)
+    returns = None if returns_nothing else inspect.Signature.empty
+    compute.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    compute.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not _EMPTY}
+    if returns_nothing:
+        compute.__annotations__["return"] = None
+    compute.__name__ = compute.__qualname__ = train.__name__
+    compute.__module__ = train.__module__
+    compute.__doc__ = train.__doc__
+    return compute
+
+
+def needs_partition_key(train: Callable[..., Any], named_ins: frozenset[str]) -> bool:
+    """True if the function cannot be called without the key of a partition."""
+    parameter = inspect.signature(train).parameters.get(PARTITION_KEY)
+    return parameter is not None and parameter.default is _EMPTY and PARTITION_KEY not in named_ins
+
+
+def check_function(decorator: str, train: object) -> None:
+    """Raises DagsterInvalidDefinitionError unless it is a function that ranks can call."""
+    if not inspect.isfunction(train) or inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{decorator} is given {train!r}; it takes a plain function, which runs on every rank"
+        )
+
+
+def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
+    """One dict of the changes to the resource.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a name is not a field of the resource.
+    """
+    changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
+    fields = TorchDistributorResource.model_fields
+    if unknown := sorted(set(changes) - set(fields)):
+        raise dg.DagsterInvalidDefinitionError(
+            f"TorchDistributorResource has no option {', '.join(unknown)}; it has {', '.join(fields)}"
+        )
+    return changes
+
+
+def _as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) -> inspect.Parameter:
+    name = parameter.name
+    if name in CONTEXT_NAMES:
+        raise dg.DagsterInvalidDefinitionError(
+            f"{train.__name__} has a parameter {name!r}, but it runs inside ranks, where Dagster's context does "
+            "not exist: remove it (rankzero.train.get_context() tells rank and world size), or call "
+            "TorchDistributorResource.run from an asset of your own"
+        )
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{train.__name__} has the parameter {str(parameter)!r}; inputs have names: make it an ordinary parameter"
+        )
+    annotation = _annotation_of(train, parameter)
+    if _is_resource(annotation):
+        raise dg.DagsterInvalidDefinitionError(
+            f"{train.__name__} asks for the resource {name!r}, but it runs inside ranks, where resources do not "
+            "exist: pass plain values, or call TorchDistributorResource.run from an asset of your own"
+        )
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return parameter.replace(annotation=_EMPTY)
+    if name != CONFIG:
+        annotation = type_of_input(Any if annotation is _EMPTY else annotation)
+    # Dagster does not see keyword-only parameters as inputs.
+    return parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+
+
+def _annotation_of(train: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The annotation as an object; `Any` for one that only a type checker can see."""
+    annotation = parameter.annotation
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, getattr(inspect.unwrap(train), "__globals__", {}))
+    except NameError:
+        if parameter.name == CONFIG:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{train.__name__}: the annotation {annotation!r} of {CONFIG} is not a name of its module; "
+                "define the Config class at module level"
+            ) from None
+        return Any
+
+
+def _is_resource(annotation: Any) -> bool:
+    if any(metadata == "resource_param" for metadata in getattr(annotation, "__metadata__", ())):
+        return True
+    cls = get_origin(annotation) or annotation
+    return isinstance(cls, type) and issubclass(cls, dg.ConfigurableResource)
+
+
+def _without_value(result: Any) -> Any:
+    """The result of a step whose function is annotated ``-> None``: nothing is stored."""
+    if isinstance(result, dg.MaterializeResult):
+        return dg.MaterializeResult(metadata=result.metadata)
+    return dg.Output(None, metadata=result.metadata)
+
+
+def build_script_compute(
+    script: str | os.PathLike[str], args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Makes the function of an op that runs a script or ``"package.module:function"``."""
+
+    def compute(context: dg.OpExecutionContext) -> Any:
+        resource: TorchDistributorResource = getattr(context.resources, resource_key)
+        return resource.options(**options).run(context, script, *args)
+
+    name = os.path.basename(os.fspath(script)).removesuffix(".py").rpartition(":")[2]
+    compute.__name__ = re.sub(r"\W", "_", name)
+    compute.__doc__ = f"Runs {os.fspath(script)} on every rank."
+    return compute

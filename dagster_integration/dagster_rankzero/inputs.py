@@ -1,0 +1,56 @@
+"""Types of the inputs of a training function: a value, or the `ResultRef` that the ranks open."""
+
+import functools
+import typing
+from typing import Any
+
+import dagster as dg
+
+from dagster_rankzero._compat import dagster_type_of
+from rankzero import ResultRef
+
+
+class OpenedByRanks(dg.DagsterType):
+    """Type of an input that goes on to ranks: what it was annotated as, or a handle of it.
+
+    IO managers that choose by ``typing_type`` see the training function's own annotation.
+    """
+
+
+def type_of_input(annotation: Any) -> dg.DagsterType:
+    """The type for an annotation of the training function."""
+    return _type_of(dagster_type_of(annotation))
+
+
+@functools.cache
+def _type_of(inner: dg.DagsterType) -> OpenedByRanks:
+    # Dagster knows types by name and refuses two of one name, so there is one for each inner type.
+    def check(context: dg.TypeCheckContext, value: object) -> dg.TypeCheck:
+        return dg.TypeCheck(success=True) if is_reference(value) else inner.type_check(context, value)
+
+    return OpenedByRanks(
+        type_check_fn=check,
+        name=f"OpenedByRanks[{inner.display_name}]",
+        description="A value, or a handle of it that is opened inside the ranks.",
+        typing_type=inner.typing_type,
+        loader=inner.loader,
+    )
+
+
+def is_reference(value: object) -> bool:
+    """True for a handle, and for the dict of handles that several partitions make."""
+    if isinstance(value, dict) and value:
+        return all(isinstance(item, ResultRef) for item in value.values())
+    return isinstance(value, ResultRef)
+
+
+def wants_reference(dagster_type: dg.DagsterType) -> bool:
+    """True if an IO manager may give this input a handle instead of the value.
+
+    It may to a training function, and to whoever annotates ``ResultRef``, ``ResultRef | None`` or
+    ``dict[str, ResultRef]``.
+    """
+    annotation = dagster_type.typing_type
+    return (
+        isinstance(dagster_type, OpenedByRanks) or annotation is ResultRef or ResultRef in typing.get_args(annotation)
+    )

@@ -1,0 +1,97 @@
+"""`RankZeroIOManager`: stores what rank 0 returned, so that the next step gets it whole or not at all."""
+
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+from pydantic import Field, PrivateAttr
+
+from dagster_rankzero.inputs import wants_reference
+from dagster_rankzero.manifest import Manifest, check_format, commit, read_manifest
+from dagster_rankzero.metadata import describe_result
+from rankzero import ResultError, store
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+
+class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
+    """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
+
+    A version is committed by its manifest, which is written last: a crash never harms the version
+    before. Loading verifies the checksum. Tensors are mapped into memory, which runs no code and
+    reads only what is used; cloudpickle runs code of whoever can write to ``base_path``, as
+    Dagster's default IO manager does: set ``allow_pickle`` to False where you do not trust them.
+
+    An output that is a `ResultRef` is stored by copying its file, never loaded. An input annotated
+    `ResultRef` gets the handle, and so do the functions of `torch_asset` and
+    `torch_distributor_op`, whose ranks open it themselves.
+
+    Example:
+        >>> defs = dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path="s3://bucket/assets")})
+    """
+
+    base_path: str | None = Field(
+        default=None,
+        description="Where values are stored, a path or an fsspec URL such as s3://bucket/assets. "
+        "Left out: the storage directory of the Dagster instance.",
+    )
+    allow_pickle: bool = Field(
+        default=True,
+        description="Store and load values that only cloudpickle can hold. Loading them runs code of "
+        "whoever can write to base_path.",
+    )
+
+    _base_path: "UPath" = PrivateAttr()
+
+    def setup_for_execution(self, context: dg.InitResourceContext) -> None:
+        """Finds the place to store in."""
+        from upath import UPath
+
+        root = self.base_path
+        if root is None:
+            if context.instance is None:
+                raise dg.DagsterInvariantViolationError("RankZeroIOManager without an instance needs base_path")
+            root = context.instance.storage_directory()
+        self._base_path = UPath(store.normalize(root))
+
+    def dump_to_path(self, context: dg.OutputContext, obj: Any, path: "UPath") -> None:
+        """Commits a value, or the file of a `ResultRef`, as the new version."""
+        try:
+            ref = commit(obj, str(path), context.run_id, allow_pickle=self.allow_pickle)
+        except ResultError as error:
+            raise dg.Failure(str(error), allow_retries=False) from error
+        context.add_output_metadata(describe_result(ref))
+
+    def load_from_path(self, context: dg.InputContext, path: "UPath") -> Any:
+        """Gives the value, or its handle to those that want one.
+
+        Raises:
+            FileNotFoundError: nothing was stored there.
+            dagster.Failure: the file is damaged, or a pickle where none is allowed. Not retried.
+        """
+        directory = str(path)
+        manifest: Manifest | None = None
+        try:
+            manifest = read_manifest(directory)
+            check_format(manifest.format, self.allow_pickle)
+            ref = manifest.reference(directory)
+            return ref if wants_reference(context.dagster_type) else ref.load()
+        except ResultError as error:
+            metadata = describe_result(manifest.reference(directory)) if manifest else {}
+            raise dg.Failure(
+                str(error), metadata={"path": dg.MetadataValue.path(directory), **metadata}, allow_retries=False
+            ) from error
+
+    def make_directory(self, path: "UPath") -> None:
+        """Nothing: `dump_to_path` makes the directory, where the place has directories."""
+
+    def path_exists(self, path: "UPath") -> bool:
+        """True if a version was committed there."""
+        return store.exists(str(path / "manifest.json"))
+
+    def make_safe_partition_path(self, base_path: "UPath", partition: str) -> "UPath":
+        """A place below the asset's, whatever the partition is called."""
+        parts = ["%2E%2E" if part == ".." else part for part in partition.split("/")]
+        if not parts[0]:
+            parts = ["%2F" + parts[1], *parts[2:]]
+        return base_path.joinpath(*parts)

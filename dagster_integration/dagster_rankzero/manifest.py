@@ -1,0 +1,144 @@
+"""One version of a stored value: a data file named by its content, and a manifest that commits it.
+
+    <asset>[/<partition>]/data-<sha16>.<format>
+    <asset>[/<partition>]/manifest.json      written last, atomically
+
+Until the new manifest is there, readers see the version before, whole; a crash leaves at most a
+data file that nobody refers to. The version before stays until the next one is committed, for
+handles of it may still be on their way.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rankzero import ResultError, ResultRef, formats, store
+
+MANIFEST = "manifest.json"
+
+_NAME_DIGITS = 16
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        data: Name of the data file in the same directory.
+        format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
+        sha256: Checksum of the data file, hex.
+        size: Bytes of the data file.
+        summary: Type, number of tensors and parameters.
+        run_id: Dagster run that stored it.
+        superseded: Data file of the version before, or None.
+    """
+
+    data: str
+    format: str
+    sha256: str
+    size: int
+    summary: dict[str, Any]
+    run_id: str | None
+    superseded: str | None
+
+    def reference(self, directory: str) -> ResultRef:
+        """The handle of the data file."""
+        return ResultRef(store.join(directory, self.data), self.format, self.sha256, self.size, self.summary)
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The committed version.
+
+    Raises:
+        FileNotFoundError: nothing was committed there.
+        ResultError: the manifest is damaged.
+    """
+    path = store.join(directory, MANIFEST)
+    try:
+        return Manifest(**json.loads(store.read_bytes(path)))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"nothing is stored in {directory}: there is no {MANIFEST}") from None
+    except (ValueError, TypeError) as error:
+        raise ResultError(f"{path} is damaged: {error}; materialize it again") from error
+
+
+def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: bool) -> ResultRef:
+    """Stores a value, or the file that a `ResultRef` stands for, as the new version.
+
+    Args:
+        value: Anything that rankzero's formats can hold, or a handle.
+        directory: Of the asset or partition.
+        run_id: For the manifest.
+        allow_pickle: False refuses values that only cloudpickle can hold.
+
+    Returns:
+        The handle of the stored file.
+
+    Raises:
+        ResultError: the value cannot be stored, or the handle's file is gone or damaged.
+    """
+    store.make_directory(directory)
+    with tempfile.TemporaryDirectory(dir=None if store.is_url(directory) else directory, prefix=".writing-") as scratch:
+        path = os.path.join(scratch, "data")
+        if isinstance(value, ResultRef):
+            file_format, summary = value.format, value.summary
+            check_format(file_format, allow_pickle)
+            size, sha256 = _fetch(value, path)
+        else:
+            file_format, summary = formats.choose(value), formats.summarize(value)
+            check_format(file_format, allow_pickle)
+            size, sha256 = formats.write(value, file_format, path)
+        name = f"data-{sha256[:_NAME_DIGITS]}.{file_format}"
+        store.upload(path, store.join(directory, name))
+    before = _previous(directory)
+    superseded, obsolete = _retire(before, name)
+    manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded)
+    store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
+    if obsolete is not None:
+        store.remove(store.join(directory, obsolete))
+    return manifest.reference(directory)
+
+
+def check_format(file_format: str, allow_pickle: bool) -> None:
+    """Raises ResultError for a pickle where none is allowed."""
+    if file_format == formats.CLOUDPICKLE and not allow_pickle:
+        raise ResultError(
+            "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or "
+            "plain JSON values, or set allow_pickle=True"
+        )
+
+
+def _previous(directory: str) -> Manifest | None:
+    try:
+        return read_manifest(directory)
+    except (FileNotFoundError, ResultError):
+        return None
+
+
+def _retire(before: Manifest | None, name: str) -> tuple[str | None, str | None]:
+    """What the new manifest supersedes, and what can go: only files that were committed once."""
+    if before is None:
+        return None, None
+    if before.data == name:
+        return before.superseded, None
+    return before.data, None if before.superseded == name else before.superseded
+
+
+def _fetch(ref: ResultRef, path: str) -> tuple[int, str]:
+    """Streams a handle's file to ``path`` and verifies it."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with store.open_read(ref.uri) as source, open(path, "wb") as target:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+                target.write(chunk)
+    except FileNotFoundError:
+        raise ResultError(f"the result {ref.uri} is gone; was its run directory deleted?") from None
+    if digest.hexdigest() != ref.sha256:
+        raise ResultError(f"{ref.uri} does not have the sha256 {ref.sha256[:16]}... that was recorded: it was changed")
+    return size, ref.sha256

@@ -1,0 +1,92 @@
+"""`torch_distributor_op`: an op whose function or script runs on every rank."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import dagster as dg
+
+from dagster_rankzero.compute import build_compute, build_script_compute, check_function, collect_options
+from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
+
+
+@overload
+def torch_distributor_op(
+    train: Callable[..., Any] | str | os.PathLike[str],
+    /,
+    *,
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    use_gpu: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    resource_key: str = DEFAULT_RESOURCE_KEY,
+    **op_arguments: Any,
+) -> dg.OpDefinition: ...
+@overload
+def torch_distributor_op(
+    *,
+    num_processes: int | None = None,
+    use_gpu: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    resource_key: str = DEFAULT_RESOURCE_KEY,
+    **op_arguments: Any,
+) -> Callable[[Callable[..., Any]], dg.OpDefinition]: ...
+def torch_distributor_op(
+    train: Callable[..., Any] | str | os.PathLike[str] | None = None,
+    /,
+    *,
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    use_gpu: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    resource_key: str = DEFAULT_RESOURCE_KEY,
+    **op_arguments: Any,
+) -> dg.OpDefinition | Callable[[Callable[..., Any]], dg.OpDefinition]:
+    """Makes an op that runs a function or a script on every rank; its output is rank 0's value.
+
+    A function's parameters are the op's inputs, with the same two special ones as `torch_asset`:
+    ``config`` and ``partition_key``. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
+
+    Args:
+        train: A function, ``"path/to/script.py"`` or ``"package.module:function"``.
+        args: A script's command line, or the arguments of ``"package.module:function"``.
+        num_processes: World size; None takes the resource's.
+        use_gpu: One GPU for every rank; None takes the resource's.
+        options: More changes to the resource for this op, by its field names.
+        resource_key: Of the `TorchDistributorResource`.
+        op_arguments: Everything that ``@dg.op`` takes: ``name``, ``ins``, ``out``, ``tags``,
+            ``retry_policy``, ``pool`` ...
+
+    Returns:
+        The op, or a decorator that makes it.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a parameter or argument cannot be used.
+
+    Example:
+        >>> train_op = torch_distributor_op("train.py", args=["--epochs", "3"], num_processes=2)
+        >>> train_op.name
+        'train'
+    """
+    changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
+    required = {*(op_arguments.get("required_resource_keys") or ()), resource_key}
+
+    def make(compute: Callable[..., Any]) -> dg.OpDefinition:
+        made = dg.op(**{**op_arguments, "required_resource_keys": required})(compute)
+        assert isinstance(made, dg.OpDefinition)
+        return made
+
+    def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
+        check_function("torch_distributor_op", function)
+        if args:
+            raise dg.DagsterInvalidDefinitionError(
+                f"args={list(args)!r} is for scripts; the arguments of {function.__name__} are the op's inputs"
+            )
+        ins = frozenset(op_arguments.get("ins") or ())
+        return make(build_compute(function, resource_key, changes, dg.OpExecutionContext, ins))
+
+    if train is None:
+        return decorate
+    if isinstance(train, (str, os.PathLike)):
+        return make(build_script_compute(train, tuple(args), resource_key, changes))
+    return decorate(train)

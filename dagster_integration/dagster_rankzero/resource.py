@@ -1,0 +1,195 @@
+"""`TorchDistributorResource`: runs training from an asset or an op."""
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
+
+import dagster as dg
+from pydantic import Field, ValidationError
+
+from dagster_rankzero.arguments import without_annotations, without_dagster
+from dagster_rankzero.failure import as_failure
+from dagster_rankzero.metadata import describe_run
+from rankzero import Launcher, RankZeroError, RunHandle
+from rankzero.engines.base import Engine
+from rankzero.launcher import print_line, start_owned
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_RESOURCE_KEY = "torch_distributor"
+"""Under which `torch_asset` and `torch_distributor_op` look for the resource."""
+
+_NAME_LIMIT = 100
+
+
+class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-arg]
+    """Runs distributed PyTorch on Spark and hands rank 0's value to the IO manager.
+
+    Example:
+        >>> @dg.asset
+        ... def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        ...     return torch_distributor.options(num_processes=4).run(context, train, lr=1e-3)
+        >>> defs = dg.Definitions(
+        ...     assets=[model],
+        ...     resources={"torch_distributor": TorchDistributorResource(master="spark://master:7077")},
+        ... )
+    """
+
+    engine: Literal["spark", "local"] = Field(
+        default="spark",
+        description="Where the ranks run: as one barrier stage of Spark, or as processes of this machine "
+        "without Spark, which starts in a second and suits tests. Local runs ignore master and spark_conf.",
+    )
+    master: str | None = Field(
+        default=None,
+        description="Spark master: local[N], spark://host:port, yarn or k8s://... "
+        "Left out: an embedded local[N] with as many slots as there are tasks.",
+    )
+    spark_conf: dict[str, str] = Field(
+        default_factory=dict, description="Spark configuration of the session that a run starts."
+    )
+    num_processes: int = Field(default=1, description="World size, the number of ranks.")
+    processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
+    use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
+    backend: str | None = Field(
+        default="auto",
+        description="Of the process group: auto (nccl with GPUs, else gloo), nccl, gloo, or null "
+        "if the training function decides.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the ranks.")
+    store: str | None = Field(
+        default=None,
+        description="Root of the run directories, a path or an fsspec URL. "
+        "Left out: $RANKZERO_STORE, else ~/.rankzero/runs.",
+    )
+    timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
+    start_timeout: float = Field(default=600.0, description="Seconds until every rank must have started.")
+    by_reference: bool = Field(
+        default=False,
+        description="Hand the IO manager a ResultRef instead of the value, so that a large result is never "
+        "loaded by the step. RankZeroIOManager stores the file that it stands for; any other IO manager "
+        "stores the small handle, which is good as long as the run directory is kept.",
+    )
+    retry_user_errors: bool = Field(
+        default=False,
+        description="Let a RetryPolicy apply to exceptions of the training function too, "
+        "not only to killed ranks and errors of the infrastructure.",
+    )
+
+    def options(self, **changes: Any) -> Self:
+        """A copy with changed fields, for one run.
+
+        Args:
+            changes: Field names of this class and their new values.
+
+        Returns:
+            The copy; this resource stays as it is.
+
+        Raises:
+            dagster.Failure: a field does not exist or has a value of the wrong type. Not retried.
+
+        Example:
+            >>> TorchDistributorResource(master="local[4]").options(num_processes=4).num_processes
+            4
+        """
+        fields = type(self).model_fields
+        unknown = sorted(set(changes) - set(fields))
+        if unknown:
+            raise dg.Failure(
+                f"{type(self).__name__} has no option {', '.join(unknown)}; it has {', '.join(fields)}",
+                allow_retries=False,
+            )
+        try:
+            return type(self)(**{**{name: getattr(self, name) for name in fields}, **changes})
+        except ValidationError as error:
+            raise dg.Failure(f"wrong options of {type(self).__name__}: {error}", allow_retries=False) from error
+
+    @overload
+    def run(
+        self, context: dg.AssetExecutionContext, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> dg.MaterializeResult[R]: ...
+    @overload
+    def run(
+        self, context: dg.AssetExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+    ) -> dg.MaterializeResult[Any]: ...
+    @overload
+    def run(
+        self, context: dg.OpExecutionContext, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> dg.Output[R]: ...
+    @overload
+    def run(
+        self, context: dg.OpExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+    ) -> dg.Output[Any]: ...
+    def run(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs to the end; the ranks' lines go to standard output, which Dagster keeps as compute logs.
+
+        Terminating the Dagster run, or the death of the step's process, ends the ranks.
+
+        Args:
+            context: Of the asset or op that calls this.
+            train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
+            args: Positional arguments of the function, or the script's command line. `ResultRef`
+                in them are opened inside the ranks; a `dagster.Config` arrives as a plain namespace.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`;
+            return it from the asset or op. Its value is rank 0's, its metadata describes the run.
+
+        Raises:
+            dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the
+                arguments or fields are wrong, or the run was cancelled from outside of Dagster.
+                Retried only if a rank was killed, or with ``retry_user_errors``.
+            RankZeroError: of the infrastructure, subject to the `dagster.RetryPolicy`.
+        """
+        handle: RunHandle[Any] | None = None
+        try:
+            launcher = self._launcher(_name_run(context))
+            handle = start_owned(
+                launcher, print_line, without_annotations(train), without_dagster(args), without_dagster(kwargs)
+            )
+            context.log.info("rankzero run directory: %s", handle.directory)
+            value = handle.result_ref() if self.by_reference else handle.result()
+        except RankZeroError as error:
+            failure = as_failure(error, handle.directory if handle else None, self.retry_user_errors)
+            if failure is None:
+                raise
+            raise failure from error
+        metadata = describe_run(handle, self.num_processes)
+        if isinstance(context, dg.AssetExecutionContext):
+            version = dg.DataVersion(handle.result_ref().sha256)
+            return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)
+        return dg.Output(value, metadata=metadata)
+
+    def _launcher(self, run_id: str) -> Launcher:
+        return Launcher(
+            self.num_processes,
+            engine=self._engine(),
+            use_gpu=self.use_gpu,
+            processes_per_task=self.processes_per_task,
+            backend=self.backend,
+            env=self.env,
+            timeout=self.timeout,
+            start_timeout=self.start_timeout,
+            store=self.store,
+            run_id=run_id,
+        )
+
+    def _engine(self) -> Engine:
+        if self.engine == "local":
+            from rankzero import LocalEngine
+
+            return LocalEngine()
+        from rankzero import SparkEngine
+
+        return SparkEngine(master=self.master, conf=self.spark_conf)
+
+
+def _name_run(context: Any) -> str:
+    """A name that tells a person which Dagster run and step it was, and is never taken."""
+    op_context = getattr(context, "op_execution_context", context)
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", op_context.op_def.name)[:_NAME_LIMIT]
+    return f"{op_context.run_id[:8]}-{name}-{secrets.token_hex(4)}"
