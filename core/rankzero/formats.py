@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import io
 import json
+import mmap
 import os
 import pickle
 import struct
@@ -225,7 +226,11 @@ def _write_safetensors(tensors: dict[str, torch.Tensor], sink: _HashingWriter) -
 
 
 def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
-    """Maps the file copy-on-write: pages come in when they are used, the file never changes."""
+    """Maps the file copy-on-write: pages come in when they are used, the file never changes.
+
+    Every tensor has a storage of its own within the map. Views of one storage would each be
+    pickled with all of it, and could not be written as safetensors again.
+    """
     import torch
 
     total = os.path.getsize(path)
@@ -235,9 +240,9 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
         if not 0 < length <= min(_MAX_HEADER, total):
             raise ResultError(f"{path} is not a safetensors file")
         header: dict[str, Any] = json.loads(file.read(length))
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     header.pop("__metadata__", None)
     start = _HEADER_LENGTH.size + length
-    storage = torch.UntypedStorage.from_file(path, shared=False, nbytes=total)
     tensors = {}
     for key, entry in header.items():
         dtype: torch.dtype = getattr(torch, _DTYPES[entry["dtype"]])
@@ -245,10 +250,12 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
         width = torch.empty(0, dtype=dtype).element_size()
         if not start <= begin <= end <= total:
             raise ResultError(f"{path}: tensor {key!r} lies outside the file")
-        if begin % width:
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,))
+        if begin == end:
+            tensors[key] = torch.empty(entry["shape"], dtype=dtype)
+        elif begin % width:
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)
             tensors[key] = raw.clone().view(dtype).reshape(entry["shape"])
         else:
-            empty = torch.empty(0, dtype=dtype)
-            tensors[key] = empty.set_(storage, begin // width, tuple(entry["shape"]))
+            count = (end - begin) // width
+            tensors[key] = torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin).reshape(entry["shape"])
     return tensors
