@@ -154,6 +154,8 @@ def start_owned(
     train: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    on_start: Callable[[RunHandle[Any]], None] | None = None,
 ) -> RunHandle[Any]:
     """Runs to the end and returns the handle; what `Launcher.run` and the orchestrators stand on.
 
@@ -163,6 +165,8 @@ def start_owned(
         train: As for `Launcher.run`.
         args: As for `Launcher.run`.
         kwargs: As for `Launcher.run`.
+        on_start: Gets the handle once the run directory is there, before the run is followed, so
+            that a signal handler or another thread can cancel the run meanwhile.
 
     Returns:
         The handle of a run that has ended, however it ended: ask it for the result.
@@ -176,12 +180,16 @@ def start_owned(
     if not engine.prefers_own_process:
         from rankzero.driver import Driver
 
+        if on_start:
+            on_start(RunHandle(run.directory))
         Driver(run, engine, on_line).run()
         return RunHandle(run.directory)
     ours, theirs = _owner_pipe()
     try:
         handle: RunHandle[Any] = RunHandle(run.directory, _start_driver(run, theirs))
         os.close(theirs)
+        if on_start:
+            on_start(handle)
         handle.follow(on_line)
         return handle
     finally:

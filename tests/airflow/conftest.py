@@ -1,0 +1,96 @@
+"""A private Airflow for this directory: home, database and DAG folder of its own.
+
+Airflow reads these variables when it is imported, so they are set here, before any test is. The
+other rooms' tests never import it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "example_dags"
+
+HOME = tempfile.mkdtemp(prefix="rankzero-airflow-")
+os.environ.update(
+    {
+        "AIRFLOW_HOME": HOME,
+        "AIRFLOW__CORE__DAGS_FOLDER": str(EXAMPLES),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
+        "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{HOME}/airflow.db",
+    }
+)
+
+
+@pytest.fixture(scope="session")
+def airflow_home() -> Iterator[Path]:
+    """An initialized metadata database."""
+    subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
+    yield Path(HOME)
+    shutil.rmtree(HOME, ignore_errors=True)
+
+
+class DagOutcome:
+    """What a DAG run left: states, errors and XComs of its tasks."""
+
+    def __init__(self, dag_run: Any, errors: dict[str, BaseException]) -> None:
+        self._dag_run = dag_run
+        self.errors = errors
+
+    @property
+    def run_id(self) -> str:
+        return str(self._dag_run.run_id)
+
+    @property
+    def state(self) -> str:
+        return str(self._dag_run.state)
+
+    def task_state(self, task_id: str) -> str:
+        return str(self._dag_run.get_task_instance(task_id).state)
+
+    def xcom(self, task_id: str, key: str = "return_value") -> Any:
+        from airflow.sdk.serde import deserialize
+
+        encoded = self._dag_run.get_task_instance(task_id).xcom_pull(task_ids=task_id, key=key)
+        return deserialize(encoded)
+
+
+@pytest.fixture
+def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
+    """Runs every task of a DAG in this process, through Airflow's task runner and its database."""
+
+    def run(dag: Any, **kwargs: Any) -> DagOutcome:
+        _register(dag)
+        errors: dict[str, BaseException] = {}
+
+        def remember(context: Any) -> None:
+            errors[context["ti"].task_id] = context["exception"]
+
+        for task in dag.tasks:
+            task.on_failure_callback = [remember]
+        return DagOutcome(dag.test(**kwargs), errors)
+
+    return run
+
+
+def _register(dag: Any) -> None:
+    """Airflow runs only DAGs that it knows in serialized form."""
+    from airflow.dag_processing.bundles.manager import DagBundlesManager
+    from airflow.models.serialized_dag import SerializedDagModel
+    from airflow.serialization.serialized_objects import LazyDeserializedDAG
+    from airflow.serialization.definitions.dag import SerializedDAG
+    from airflow.utils.session import create_session
+
+    DagBundlesManager().sync_bundles_to_db()
+    lazy = LazyDeserializedDAG.from_dag(dag)
+    with create_session() as session:
+        SerializedDAG.bulk_write_to_db("dags-folder", None, [lazy], session=session)
+        SerializedDagModel.write_dag(lazy, bundle_name="dags-folder", session=session)

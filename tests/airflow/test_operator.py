@@ -1,0 +1,203 @@
+"""The operator and the decorator, run by Airflow's own task runner on an embedded Spark."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunDag = Callable[..., Any]
+
+
+@pytest.fixture
+def dag(request: pytest.FixtureRequest) -> Any:
+    from airflow.sdk import DAG
+
+    with DAG(request.node.name, params={"lr": 0.25}) as made:
+        yield made
+
+
+def make_weights(scale: float) -> dict:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.full((3,), scale * (dist.get_rank() + 1))
+    dist.all_reduce(total)
+    return {"weights": total}
+
+
+def describe(given: dict, *, word: str, lr: str) -> dict:
+    import os
+
+    import torch
+
+    assert isinstance(given["nested"][0]["weights"], torch.Tensor)
+    print(f"rank {os.environ['RANK']} says {word}")
+    return {"sum": float(given["nested"][0]["weights"].sum()), "word": word, "lr": lr, "mark": os.environ["MARK"]}
+
+
+def test_values_travel_by_themselves_or_by_reference(
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from airflow.sdk import DAG, task
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import ResultRef
+
+    train = TorchDistributorOperator(task_id="train", train=make_weights, op_args=[2.0], store=str(tmp_path))
+    report = TorchDistributorOperator(
+        task_id="report",
+        train=describe,
+        op_args=[{"nested": [train.output]}],
+        op_kwargs={"word": "{{ task.task_id }}", "lr": "{{ params.lr }}"},
+        env={"MARK": "of {{ dag.dag_id }}"},
+        store=str(tmp_path),
+        spark_conf={"spark.app.name": "{{ task.task_id }}"},
+    )
+
+    @task
+    def load(ref: ResultRef) -> float:
+        return float(ref.load()["weights"].sum())
+
+    load(train.output) >> report
+    first = run_dag(dag)
+    assert first.state == "success", first.errors
+    ref = first.xcom("train")
+    assert isinstance(ref, ResultRef)
+    assert ref.format == "safetensors"
+    assert first.xcom("load") == 18.0
+    assert first.xcom("report") == {"sum": 18.0, "word": "report", "lr": "0.25", "mark": f"of {dag.dag_id}"}
+    log = capfd.readouterr().out
+    assert "[0] rank 0 says report" in log
+    assert "[1] rank 1 says report" in log
+    runs = sorted(path.name for path in tmp_path.iterdir())
+    assert [name[: name.index("__try1-")] for name in runs] == [
+        f"{dag.dag_id}__{first.run_id}__{name}".replace(":", "-") for name in ("report", "train")
+    ]
+
+    with DAG("another_dag") as another:
+
+        @task
+        def pull(**context: Any) -> float:
+            found = context["ti"].xcom_pull(dag_id=dag.dag_id, task_ids="train", run_id=first.run_id)
+            return float(found.load()["weights"].sum())
+
+        pull()
+    second = run_dag(another)
+    assert second.xcom("pull") == 18.0, second.errors
+
+
+def test_script_gets_its_arguments(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "import rankzero.train as rt\n"
+        "rt.set_result(sys.argv[1:] + [os.environ['WORLD_SIZE']])\n"
+    )
+    TorchDistributorOperator(
+        task_id="train", train=str(script), op_args=["--lr", "{{ params.lr }}", 3], num_processes=1, store=str(tmp_path)
+    )
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == ["--lr", "0.25", "3", "1"], outcome.errors
+
+
+def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import WorkerFailedError
+
+    def train() -> None:
+        import os
+
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("rank one gave up")
+        import threading
+
+        threading.Event().wait(60)
+
+    TorchDistributorOperator(task_id="train", train=train, store=str(tmp_path))
+    outcome = run_dag(dag)
+    assert outcome.task_state("train") == "failed"
+    error = outcome.errors["train"]
+    assert isinstance(error, WorkerFailedError)
+    assert error.rank == 1
+    assert "ZeroDivisionError: rank one gave up" in str(error)
+
+
+def test_decorated_function_runs_on_the_connection(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk import task
+
+    monkeypatch.setenv("AIRFLOW_CONN_TWO_SLOTS", json.dumps({"conn_type": "spark", "host": "local[2]"}))
+
+    # The annotation alone would make Airflow expect a dict, not a reference.
+    @task.torch_distributor(num_processes=2, conn_id="two_slots", store=str(tmp_path))
+    def train(lr: float, steps: str) -> dict[str, Any]:
+        import torch
+
+        return {"tensor": torch.ones(2) * lr, "steps": steps}
+
+    train(0.5, steps="{{ params.lr }}")
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    loaded = outcome.xcom("train").load()
+    assert loaded["tensor"].tolist() == [0.5, 0.5]
+    assert loaded["steps"] == "0.25"
+    (job,) = tmp_path.glob("*/job.json")
+    assert json.loads(job.read_text())["engine"]["master"] == "local[2]"
+
+
+def test_connection_without_enough_slots_is_refused(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InsufficientSlotsError
+
+    monkeypatch.setenv("AIRFLOW_CONN_ONE_SLOT", json.dumps({"conn_type": "spark", "host": "local[1]"}))
+    TorchDistributorOperator(task_id="train", train=print, conn_id="one_slot", store=str(tmp_path))
+    error = run_dag(dag).errors["train"]
+    assert isinstance(error, InsufficientSlotsError)
+    assert "local[1]" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"conn_id": "nowhere"}, "conn_id='nowhere'"),
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"num_processes": 3, "processes_per_task": 2}, "processes_per_task=2"),
+        ({"train": "no/such/script.py"}, "no/such/script.py"),
+        ({"op_kwargs": {"banana": 1}}, "banana"),
+        ({"op_args": "--epochs 3"}, "op_args is '--epochs 3'"),
+        ({"spark_conf": {"spark.jars": ["a.jar"]}}, "spark_conf['spark.jars']"),
+        ({"spark_conf": {"spark.dynamicAllocation.enabled": True}}, "spark.dynamicAllocation.enabled"),
+        ({"env": {"TOKEN": None}}, "env['TOKEN']"),
+        ({"backend": "mpi"}, "'mpi'"),
+        ({"timeout": -1}, "timeout is -1"),
+    ],
+)
+def test_bad_input_fails_for_good_before_anything_starts(
+    dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
+) -> None:
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    def train() -> None:
+        pass
+
+    dag.dag_id = f"bad_{'_'.join(arguments)}_{abs(hash(words))}"
+    # Without AirflowFailException the task would be up for retry.
+    TorchDistributorOperator(task_id="train", **{"train": train, "store": str(tmp_path), "retries": 3, **arguments})
+    outcome = run_dag(dag)
+    assert outcome.task_state("train") == "failed"
+    error = outcome.errors["train"]
+    assert isinstance(error, AirflowFailException)
+    assert isinstance(error.__cause__, InvalidJobError)
+    assert words in str(error)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,79 @@
+"""Real Spark: a local session for the whole module run, and a standalone cluster of two workers."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[object]:
+    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
+    from pyspark.sql import SparkSession
+
+    os.environ.pop("PYSPARK_PYTHON", None)
+    spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture(scope="module")
+def gpu_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A discovery script that reports one integer and one UUID."""
+    script = tmp_path_factory.mktemp("gpus") / "discover.sh"
+    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["3", "GPU-5a1b"]}\'\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory, gpu_script: Path) -> Iterator[str]:
+    """A standalone master with two workers of two cores and two GPUs each, from pyspark's spark-class."""
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    logs = tmp_path_factory.mktemp("standalone")
+    options = f"-Dspark.worker.resource.gpu.amount=2 -Dspark.worker.resource.gpu.discoveryScript={gpu_script}"
+    env = {
+        **os.environ,
+        "SPARK_HOME": str(home),
+        "SPARK_WORKER_OPTS": options,
+        "SPARK_WORKER_DIR": str(logs / "work"),
+        "SPARK_DAEMON_MEMORY": "256m",
+    }
+
+    def start(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with open(logs / name, "wb") as log:
+            command = [str(home / "bin" / "spark-class"), *arguments]
+            return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+
+    def wait_for(name: str, pattern: str, count: int = 1) -> re.Match[str]:
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline:
+            found = list(re.finditer(pattern, (logs / name).read_text()))
+            if len(found) >= count:
+                return found[0]
+            time.sleep(0.1)
+        raise TimeoutError((logs / name).read_text())
+
+    package = "org.apache.spark.deploy"
+    master = start("master", f"{package}.master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+    processes = [master]
+    try:
+        url = wait_for("master", r"spark://127\.0\.0\.1:\d+")[0]
+        for number in range(2):
+            worker = (f"{package}.worker.Worker", "--host", "127.0.0.1", "--cores", "2", "--memory", "2g")
+            processes.append(start(f"worker{number}", *worker, "--webui-port", "0", url))
+        wait_for("master", "Registering worker", count=2)
+        yield url
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait(START_TIMEOUT)

@@ -1,0 +1,292 @@
+"""Runs as barrier stages of real Spark: the caller's session, and sessions in a driver of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import (
+    EngineError,
+    InsufficientSlotsError,
+    InvalidJobError,
+    Launcher,
+    RunCancelledError,
+    RunHandle,
+    SparkEngine,
+    StartTimeoutError,
+    WorkerFailedError,
+)
+from tests.conftest import wait_until_gone
+
+WAIT = 120.0
+
+
+def who_am_i() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
+    me = {name: os.environ[name] for name in names}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, me)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"hello from {me['RANK']}")
+    return {"ranks": everyone, "sum": total.item(), "python": sys.executable, "pid": os.getpid()}
+
+
+@pytest.fixture
+def on_session(launcher: Launcher, session: Any) -> Launcher:
+    return launcher.options(engine=SparkEngine(session=session))
+
+
+def test_a_run_uses_the_callers_session_and_leaves_it_alone(
+    on_session: Launcher, session: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = session.sparkContext
+    context.setLocalProperty("mine", "untouched")
+    assert session.range(3).count() == 3
+    conf, environment = sorted(context.getConf().getAll()), dict(os.environ)
+    handler, python = signal.getsignal(signal.SIGINT), context.pythonExec
+    first = on_session.run(who_am_i)
+    assert first["sum"] == 2.0
+    assert first["python"] == sys.executable
+    ranks = [{**rank, "CUDA_VISIBLE_DEVICES": ""} for rank in first["ranks"]]
+    assert ranks == first["ranks"]
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert [rank["NODE_RANK"] for rank in ranks] == ["0", "1"]
+    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "0"]
+    assert "[1] hello from 1" in capsys.readouterr().out
+    assert session.range(3).count() == 3
+    assert sorted(context.getConf().getAll()) == conf
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert context.pythonExec == python
+    assert context.getLocalProperty("mine") == "untouched"
+
+
+def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> None:
+    """The task drains its input; a task that does not costs Spark a fresh worker each time."""
+
+    def python_workers() -> set[int]:
+        pids = session.sparkContext.parallelize(range(4), 4).barrier().mapPartitions(lambda rows: [os.getpid() for _ in rows])
+        return set(pids.collect())
+
+    before = python_workers()
+    on_session.run(who_am_i)
+    assert python_workers() & before
+
+
+def test_a_task_runs_several_processes(on_session: Launcher) -> None:
+    ranks = on_session.options(num_processes=4, processes_per_task=2).run(who_am_i)["ranks"]
+    assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
+    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
+    assert [rank["NODE_RANK"] for rank in ranks] == ["0", "0", "1", "1"]
+    assert {rank["LOCAL_WORLD_SIZE"] for rank in ranks} == {"2"}
+
+
+def test_the_job_has_its_own_group_and_description(on_session: Launcher, session: Any, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+
+    def wait() -> str:
+        while not go.exists():
+            time.sleep(0.02)
+        return "done"
+
+    values: list[str] = []
+    on_session = on_session.options(num_processes=1, run_id="grouped")
+    thread = threading.Thread(target=lambda: values.append(on_session.run(wait)))
+    thread.start()
+    tracker = session.sparkContext.statusTracker()
+    deadline = time.monotonic() + WAIT
+    while not (jobs := tracker.getJobIdsForGroup("rankzero-grouped")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(jobs) == 1
+    go.touch()
+    thread.join(WAIT)
+    assert values == ["done"]
+
+
+def test_a_failing_rank_is_named_and_the_session_lives_on(on_session: Launcher, session: Any) -> None:
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerFailedError, match="rank 1 on .*ValueError: bad batch") as caught:
+        on_session.run(train)
+    assert caught.value.exception_type == "ValueError"
+    assert session.range(3).count() == 3
+
+
+def test_a_run_is_cancelled_from_another_process_by_its_directory(on_session: Launcher, marker: str) -> None:
+    def train() -> None:
+        print("asleep", flush=True)
+        while True:
+            time.sleep(0.1)
+
+    directory = os.path.join(str(on_session.store), "cancelled")
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            on_session.options(run_id="cancelled").run(train)
+        except RunCancelledError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + WAIT
+    while not os.path.exists(f"{directory}/logs/rank-0.log") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    subprocess.run(
+        [sys.executable, "-c", f"import rankzero; rankzero.RunHandle.attach({directory!r}).cancel()"], check=True
+    )
+    thread.join(WAIT)
+    assert len(errors) == 1
+    assert wait_until_gone(marker, 3.0) == []
+
+
+def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launcher, session: Any) -> None:
+    def train() -> None:
+        while True:
+            time.sleep(0.1)
+
+    def cancel_when_it_runs() -> None:
+        tracker = session.sparkContext.statusTracker()
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            ids = tracker.getJobIdsForGroup("rankzero-foreign")
+            if ids and os.path.exists(os.path.join(str(on_session.store), "foreign", "status.json")):
+                status = RunHandle.attach(os.path.join(str(on_session.store), "foreign")).status()
+                if status.state == "running":
+                    session.sparkContext.cancelJobGroup("rankzero-foreign")
+                    return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=cancel_when_it_runs)
+    thread.start()
+    with pytest.raises(EngineError, match="cancelled from outside"):
+        on_session.options(run_id="foreign").run(train)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("launch", "error", "message"),
+    [
+        ({"num_processes": 5}, InsufficientSlotsError, "needs 5 task slots at once, but the cluster at 'local.4.' has 4"),
+        ({"use_gpu": True}, InsufficientSlotsError, "needs 2 GPUs"),
+    ],
+)
+def test_what_the_session_cannot_give_is_said_at_once(
+    on_session: Launcher, launch: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(error, match=message):
+        on_session.options(**launch).run(who_am_i)
+    assert time.monotonic() - started < 10  # Spark itself takes ten minutes
+
+
+def test_a_session_cannot_be_detached(on_session: Launcher) -> None:
+    with pytest.raises(InvalidJobError, match="outlives this process"):
+        on_session.submit(who_am_i)
+
+
+def test_a_large_payload_does_not_pass_through_the_jvm(on_session: Launcher) -> None:
+    data = bytes(80 << 20)
+    assert on_session.options(num_processes=1).run(len, data) == 80 << 20
+
+
+# -- sessions of our own, in a driver process -------------------------------------------------------
+
+
+def test_an_embedded_master_needs_nothing_set(tmp_path: Path, marker: str) -> None:
+    """No PYSPARK_PYTHON, no JAVA_HOME, no session; the caller gets no JVM."""
+    program = f"""
+import sys, os
+from rankzero import Launcher, SparkEngine
+def train():
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return [x.item(), sys.executable]
+launcher = Launcher(2, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker!r}}})
+print("value", launcher.run(train), "pyspark" in sys.modules)
+"""
+    clean = {"PATH": "/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean, timeout=WAIT)
+    assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
+
+
+def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
+    program = f"""
+import time
+from rankzero import Launcher, SparkEngine
+def train():
+    print("asleep", flush=True)
+    while True: time.sleep(0.1)
+Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker!r}}}, run_id="owned").run(train)
+"""
+    caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == "[0] asleep\n"
+    caller.kill()
+    caller.wait()
+    handle = RunHandle.attach(tmp_path / "owned")
+    assert handle.wait(WAIT)
+    assert handle.status().state == "cancelled"
+    assert wait_until_gone(marker, 5.0) == []
+
+
+def test_executors_run_in_processes_of_their_own(launcher: Launcher) -> None:
+    """local-cluster: separate JVMs, and a script that only the driver's machine knows."""
+    engine = SparkEngine(master="local-cluster[2,1,1024]")
+    value = launcher.options(engine=engine).run(who_am_i)
+    assert value["sum"] == 2.0
+
+
+def test_different_python_versions_are_named(launcher: Launcher) -> None:
+    other = next((path for path in ("3.12.1", "3.10.13", "3.13.0") if _pyenv(path).exists()), None)
+    if other is None:
+        pytest.skip("no Python of another minor version on this machine")
+    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": str(_pyenv(other))})
+    with pytest.raises(EngineError, match=f"different Python minor versions.*{other.rpartition('.')[0]}"):
+        launcher.options(engine=engine).run(who_am_i)
+
+
+def _pyenv(version: str) -> Path:
+    return Path.home() / ".pyenv" / "versions" / version / "bin" / "python"
+
+
+def test_an_executor_without_torch_is_named(launcher: Launcher, tmp_path: Path) -> None:
+    import venv
+
+    venv.create(tmp_path / "bare", symlinks=True)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": python})
+    with pytest.raises(EngineError, match="torch cannot be imported by .*bare/bin/python.*Install torch there"):
+        launcher.options(engine=engine).run(who_am_i)
+
+
+def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
+    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": "/no/such/python"})
+    with pytest.raises(EngineError, match="no Python at '/no/such/python'"):
+        launcher.options(engine=engine).run(who_am_i)
+
+
+def test_a_master_that_does_not_answer_is_bounded_by_start_timeout(launcher: Launcher) -> None:
+    engine = SparkEngine(master="spark://127.0.0.1:9")
+    with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=10|no SparkSession"):
+        launcher.options(engine=engine, start_timeout=10.0).run(who_am_i)

@@ -1,0 +1,100 @@
+"""What master and conf alone show to be impossible is refused before a JVM starts."""
+
+from typing import Any
+
+import pytest
+
+from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
+from rankzero.engines import spark as spark_module
+from rankzero.engines.spark import explain
+
+
+@pytest.fixture(autouse=True)
+def no_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a driver was started")
+
+    monkeypatch.setattr("rankzero.launcher._start_driver", started)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def refusal(error: type[Exception], engine: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        Launcher(**{"num_processes": 2, **options, "engine": SparkEngine(**engine)}).run(int)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("master", ["", "local[]", "local[x]", "mesos://x", "spark:/x", 7])
+def test_an_unknown_master(master: object) -> None:
+    with pytest.raises(InvalidJobError, match="master is"):
+        SparkEngine(master=master)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "slots"),
+    [
+        ("local", {}, 1),
+        ("local[1]", {}, 1),
+        ("local[2,3]", {"spark.task.cpus": "2"}, 1),
+        ("local-cluster[1,1,1024]", {}, 1),
+        ("local-cluster[2,3,1024]", {"spark.task.cpus": "4"}, 0),
+    ],
+)
+def test_more_processes_than_slots(master: str, conf: dict[str, str], slots: int) -> None:
+    text = refusal(InsufficientSlotsError, {"master": master, "conf": conf})
+    assert f"needs 2 task slots at once, but master {master!r} has {slots}" in text
+
+
+def test_dynamic_allocation() -> None:
+    conf = {"spark.dynamicAllocation.enabled": "true"}
+    assert "SPARK-24942" in refusal(InvalidJobError, {"master": "local[2]", "conf": conf})
+
+
+@pytest.mark.parametrize(
+    ("conf", "message"),
+    [
+        ({}, "spark.task.resource.gpu.amount is not set"),
+        ({"spark.task.resource.gpu.amount": "0.5"}, "is '0.5'; a rank needs a whole GPU"),
+        ({"spark.task.resource.gpu.amount": "1"}, "processes_per_task=2 ranks of a task need a GPU each"),
+    ],
+)
+def test_gpu_conf_missing_or_too_small(conf: dict[str, str], message: str) -> None:
+    engine = {"master": "spark://host:7077", "conf": conf}
+    assert message in refusal(InvalidJobError, engine, use_gpu=True, processes_per_task=2)
+
+
+def test_an_embedded_master_without_gpus() -> None:
+    assert "needs 2 GPUs" in refusal(InsufficientSlotsError, {}, use_gpu=True)
+
+
+def test_conf_must_be_strings() -> None:
+    with pytest.raises(InvalidJobError, match=r"conf\['spark.task.cpus'\] is 2"):
+        SparkEngine(master="local[2]", conf={"spark.task.cpus": 2})  # type: ignore[dict-item]
+
+
+def test_a_session_excludes_master_and_conf() -> None:
+    with pytest.raises(InvalidJobError, match="give session= alone"):
+        SparkEngine(master="local[2]", session=object())  # type: ignore[arg-type]
+    with pytest.raises(InvalidJobError, match="a classic SparkSession is needed"):
+        SparkEngine(session=object())  # type: ignore[arg-type]
+
+
+def test_no_java(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark_module, "find_java", lambda: None)
+    assert "Java 17" in refusal(EngineError, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[SPARK-24819]: Barrier execution mode does not allow", "lost slots"),
+        ("java.io.IOException: Cannot run program \"/x/python\": error=2", "no Python at '/x/python'"),
+        ("at x\nRuntimeError: rankzero agent of task 1 ended by signal 9: ", "agent of task 1 ended by signal 9"),
+        ("something else\n\tat java.lang.Thread", "the Spark job failed: something else"),
+    ],
+)
+def test_sparks_own_words_become_typed_errors(text: str, words: str) -> None:
+    error = explain(text)
+    assert isinstance(error, EngineError)
+    assert words in str(error)
+    assert "at java" not in str(error)

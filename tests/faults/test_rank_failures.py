@@ -1,0 +1,221 @@
+"""A rank that fails, however it fails, is named within seconds, while its peer waits in a collective."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
+from tests.conftest import processes_with, wait_until_gone
+
+NAMED_WITHIN = 5.0
+WAIT = 60.0
+
+
+def fail(how: str, who: int) -> None:
+    import ctypes
+    import signal
+    import sys
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == who:
+        print(f"failing at {time.time()}", flush=True)
+        if how == "raise":
+            raise ValueError("bad learning rate")
+        if how == "sys.exit":
+            sys.exit(3)
+        if how == "os._exit":
+            os._exit(9)
+        if how == "os._exit(0)":
+            os._exit(0)
+        if how == "SIGSEGV":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), getattr(signal, how))
+    dist.all_reduce(torch.ones(1))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "raise": {"exception_type": "ValueError", "exit_code": 1, "signal": None},
+    "sys.exit": {"exception_type": "SystemExit", "exit_code": 3, "signal": None},
+    "os._exit": {"exception_type": None, "exit_code": 9, "signal": None},
+    "os._exit(0)": {"exception_type": None, "exit_code": 0, "signal": None},
+    "SIGSEGV": {"exception_type": None, "exit_code": None, "signal": "SIGSEGV"},
+    "SIGKILL": {"exception_type": None, "exit_code": None, "signal": "SIGKILL"},
+}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", CASES)
+def test_the_failing_rank_and_its_cause_are_named(launcher: Launcher, how: str, who: int) -> None:
+    handle = launcher.submit(fail, how, who)
+    with pytest.raises(WorkerFailedError) as caught:
+        handle.result(WAIT)
+    error = caught.value
+    assert error.rank == who
+    for field, value in CASES[how].items():
+        assert getattr(error, field) == value
+    failed_at = float(next(line for line in error.log_tail or [] if "failing at" in line).split()[2])
+    ended = handle.status().ended
+    assert ended is not None
+    assert ended - failed_at < NAMED_WITHIN
+    assert f"rank {who} on " in str(error)
+    if how == "raise":
+        assert error.traceback
+        assert "in fail\n" in error.traceback
+        assert "worker.py" not in error.traceback
+        assert "ValueError: bad learning rate" in str(error)
+    if how == "SIGKILL":
+        assert "out-of-memory" in str(error)
+
+
+def test_equal_failures_of_many_ranks_are_one_line(launcher: Launcher) -> None:
+    def train() -> None:
+        raise RuntimeError("no data")
+
+    handle = launcher.options(num_processes=4).submit(train)
+    with pytest.raises(WorkerFailedError) as caught:
+        handle.result(WAIT)
+    assert str(caught.value).count("RuntimeError: no data") <= 3
+    assert len(caught.value.others or []) <= 1
+
+
+def test_a_rank_that_ignores_sigterm_and_its_children_are_ended(launcher: Launcher, marker: str) -> None:
+    def train() -> None:
+        import subprocess
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A child in its own session, whose parent is gone: the kind that survives a process-group kill.
+        subprocess.run(["sh", "-c", "trap '' TERM; setsid sleep 600 & "], check=True)
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.1)
+
+    handle = launcher.submit(train)
+    assert any("ready" in line for line in handle.logs(follow=True))
+    assert processes_with(marker)
+    handle.cancel()
+    assert handle.wait(WAIT)
+    assert handle.status().state == "cancelled"
+    assert processes_with(marker) == []
+
+
+def test_sigterm_gives_user_code_a_grace_period(launcher: Launcher, tmp_path: Any) -> None:
+    witness = tmp_path / "saved"
+
+    def train() -> None:
+        def save(*_: object) -> None:
+            time.sleep(0.3)
+            witness.write_text("saved")
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.05)
+
+    handle = launcher.options(num_processes=1).submit(train)
+    assert any("ready" in line for line in handle.logs(follow=True))
+    handle.cancel()
+    assert handle.wait(WAIT)
+    assert witness.read_text() == "saved"
+
+
+def sleeper() -> None:
+    import subprocess
+
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(f"agent {os.getppid()}", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+def running(handle: RunHandle[Any]) -> int:
+    """Waits until the ranks run; the agent's process id."""
+    return next(int(line.split()[-1]) for line in handle.logs(follow=True) if "agent" in line)
+
+
+def kill_driver(handle: RunHandle[Any]) -> None:
+    pid = handle.status().driver_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def kill_agent(handle: RunHandle[Any]) -> None:
+    os.kill(running(handle), signal.SIGKILL)
+
+
+def terminate_driver(handle: RunHandle[Any]) -> None:
+    pid = handle.status().driver_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("strike", "state", "words"),
+    [
+        (kill_driver, "failed", "died without ending the run"),
+        (kill_agent, "failed", "ended by signal 9"),
+        (terminate_driver, "cancelled", "SIGTERM"),
+    ],
+)
+def test_whatever_dies_takes_the_ranks_along_and_is_named(
+    launcher: Launcher, marker: str, strike: Callable[[RunHandle[Any]], None], state: str, words: str
+) -> None:
+    handle = launcher.submit(sleeper)
+    running(handle)
+    strike(handle)
+    assert handle.wait(WAIT)
+    assert wait_until_gone(marker, 5.0) == []
+    status = handle.status()
+    assert status.state == state
+    assert status.error is not None
+    assert words in status.error["message"]
+    if state == "failed":
+        with pytest.raises(EngineError):
+            handle.result()
+
+
+def test_a_submitted_run_survives_the_death_of_its_submitter(tmp_path: Any, marker: str) -> None:
+    import subprocess
+    import sys
+
+    program = f"""
+import os, signal
+from rankzero import Launcher
+def train():
+    import time
+    from pathlib import Path
+    print("agent", os.getppid(), flush=True)
+    while not Path({str(tmp_path / "go")!r}).exists(): time.sleep(0.05)
+    return "survived"
+launcher = Launcher(2, store={str(tmp_path / "store")!r}, env={{"MARK": {marker!r}}}, run_id="durable")
+launcher.submit(train)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=WAIT)
+    assert done.returncode == -signal.SIGKILL
+    handle = RunHandle.attach(tmp_path / "store" / "durable")
+    running(handle)
+    (tmp_path / "go").touch()
+    assert handle.result(WAIT) == "survived"
+
+
+def test_many_failures_one_process_no_leaked_descriptors(launcher: Launcher) -> None:
+    def train() -> None:
+        raise ValueError("again")
+
+    single = launcher.options(num_processes=1)
+    counts = []
+    for _ in range(3):
+        with pytest.raises(WorkerFailedError):
+            single.run(train)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]

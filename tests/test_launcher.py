@@ -1,0 +1,373 @@
+"""Whole runs on this machine: values, logs, metrics, handles, the run directory."""
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import (
+    InvalidJobError,
+    Launcher,
+    ResultRef,
+    RunCancelledError,
+    RunHandle,
+    RunNotFoundError,
+    RunTimeoutError,
+    StartTimeoutError,
+)
+from tests.conftest import wait_until_gone
+
+WAIT = 60.0
+
+
+def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    import rankzero.train as rt
+
+    dist.init_process_group("gloo")
+    tensor = torch.full((1,), value * times)
+    dist.all_reduce(tensor)
+    context = rt.get_context()
+    rt.report({"sum": tensor, "rank": context.rank})
+    print(f"sum {tensor.item()}")
+    return {"sum": tensor.item(), "rank": context.rank, "context": [context.world_size, context.local_rank]}
+
+
+def test_rank_0_returns_its_value_and_everything_is_recorded(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment, directory, state = dict(os.environ), os.getcwd(), random.getstate()
+    handler = signal.getsignal(signal.SIGINT)
+    value = launcher.options(run_id="first").run(all_reduce, 1.5, times=2)
+    assert value == {"sum": 6.0, "rank": 0, "context": [2, 0]}
+    assert (dict(os.environ), os.getcwd(), random.getstate()) == (environment, directory, state)
+    assert signal.getsignal(signal.SIGINT) is handler
+    printed = capsys.readouterr().out
+    assert "[0] sum 6.0\n" in printed
+    assert "[1] sum 6.0\n" in printed
+
+    handle = RunHandle.attach(os.path.join(str(launcher.store), "first"))
+    assert handle.id == "first"
+    assert handle.result() == value
+    assert handle.result_ref().load() == value
+    assert list(handle.logs(rank=1)) == ["sum 6.0"]
+    assert sorted(handle.logs()) == ["[0] sum 6.0", "[1] sum 6.0"]
+    assert sorted(row["rank"] for row in handle.metrics()) == [0, 1]
+    assert all(row["sum"] == 6.0 for row in handle.metrics())
+    states = [event["state"] for event in handle.events() if event["type"] == "state"]
+    assert states == ["starting", "running", "succeeded"]
+    assert handle.status().metrics == {"sum": 6.0, "rank": 0}
+    assert stat.S_IMODE(os.stat(handle.directory).st_mode) == 0o700
+    assert handle.result_ref().summary["metrics"] == {"sum": 6.0, "rank": 0}
+
+
+def test_secrets_stay_out_of_job_json_and_command_lines(launcher: Launcher, tmp_path: Path) -> None:
+    def command_lines() -> list[str]:
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    with open(f"/proc/{name}/cmdline") as file:
+                        found.append(file.read())
+                except OSError:
+                    pass
+        return found
+
+    launcher = launcher.options(num_processes=1, run_id="secret", env={**launcher.env, "TOKEN": "hunter2"})  # type: ignore[dict-item]
+    lines = launcher.run(command_lines)
+    assert not any("hunter2" in line for line in lines)
+    directory = Path(str(launcher.store)) / "secret"
+    assert "hunter2" not in (directory / "job.json").read_text()
+    assert "hunter2" in (directory / "private.json").read_text()
+
+
+def test_a_run_id_is_used_once(launcher: Launcher) -> None:
+    launcher = launcher.options(num_processes=1, run_id="once")
+    assert launcher.run(int) == 0
+    with pytest.raises(InvalidJobError, match="run_id 'once' exists"):
+        launcher.run(int)
+
+
+@pytest.mark.parametrize("root", ["/proc/rankzero", "no-such-protocol://bucket/x"])
+def test_a_store_that_cannot_be_written_is_refused(launcher: Launcher, root: str) -> None:
+    with pytest.raises(InvalidJobError, match="cannot be written"):
+        launcher.options(store=root).run(int)
+
+
+def test_output_of_every_kind_arrives(launcher: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+    def talk() -> None:
+        import sys
+
+        sys.stdout.buffer.write(b"caf\xe9\n")
+        sys.stdout.buffer.write(b"10%\r20%\r30%\n")
+        sys.stdout.buffer.write(b"x" * (1 << 20) + b"\n")
+        sys.stdout.buffer.flush()
+        os.write(2, b"to standard error\n")
+        subprocess.run(["echo", "a child"], check=True)
+        sys.stdout.write("no newline at the end")
+
+    handle = launcher.options(num_processes=1).submit(talk)
+    assert handle.result(WAIT) is None
+    lines = list(handle.logs(rank=0))
+    assert lines == [
+        "caf\ufffd", "10%", "20%", "30%", "x" * (1 << 20), "to standard error", "a child", "no newline at the end"
+    ]  # fmt: skip
+
+
+def test_many_lines_none_lost(launcher: Launcher) -> None:
+    count = 50_000
+
+    def talk() -> None:
+        for number in range(count):
+            print(f"line {number}")
+
+    handle = launcher.submit(talk)
+    seen: dict[str, list[str]] = {"[0]": [], "[1]": []}
+    for line in handle.logs(follow=True):
+        rank, _, text = line.partition(" ")
+        seen[rank].append(text)
+    expected = [f"line {number}" for number in range(count)]
+    assert seen == {"[0]": expected, "[1]": expected}
+
+
+def test_tensors_come_back_by_file_and_go_on_by_reference(launcher: Launcher) -> None:
+    def make() -> dict[str, Any]:
+        import torch
+
+        return {"weight": torch.arange(100_000), "bias": torch.ones(3)}
+
+    def use(parts: dict[str, Any], nested: list[Any], scale: float) -> float:
+        assert parts["weight"].shape == (100_000,)
+        return float(nested[0]["model"]["bias"].sum()) * scale
+
+    single = launcher.options(num_processes=1)
+    ref = single.submit(make).result_ref(WAIT)
+    assert (ref.format, ref.summary["tensors"], ref.summary["parameters"]) == ("safetensors", 2, 100_003)
+    assert single.run(use, ref, nested=[{"model": ref}], scale=2.0) == 6.0  # type: ignore[arg-type]
+
+
+def test_a_damaged_reference_fails_the_run_that_opens_it(launcher: Launcher, tmp_path: Path) -> None:
+    from rankzero import ResultError
+
+    ref = ResultRef.save((1, 2), tmp_path)
+    Path(ref.uri).write_bytes(Path(ref.uri).read_bytes()[::-1])
+    with pytest.raises(ResultError, match="changed or damaged"):
+        launcher.options(num_processes=1).run(lambda value: value, ref)
+
+
+def test_a_value_that_cannot_be_pickled_loses_only_the_value(launcher: Launcher) -> None:
+    from rankzero import ResultError
+
+    def train() -> object:
+        import rankzero.train as rt
+
+        rt.report({"loss": 0.5})
+        return (number for number in range(3))
+
+    launcher = launcher.options(run_id="unpicklable")
+    with pytest.raises(ResultError, match="of type builtins.generator, cannot be pickled"):
+        launcher.run(train)
+    handle = RunHandle.attach(os.path.join(str(launcher.store), "unpicklable"))
+    assert [row["loss"] for row in handle.metrics()] == [0.5, 0.5]
+
+
+def test_only_rank_0s_value_is_pickled(launcher: Launcher) -> None:
+    def train() -> object:
+        return threading.Lock() if os.environ["RANK"] == "1" else "fine"
+
+    assert launcher.run(train) == "fine"
+
+
+def test_rank_0_is_global_rank_0_whoever_ends_last(launcher: Launcher) -> None:
+    def train() -> str:
+        import time
+
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+        return os.environ["RANK"]
+
+    assert launcher.run(train) == "0"
+
+
+def test_a_script_runs_with_arguments_and_sets_its_result(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "helper_of_script.py").write_text("FACTOR = 10\n")
+    (tmp_path / "numbers.txt").write_text("4")
+    script = tmp_path / "train_it.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            from pathlib import Path
+            import helper_of_script
+            import rankzero.train as rt
+            if __name__ == "__main__":
+                beside = int(Path(__file__).with_name("numbers.txt").read_text())
+                rt.set_result([sys.argv[1:], helper_of_script.FACTOR, rt.get_context().world_size, beside])
+                sys.exit(0)
+            """
+        )
+    )
+    assert launcher.run(script, "--lr", 0.5) == [["--lr", "0.5"], 10, 2, 4]
+
+
+def test_a_script_without_a_result_returns_none(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "quiet.py").write_text("print('done')\n")
+    assert launcher.options(num_processes=1).run(str(tmp_path / "quiet.py")) is None
+
+
+def test_a_module_reference_runs(launcher: Launcher) -> None:
+    assert launcher.options(num_processes=1).run("json:dumps", [1, 2]) == "[1, 2]"
+
+
+def test_a_function_of_main_runs(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            from rankzero import Launcher
+            FACTOR = 3
+            class Net:
+                def size(self): return FACTOR
+            def train(): return Net().size()
+            if __name__ == "__main__":
+                print("value", Launcher(1, store={str(tmp_path / "store")!r}).run(train))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=WAIT)
+    assert "value 3" in done.stdout, done.stderr
+
+
+def sleep_forever() -> None:
+    import time
+
+    print("asleep", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+def started(handle: RunHandle[Any]) -> None:
+    """Waits until rank 0 says that it sleeps."""
+    assert any("asleep" in line for line in handle.logs(follow=True)), handle.status()
+
+
+def test_a_submitted_run_is_followed_and_cancelled_by_another_handle(launcher: Launcher) -> None:
+    handle = launcher.submit(sleep_forever)
+    other = RunHandle.attach(handle.directory)
+    started(other)
+    assert other.status().state == "running"
+    with pytest.raises(TimeoutError, match="has not ended"):
+        handle.result(timeout=0.1)
+    other.cancel()
+    other.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+    assert handle.status().state == "cancelled"
+    handle.cancel()
+
+
+def test_a_run_that_takes_too_long_is_ended(launcher: Launcher) -> None:
+    with pytest.raises(RunTimeoutError, match=r"timeout=0.5 s"):
+        launcher.options(timeout=0.5).run(sleep_forever)
+
+
+def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
+    with pytest.raises(StartTimeoutError, match=r"start_timeout=0.05 s") as caught:
+        launcher.options(start_timeout=0.05).run(sleep_forever)
+    assert caught.value.missing
+
+
+def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str) -> None:
+    class Stop(BaseException):
+        pass
+
+    from rankzero.launcher import start_owned
+
+    def stop(_: str) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        start_owned(launcher.options(run_id="stopped"), stop, sleep_forever, (), {})
+    assert wait_until_gone(marker) == []
+    status = RunHandle.attach(os.path.join(str(launcher.store), "stopped")).status()
+    assert status.state == "cancelled"
+
+
+def test_attach_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match="no run lives in"):
+        RunHandle.attach(tmp_path)
+
+
+def test_exit_handlers_run_after_the_value_is_safe(launcher: Launcher, tmp_path: Path) -> None:
+    witness = str(tmp_path / "witness")
+
+    def train() -> str:
+        import atexit
+        from pathlib import Path
+
+        atexit.register(lambda: Path(witness).write_text("ran"))
+        return "value"
+
+    assert launcher.options(num_processes=1).run(train) == "value"
+    assert Path(witness).read_text() == "ran"
+
+
+def test_a_teardown_that_crashes_or_hangs_loses_nothing(launcher: Launcher) -> None:
+    def train() -> str:
+        import atexit
+
+        atexit.register(os.abort if os.environ["RANK"] == "0" else threading.Event().wait)
+        return "value"
+
+    assert launcher.run(train) == "value"
+
+
+def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) -> None:
+    def train() -> float:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        return float(gradient.sum())
+
+    assert launcher.run(train) == 2.0
+
+
+def test_environment_reaches_the_ranks_only(launcher: Launcher) -> None:
+    def read() -> list[str | None]:
+        names = ("COLOUR", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+        return [os.environ.get(name) for name in names]
+
+    single = launcher.options(env={**launcher.env, "COLOUR": "blue", "OMP_NUM_THREADS": "7"})  # type: ignore[dict-item]
+    assert single.run(read) == ["blue", "", "2", "0", "127.0.0.1", "7"]
+    assert "COLOUR" not in os.environ
+
+
+def test_gpus_of_this_machine_are_shared_out(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankzero import InsufficientSlotsError
+
+    def read() -> list[str]:
+        return [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab12")
+    assert launcher.options(use_gpu=True).run(read) == ["5,GPU-ab12", "0"]
+    with pytest.raises(InsufficientSlotsError, match="needs 3 GPUs, .* offers 2") as caught:
+        launcher.options(num_processes=3, use_gpu=True).run(read)
+    assert (caught.value.needed, caught.value.available) == (3, 2)
