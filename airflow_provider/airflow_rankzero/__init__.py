@@ -1,1 +1,31 @@
-"""Airflow provider (in progress)."""
+"""Airflow provider of rankzero: run PyTorch training as a task, get rank 0's result through XCom.
+
+Lives here: what Airflow needs to know, as thin layers over core. May not live here: anything that
+launches, follows or ends a run; that is core's. Importing this package imports no torch, no
+pyspark, and Airflow only when a name is used, since Airflow imports it while it configures itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from airflow_rankzero.decorators import torch_distributor
+    from airflow_rankzero.operators import TorchDistributorOperator
+
+__all__ = ["TorchDistributorOperator", "torch_distributor"]
+
+_HOMES = {"TorchDistributorOperator": "operators", "torch_distributor": "decorators"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'airflow_rankzero' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"airflow_rankzero.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

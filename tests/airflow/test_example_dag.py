@@ -13,9 +13,7 @@ GOOD_ACCURACY = 0.95
 
 
 @pytest.fixture
-def dag_bag(
-    airflow_home: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+def dag_bag(airflow_home: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DIGITS_HOME", str(tmp_path / "digits"))
     # Airflow puts the DAG folder on the search path; the other tests shall not see it there.
