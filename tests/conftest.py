@@ -35,6 +35,15 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
     return left
 
 
+def is_own_jvm(pid: int) -> bool:
+    """True for the Spark gateway that pyspark started in this process."""
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent == os.getpid() and b"SparkSubmit" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 @pytest.fixture(autouse=True, scope="session")
 def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Marks every process that the suite starts; none may be left at its end."""
@@ -42,6 +51,8 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     os.environ["RANKZERO_TEST_SUITE"] = marker
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
     yield marker
+    # The JVM of a SparkSession of this very process ends with it, not before.
+    assert [pid for pid in wait_until_gone(marker) if not is_own_jvm(pid)] == [], "processes outlived the suite"
 
 
 @pytest.fixture
@@ -55,4 +66,4 @@ def marker(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def launcher(tmp_path: Path, marker: str) -> Launcher:
     """Two ranks on this machine, with a store of their own."""
-    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=60)
+    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240)

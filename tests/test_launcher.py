@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import wait_until_gone
 
 from rankzero import (
     InvalidJobError,
@@ -23,7 +24,6 @@ from rankzero import (
     RunTimeoutError,
     StartTimeoutError,
 )
-from tests.conftest import wait_until_gone
 
 WAIT = 60.0
 

@@ -171,9 +171,7 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["by_value", "by_module", "lazily", "relatively"])
-def test_functions_of_a_user_package_bring_the_modules_they_need(
-    user_package: Any, name: str, tmp_path: Path
-) -> None:
+def test_functions_of_a_user_package_bring_the_modules_they_need(user_package: Any, name: str, tmp_path: Path) -> None:
     built = payload.build(getattr(user_package, name), (), {})
     assert run_elsewhere(built, tmp_path) == "8"
 

@@ -116,7 +116,11 @@ def test_a_local_class_comes_back_as_the_callers_own(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_tensors_arrive_on_the_cpu(tmp_path: Path) -> None:
     device = torch.device("cuda")
-    for value in ({"x": torch.ones(2, device=device)}, [torch.ones(2, device=device)], torch.nn.Linear(2, 2).to(device)):
+    for value in (
+        {"x": torch.ones(2, device=device)},
+        [torch.ones(2, device=device)],
+        torch.nn.Linear(2, 2).to(device),
+    ):
         loaded = stored(value, tmp_path).load()
         tensors = loaded.parameters() if isinstance(loaded, torch.nn.Module) else loaded
         tensors = tensors.values() if isinstance(tensors, dict) else tensors

@@ -74,9 +74,7 @@ class Inbox:
 class Attempt:
     """Drives one try: `run` returns rank 0's handle or raises the typed first cause."""
 
-    def __init__(
-        self, run: RunDirectory, job: Job, recorder: Recorder, session: EngineSession, inbox: Inbox
-    ) -> None:
+    def __init__(self, run: RunDirectory, job: Job, recorder: Recorder, session: EngineSession, inbox: Inbox) -> None:
         self._run = run
         self._job = job
         self._recorder = recorder

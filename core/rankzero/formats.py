@@ -163,7 +163,7 @@ class _HashingWriter(io.RawIOBase):
 def _write_cloudpickle(value: object, sink: _HashingWriter) -> None:
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             torch = sys.modules.get("torch")
             if torch and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):

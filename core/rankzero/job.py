@@ -92,7 +92,8 @@ def check_counts(num_processes: object, processes_per_task: object) -> None:
     for name, value in (("num_processes", num_processes), ("processes_per_task", processes_per_task)):
         if type(value) is not int or value < 1:
             raise InvalidJobError(f"{name} is {value!r}; it must be a positive integer")
-    assert isinstance(num_processes, int) and isinstance(processes_per_task, int)
+    assert isinstance(num_processes, int)
+    assert isinstance(processes_per_task, int)
     if num_processes % processes_per_task:
         raise InvalidJobError(
             f"processes_per_task={processes_per_task} does not divide num_processes={num_processes}: "

@@ -123,9 +123,7 @@ def _name_of(function: object) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
-def _build_script(
-    path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs: list[ResultRef]
-) -> Payload:
+def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs: list[ResultRef]) -> Payload:
     if kwargs:
         raise InvalidJobError(
             f"a script takes positional arguments only, not {', '.join(sorted(kwargs))}: "
@@ -177,7 +175,7 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return f"train={_name_of(function)}, or something it refers to,"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the user modules that the pickled code will need as modules."""
 
     def __init__(self, file: io.BytesIO) -> None:

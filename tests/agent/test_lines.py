@@ -1,5 +1,7 @@
 """Whatever bytes a rank writes, in whatever pieces, the lines are right."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,5 +53,5 @@ def test_endless_output_without_newline_is_passed_on_in_pieces() -> None:
 def test_the_way_the_bytes_are_cut_does_not_matter(text: str, cuts: list[int]) -> None:
     data = text.encode()
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    pieces = [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
     assert split(*pieces) == split(data)

@@ -23,7 +23,10 @@ def opened(data: bytes, sealer: Sealer | None = None, step: int = 1 << 20) -> li
     return found
 
 
-@given(st.lists(st.one_of(st.binary(max_size=50), st.dictionaries(st.text(), st.integers())), max_size=5), st.integers(1, 7))
+@given(
+    st.lists(st.one_of(st.binary(max_size=50), st.dictionaries(st.text(), st.integers())), max_size=5),
+    st.integers(1, 7),
+)
 def test_frames_survive_any_cut(bodies: list[object], step: int) -> None:
     sent = [{**body, "type": "t"} if isinstance(body, dict) else body for body in bodies]
     ours, theirs = Sealer(KEY, b"up"), Sealer(KEY, b"up")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import wait_until_gone
 
 from rankzero import (
     EngineError,
@@ -22,7 +23,6 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from tests.conftest import wait_until_gone
 
 WAIT = 120.0
 
@@ -76,7 +76,11 @@ def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> 
     """The task drains its input; a task that does not costs Spark a fresh worker each time."""
 
     def python_workers() -> set[int]:
-        pids = session.sparkContext.parallelize(range(4), 4).barrier().mapPartitions(lambda rows: [os.getpid() for _ in rows])
+        pids = (
+            session.sparkContext.parallelize(range(4), 4)
+            .barrier()
+            .mapPartitions(lambda rows: [os.getpid() for _ in rows])
+        )
         return set(pids.collect())
 
     before = python_workers()
@@ -185,7 +189,11 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launc
 @pytest.mark.parametrize(
     ("launch", "error", "message"),
     [
-        ({"num_processes": 5}, InsufficientSlotsError, "needs 5 task slots at once, but the cluster at 'local.4.' has 4"),
+        (
+            {"num_processes": 5},
+            InsufficientSlotsError,
+            "needs 5 task slots at once, but the cluster at 'local.4.' has 4",
+        ),
         ({"use_gpu": True}, InsufficientSlotsError, "needs 2 GPUs"),
     ],
 )

@@ -88,7 +88,7 @@ def test_no_java(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "words"),
     [
         ("[SPARK-24819]: Barrier execution mode does not allow", "lost slots"),
-        ("java.io.IOException: Cannot run program \"/x/python\": error=2", "no Python at '/x/python'"),
+        ('java.io.IOException: Cannot run program "/x/python": error=2', "no Python at '/x/python'"),
         ("at x\nRuntimeError: rankzero agent of task 1 ended by signal 9: ", "agent of task 1 ended by signal 9"),
         ("something else\n\tat java.lang.Thread", "the Spark job failed: something else"),
     ],

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.conftest import processes_with, wait_until_gone
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
-from tests.conftest import processes_with, wait_until_gone
 
 NAMED_WITHIN = 5.0
 WAIT = 60.0

@@ -43,10 +43,9 @@ def hold(config: dict[str, Any]) -> None:
         # An agent that was killed could not end what it started.
         needle = f"RANKZERO_AGENT={marker}".encode()
         for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-            with contextlib.suppress(OSError, ValueError):
-                with open(f"/proc/{int(name)}/environ", "rb") as file:
-                    if needle in file.read().split(b"\0"):
-                        os.kill(int(name), signal.SIGKILL)
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
+                if needle in file.read().split(b"\0"):
+                    os.kill(int(name), signal.SIGKILL)
 
     try:
         with open(log, "wb") as output:
@@ -75,8 +74,8 @@ def hold(config: dict[str, Any]) -> None:
             if agent.returncode != 0:
                 kill_marked()
         if code_of_agent != 0:
-            with open(log, "rb") as file:
-                tail = file.read()[-4096:].decode(errors="replace").strip()
+            with open(log, "rb") as written:
+                tail = written.read()[-4096:].decode(errors="replace").strip()
             how = f"signal {-code_of_agent}" if code_of_agent < 0 else f"exit code {code_of_agent}"
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {tail}")
     finally:

@@ -1,10 +1,10 @@
 """One rank. Imports torch, takes its orders from the agent, calls the user's code, commits.
 
-    ready            torch is imported
-    <- start         rank, environment, where the payload lies
-    rendezvous       rank 0 only: the port it bound
-    <- go            MASTER_ADDR and MASTER_PORT
-    commit | failure the outcome, before anything else can go wrong
+ready            torch is imported
+<- start         rank, environment, where the payload lies
+rendezvous       rank 0 only: the port it bound
+<- go            MASTER_ADDR and MASTER_PORT
+commit | failure the outcome, before anything else can go wrong
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def _bind_rendezvous(control: Control, start: Message) -> object:
     """
     if start["context"]["rank"] != 0:
         return None
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
-    store = TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         start["master_addr"],
         0,
         start["context"]["world_size"],
@@ -152,7 +152,8 @@ def _call(start: Message) -> object:
 
     args = map_refs(payload["args"], open_ref)
     if payload["kind"] == "script":
-        return _run_script(payload, args)
+        _run_script(payload, args)
+        return None
     return payload["function"](*args, **map_refs(payload["kwargs"], open_ref))
 
 
@@ -245,8 +246,7 @@ def _is_collateral(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in text
-        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+        sign in text for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
     )
 
 

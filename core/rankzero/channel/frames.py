@@ -53,10 +53,7 @@ class Sealer:
 
 def encode(frame: Message | bytes, sealer: Sealer | None = None) -> bytes:
     """One frame as bytes: a dict becomes JSON, bytes stay as they are."""
-    if isinstance(frame, dict):
-        body = b"J" + json.dumps(frame, separators=(",", ":")).encode()
-    else:
-        body = b"B" + frame
+    body = b"B" + frame if isinstance(frame, bytes) else b"J" + json.dumps(frame, separators=(",", ":")).encode()
     if len(body) + _MAC_SIZE > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
     mac = sealer.mac(body) if sealer else b""

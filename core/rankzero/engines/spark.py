@@ -138,7 +138,7 @@ class SparkEngine(Engine):
         return opened
 
     def _master(self, job: Job) -> str:
-        return self.master if self.master not in (None, "session") else f"local[{job.num_tasks}]"  # type: ignore[return-value]
+        return self.master if self.master not in (None, "session") else f"local[{job.num_tasks}]"
 
     def _start_session(self, job: Job) -> SparkSession:
         from pyspark import SparkConf
@@ -153,6 +153,8 @@ class SparkEngine(Engine):
         )
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         master = self._master(job)
+        if master.startswith("local"):
+            os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
         conf = SparkConf().setMaster(master).setAppName(f"rankzero {job.name}")
         local_defaults = _OWN_LOCAL_DEFAULTS if master.startswith("local") else {}
         for key, value in {**_OWN_DEFAULTS, **local_defaults}.items():
@@ -206,7 +208,7 @@ class SparkEngineSession(EngineSession):
 
     def _await_slots(self) -> None:
         """Waits while executors register; a cluster that has stopped growing is what it is."""
-        scala = self._context._jsc.sc()  # type: ignore[union-attr]
+        scala = self._context._jsc.sc()
         profile = scala.resourceProfileManager().defaultResourceProfile()
         settled = time.monotonic() + SLOTS_SETTLE
         most = 0
@@ -291,7 +293,7 @@ def make_task(
     """
     from pyspark import cloudpickle
 
-    cloudpickle.register_pickle_by_value(hold_module)
+    cloudpickle.register_pickle_by_value(hold_module)  # type: ignore[no-untyped-call]
     hold = hold_module.hold
 
     def task(rows: Iterable[Any]) -> Iterator[Any]:
@@ -319,7 +321,7 @@ def make_task(
 def explain(text: str) -> RankZeroError:
     """The typed error for the text of an exception of Spark."""
     if "PYTHON_VERSION_MISMATCH" in text:
-        found = re.search(r"worker \(Python version: ([\d.]+)\).*?driver \(Python version: ([\d.]+)\)", text, re.S)
+        found = re.search(r"different version: ([\d.]+) than that in driver: ([\d.]+)", text)
         versions = f" (executor {found[1]}, driver {found[2]})" if found else ""
         return EngineError(
             f"driver and executors run different Python minor versions{versions}: "

@@ -1,0 +1,29 @@
+.PHONY: demo test setup lint types unit bench clean
+
+# The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
+demo: setup
+	.venv/bin/python scripts/demo.py
+
+# Lint, types and the whole test suite.
+test: lint types unit
+
+setup:
+	./scripts/setup.sh
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: setup
+	.venv/bin/mypy
+
+unit: setup
+	.venv/bin/python -m pytest
+
+# Side by side with pyspark's TorchDistributor, in one run.
+bench: setup
+	.venv/bin/python benchmarks/launch.py
+	.venv/bin/python benchmarks/result_size.py
+
+clean:
+	rm -rf .venv .demo .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,88 @@
+"""A standalone cluster of two workers with (faked) GPUs, and local-cluster: resources as Spark gives them."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
+
+
+def gpus() -> list[Any]:
+    import torch.distributed as dist
+
+    import rankzero.train as rt
+
+    dist.init_process_group("gloo")
+    me = [os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NODE_RANK"]]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, me)
+    try:
+        device = str(rt.get_context().device)
+    except RuntimeError as error:
+        device = str(error)
+    return [everyone, device, os.getcwd()]
+
+
+def engine(master: str, **conf: str) -> SparkEngine:
+    named = {key.replace("_", "."): value for key, value in conf.items()}
+    return SparkEngine(master=master, conf={"spark.executor.memory": "1g", **named})
+
+
+def test_each_task_gets_its_own_gpu(launcher: Launcher, standalone: str) -> None:
+    spark = engine(standalone, spark_executor_resource_gpu_amount="2", spark_task_resource_gpu_amount="1")
+    ranks, device, directory = launcher.options(num_processes=4, use_gpu=True, engine=spark).run(gpus)
+    assert [rank[0] for rank in ranks] == ["0", "1", "2", "3"]
+    assert sorted(rank[2] for rank in ranks) == ["3", "3", "GPU-5a1b", "GPU-5a1b"]
+    assert {rank[1] for rank in ranks} == {"0"}
+    # Asking for a GPU that torch cannot use is an error where the device is asked for.
+    assert "cannot use CUDA" in device
+    assert "/work/app-" in directory, "the ranks must have run on the cluster's workers"
+
+
+def test_a_task_with_two_gpus_runs_two_ranks(launcher: Launcher, standalone: str) -> None:
+    spark = engine(
+        standalone,
+        spark_executor_resource_gpu_amount="2",
+        spark_task_resource_gpu_amount="2",
+        spark_executor_cores="1",
+        spark_cores_max="2",
+    )
+    options = {"num_processes": 4, "processes_per_task": 2, "use_gpu": True, "engine": spark}
+    ranks, _, _ = launcher.options(**options).run(gpus)
+    assert ranks == [
+        ["0", "0", "3,GPU-5a1b", "0"],
+        ["1", "1", "3,GPU-5a1b", "0"],
+        ["2", "0", "3,GPU-5a1b", "1"],
+        ["3", "1", "3,GPU-5a1b", "1"],
+    ]
+
+
+def test_a_cluster_that_is_too_small_is_known_without_spark_waiting(
+    launcher: Launcher, standalone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(InsufficientSlotsError, match=r"needs 5 task slots at once, .* has 4") as caught:
+        launcher.options(num_processes=5, engine=engine(standalone)).run(gpus)
+    assert (caught.value.needed, caught.value.available) == (5, 4)
+    assert time.monotonic() - started < 120  # Spark itself takes ten minutes
+
+
+def test_gpus_of_a_local_cluster(launcher: Launcher, gpu_script: Path) -> None:
+    spark = engine(
+        "local-cluster[2,1,1024]",
+        spark_executor_resource_gpu_amount="1",
+        spark_task_resource_gpu_amount="1",
+        spark_executor_resource_gpu_discoveryScript=str(gpu_script),
+        spark_worker_resource_gpu_amount="1",
+        spark_worker_resource_gpu_discoveryScript=str(gpu_script),
+    )
+    ranks, _, _ = launcher.options(use_gpu=True, engine=spark).run(gpus)
+    assert [rank[2] for rank in ranks] == ["3", "3"]
+
+
+def test_gpu_conf_missing_is_refused(launcher: Launcher, standalone: str) -> None:
+    with pytest.raises(InvalidJobError, match=r"spark\.task\.resource\.gpu\.amount is not set"):
+        launcher.options(use_gpu=True, engine=engine(standalone)).run(gpus)
