@@ -67,3 +67,14 @@ def marker(tmp_path: Path) -> Iterator[str]:
 def launcher(tmp_path: Path, marker: str) -> Launcher:
     """Two ranks on this machine, with a store of their own."""
     return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[object]:
+    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
+    from pyspark.sql import SparkSession
+
+    os.environ.pop("PYSPARK_PYTHON", None)
+    spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
+    yield spark
+    spark.stop()

@@ -1,4 +1,4 @@
-"""Real Spark: a local session for the whole module run, and a standalone cluster of two workers."""
+"""A real standalone cluster of two workers with (faked) GPUs."""
 
 import os
 import re
@@ -10,17 +10,6 @@ from pathlib import Path
 import pytest
 
 START_TIMEOUT = 60.0
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[object]:
-    """A SparkSession of the test's own process, made as users make it: no PYSPARK_PYTHON."""
-    from pyspark.sql import SparkSession
-
-    os.environ.pop("PYSPARK_PYTHON", None)
-    spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
-    yield spark
-    spark.stop()
 
 
 @pytest.fixture(scope="module")
