@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class TorchDistributorOperator(BaseOperator):
     """Runs PyTorch on ``num_processes`` ranks as a barrier Spark job; rank 0's value is the task's XCom.
 
-    A small JSON value is pushed as itself. Everything else (tensors, a state dict, a model) stays in
-    the run directory and a `rankzero.ResultRef` is pushed: any task of any DAG may pull it and call
+    A small JSON value is pushed as itself. Everything else (tensors, a state dict, a model, a ``nan``)
+    stays in the run directory and a `rankzero.ResultRef` is pushed: any task of any DAG may pull it and call
     ``.load()``; given to another operator of this kind it is opened inside the ranks.
 
     The run belongs to the task: it ends when the task is marked failed, cleared, timed out or killed.
@@ -125,7 +126,9 @@ class TorchDistributorOperator(BaseOperator):
                 on_start=self._on_start,
             )
             status = handle.status()
-            return status.value[0] if status.value else handle.result_ref()
+            if status.value and _is_strict_json(status.value[0]):
+                return status.value[0]
+            return handle.result_ref()
         except InvalidJobError as error:
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
 
@@ -182,6 +185,15 @@ class TorchDistributorOperator(BaseOperator):
         )
         self.log.info("%s ranks on %s", self.num_processes, target.master or "an embedded local Spark")
         return launcher
+
+
+def _is_strict_json(value: Any) -> bool:
+    """False for a diverged loss: Airflow's API server refuses ``nan`` and ``inf``."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ another run it is opened inside the workers, so the bytes pass through no orches
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -111,8 +112,8 @@ class ResultRef:
 
     # The names under which Airflow's serialization asks for the same two things.
     def serialize(self) -> dict[str, Any]:
-        """The handle for Airflow's XCom."""
-        return self.to_json()
+        """The handle for Airflow's XCom, whose JSON knows no nan: a metric may be one."""
+        return {**self.to_json(), "summary": _without_nan(self.summary)}
 
     @staticmethod
     def deserialize(data: dict[str, Any], version: int) -> ResultRef:
@@ -123,6 +124,17 @@ class ResultRef:
 
 
 _COPY_CHUNK = 8 << 20
+
+
+def _without_nan(value: Any) -> Any:
+    """``value`` with ``nan`` and ``inf`` as text, also inside lists and dicts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return value
 
 
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:

@@ -85,8 +85,8 @@ def _register(dag: Any) -> None:
     """Airflow runs only DAGs that it knows in serialized form."""
     from airflow.dag_processing.bundles.manager import DagBundlesManager
     from airflow.models.serialized_dag import SerializedDagModel
-    from airflow.serialization.serialized_objects import LazyDeserializedDAG
     from airflow.serialization.definitions.dag import SerializedDAG
+    from airflow.serialization.serialized_objects import LazyDeserializedDAG
     from airflow.utils.session import create_session
 
     DagBundlesManager().sync_bundles_to_db()
