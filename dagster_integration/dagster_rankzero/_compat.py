@@ -2,9 +2,11 @@
 
 from typing import Any
 
-import dagster as dg
+from dagster._core.errors import DagsterInvalidPropertyError
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster_shared.libraries import DagsterLibraryRegistry
+
+import dagster as dg
 
 
 def register_library(name: str, version: str) -> None:
@@ -16,3 +18,13 @@ def register_library(name: str, version: str) -> None:
 def dagster_type_of(annotation: Any) -> dg.DagsterType:
     """The Dagster type that an annotation of an input means."""
     return resolve_dagster_type(annotation)
+
+
+def names_of(context: Any) -> tuple[str, str]:
+    """The run id and the step's name of an asset's or op's context."""
+    op_context = getattr(context, "op_execution_context", context)
+    try:
+        return op_context.run_id, op_context.op_def.name
+    except DagsterInvalidPropertyError:
+        # A context that a test made, outside of any step.
+        return op_context.run_id, "direct"

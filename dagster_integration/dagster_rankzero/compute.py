@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_origin
 
 import dagster as dg
-
 from dagster_rankzero.inputs import type_of_input
 from dagster_rankzero.resource import TorchDistributorResource
 
@@ -168,7 +167,8 @@ def build_script_compute(
 ) -> Callable[..., Any]:
     """Makes the function of an op that runs a script or ``"package.module:function"``."""
 
-    def compute(context: dg.OpExecutionContext) -> Any:
+    # Without a return annotation: Dagster accepts no Output object under another one.
+    def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
         resource: TorchDistributorResource = getattr(context.resources, resource_key)
         return resource.options(**options).run(context, script, *args)
 

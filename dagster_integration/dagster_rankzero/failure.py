@@ -3,7 +3,6 @@
 from typing import Any
 
 import dagster as dg
-
 from rankzero import InvalidJobError, RankZeroError, RunCancelledError, WorkerFailedError
 
 

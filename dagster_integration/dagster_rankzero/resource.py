@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
 
-import dagster as dg
 from pydantic import Field, ValidationError
 
+import dagster as dg
+from dagster_rankzero._compat import names_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
 from dagster_rankzero.failure import as_failure
 from dagster_rankzero.metadata import describe_run
@@ -190,6 +191,5 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
 
 def _name_run(context: Any) -> str:
     """A name that tells a person which Dagster run and step it was, and is never taken."""
-    op_context = getattr(context, "op_execution_context", context)
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", op_context.op_def.name)[:_NAME_LIMIT]
-    return f"{op_context.run_id[:8]}-{name}-{secrets.token_hex(4)}"
+    run_id, step = names_of(context)
+    return f"{run_id[:8]}-{re.sub(r'[^A-Za-z0-9_-]+', '-', step)[:_NAME_LIMIT]}-{secrets.token_hex(4)}"

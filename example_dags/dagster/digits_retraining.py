@@ -1,0 +1,77 @@
+"""Nightly retraining of the digits model: prepare, train on two ranks, evaluate, gate, promote.
+
+    dagster dev -f example_dags/dagster/digits_retraining.py -d example_dags
+
+Training is a barrier Spark job. Without ``SPARK_MASTER`` it runs on an embedded Spark of this
+machine. A model that does not beat the champion fails the blocking check, and is not promoted.
+"""
+
+import os
+from typing import Any
+
+import digits
+
+import dagster as dg
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
+from rankzero import ResultRef
+
+GROUP = "digits"
+
+
+class TrainConfig(dg.Config):
+    """What the launchpad shows for the training step."""
+
+    epochs: int = 25
+
+
+@dg.asset(group_name=GROUP, kinds={"scikitlearn"})
+def scans() -> dict[str, Any]:
+    """Handwritten digits, split into training and test scans."""
+    return digits.prepare()
+
+
+@torch_asset(group_name=GROUP, kinds={"pytorch", "spark"}, retry_policy=dg.RetryPolicy(max_retries=1))
+def model(scans: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """The state dict that rank 0 returns. Every rank runs this body; the scans are opened there."""
+    return digits.train(scans, epochs=config.epochs)
+
+
+@dg.asset(group_name=GROUP)
+def accuracy(context: dg.AssetExecutionContext, scans: dict[str, Any], model: dict[str, Any]) -> float:
+    """Share of the test scans that the model reads right."""
+    share = digits.accuracy(model, scans)
+    context.add_output_metadata({"accuracy": share})
+    return share
+
+
+@dg.asset_check(asset=accuracy, blocking=True)
+def beats_champion(accuracy: float) -> dg.AssetCheckResult:
+    """At least as good as the model in production."""
+    reigning = digits.champion() or {"accuracy": None}
+    return dg.AssetCheckResult(
+        passed=digits.beats_champion(accuracy),
+        metadata={"challenger": accuracy, "champion": str(reigning["accuracy"])},
+    )
+
+
+@dg.asset(group_name=GROUP)
+def champion(accuracy: float, model: dict[str, Any]) -> dict[str, Any]:
+    """The model in production. Comes behind the check, so that a worse model never replaces it."""
+    # A copy: the asset `model` keeps only its last versions.
+    return digits.promote(accuracy, ResultRef.save(model, digits.home() / "models").to_json())
+
+
+retraining = dg.define_asset_job(
+    "digits_retraining", selection=dg.AssetSelection.groups(GROUP) | dg.AssetSelection.checks(beats_champion)
+)
+
+defs = dg.Definitions(
+    assets=[scans, model, accuracy, champion],
+    asset_checks=[beats_champion],
+    jobs=[retraining],
+    schedules=[dg.ScheduleDefinition(name="nightly", job=retraining, cron_schedule="0 3 * * *")],
+    resources={
+        "torch_distributor": TorchDistributorResource(num_processes=2, master=os.environ.get("SPARK_MASTER")),
+        "io_manager": RankZeroIOManager(),
+    },
+)

@@ -1,0 +1,59 @@
+"""Shared parts: the resource on this machine without Spark, and a store for assets."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dagster as dg
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def dagster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An instance of its own for every test, without telemetry."""
+    home = tmp_path / "dagster-home"
+    home.mkdir()
+    (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def torch_distributor(tmp_path: Path, marker: str) -> TorchDistributorResource:
+    """Two ranks, as processes of this machine."""
+    return TorchDistributorResource(
+        engine="local", num_processes=2, store=str(tmp_path / "runs"), env={"MARK": marker}, start_timeout=60
+    )
+
+
+@pytest.fixture
+def assets_path(tmp_path: Path) -> Path:
+    """Where the IO manager stores."""
+    return tmp_path / "assets"
+
+
+@pytest.fixture
+def resources(torch_distributor: TorchDistributorResource, assets_path: Path) -> dict[str, object]:
+    """What most pipelines here are run with: one rank, where the number does not matter."""
+    return {
+        "torch_distributor": torch_distributor.options(num_processes=1),
+        "io_manager": RankZeroIOManager(base_path=os.fspath(assets_path)),
+    }
+
+
+@pytest.fixture
+def asset_context() -> Iterator[dg.AssetExecutionContext]:
+    """The context of an asset that is called directly."""
+    with dg.build_asset_context() as context:
+        yield context
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    """An instance in memory, for tests that make several runs."""
+    with dg.DagsterInstance.ephemeral() as ephemeral:
+        yield ephemeral

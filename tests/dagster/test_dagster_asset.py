@@ -1,0 +1,265 @@
+"""`torch_asset`: an asset like any other, whose body runs on every rank."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+
+import dagster as dg
+import rankzero.train as rt
+from dagster_rankzero import TorchDistributorResource, torch_asset
+from rankzero import ResultRef
+
+if TYPE_CHECKING:
+    from collections import OrderedDict
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+@dg.asset
+def features() -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(6.0)}
+
+
+def test_inputs_come_from_io_managers_and_the_value_goes_to_one(resources: dict[str, object]) -> None:
+    @torch_asset(num_processes=2)
+    def model(features: dict[str, torch.Tensor], *, scale: int) -> dict[str, torch.Tensor]:
+        return {"w": features["x"] * scale * rt.get_context().world_size}
+
+    @dg.asset
+    def scale() -> int:
+        return 3
+
+    @dg.asset
+    def total(model: dict[str, torch.Tensor]) -> float:
+        return model["w"].sum().item()
+
+    result = dg.materialize([features, scale, model, total], resources=resources)
+    assert result.output_for_node("total") == 15.0 * 3 * 2
+    assert metadata_of(result, "model")["world_size"] == 2
+
+
+def test_an_input_of_the_rankzero_io_manager_is_opened_by_the_ranks_and_not_by_the_step(
+    resources: dict[str, object], assets_path: Path
+) -> None:
+    @torch_asset
+    def model(features: dict[str, torch.Tensor]) -> str:
+        return type(features["x"]).__name__
+
+    result = dg.materialize([features, model], resources=resources)
+    assert result.output_for_node("model") == "Tensor"
+    job = json.loads((Path(metadata_of(result, "model")["run_directory"]) / "job.json").read_text())
+    (opened,) = [file["location"] for file in job["files"].values() if file["absolute"]]
+    assert opened.startswith(str(assets_path / "features"))
+
+
+def test_an_input_of_another_io_manager_keeps_its_type_and_travels_with_the_job(
+    resources: dict[str, object], tmp_path: Path
+) -> None:
+    seen = []
+
+    class Typed(dg.InMemoryIOManager):
+        def load_input(self, context: dg.InputContext) -> object:
+            seen.append(context.dagster_type.typing_type)
+            return super().load_input(context)
+
+    @dg.asset
+    def point() -> Point:
+        return Point(3)
+
+    @torch_asset
+    def model(point: Point) -> int:
+        return point.x
+
+    result = dg.materialize([point, model], resources={**resources, "io_manager": Typed()})
+    assert result.output_for_node("model") == 3
+    assert seen == [Point]
+
+
+def test_an_input_of_the_wrong_type_is_refused(resources: dict[str, object]) -> None:
+    @torch_asset
+    def model(features: int) -> None: ...
+
+    in_memory = {**resources, "io_manager": dg.mem_io_manager}
+    result = dg.materialize([features, model], resources=in_memory, raise_on_error=False)
+    (event,) = result.get_step_failure_events()
+    assert "DagsterTypeCheckDidNotPass" in event.step_failure_data.error.to_string()
+
+
+class TrainConfig(dg.Config):
+    epochs: int
+    lr: float = 0.1
+
+
+def test_configuration_reaches_the_ranks_without_dagster(resources: dict[str, object]) -> None:
+    @torch_asset
+    def model(config: TrainConfig) -> list[object]:
+        import sys
+
+        return [config.epochs, config.lr, [name for name in sys.modules if name.startswith("dagster")]]
+
+    run_config = dg.RunConfig(ops={"model": TrainConfig(epochs=7)})
+    assert dg.materialize([model], resources=resources, run_config=run_config).output_for_node("model") == [7, 0.1, []]
+    with pytest.raises(dg.DagsterInvalidConfigError, match="epochs"):
+        dg.materialize([model], resources=resources)
+
+
+def test_partitions_train_apart_and_know_their_key(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
+    days = dg.StaticPartitionsDefinition(["mon", "tue", "wed"])
+
+    @torch_asset(partitions_def=days)
+    def model(partition_key: str) -> dict[str, str]:
+        return {"day": partition_key}
+
+    @dg.asset(ins={"model": dg.AssetIn(metadata={"allow_missing_partitions": True})})
+    def week(model: dict[str, object]) -> dict[str, object]:
+        return model
+
+    @torch_asset
+    def ensemble(model: dict[str, ResultRef]) -> list[str]:
+        return sorted(f"{key}={value['day']}" for key, value in model.items())
+
+    for day in ("mon", "wed"):
+        dg.materialize([model], resources=resources, partition_key=day, instance=instance)
+    result = dg.materialize([week, model], selection=[week], resources=resources, instance=instance)
+    assert result.output_for_node("week") == {"mon": {"day": "mon"}, "wed": {"day": "wed"}}
+    dg.materialize([model], resources=resources, partition_key="tue", instance=instance)
+    result = dg.materialize([ensemble, model], selection=[ensemble], resources=resources, instance=instance)
+    assert result.output_for_node("ensemble") == ["mon=mon", "tue=tue", "wed=wed"]
+
+
+def test_a_key_of_two_dimensions_is_a_plain_string(resources: dict[str, object]) -> None:
+    grid = dg.MultiPartitionsDefinition(
+        {"day": dg.StaticPartitionsDefinition(["mon"]), "size": dg.StaticPartitionsDefinition(["s"])}
+    )
+
+    @torch_asset(partitions_def=grid)
+    def model(partition_key: str) -> list[object]:
+        import sys
+
+        return [partition_key, type(partition_key) is str, "dagster" in sys.modules]
+
+    key = dg.MultiPartitionKey({"day": "mon", "size": "s"})
+    assert dg.materialize([model], resources=resources, partition_key=key).output_for_node("model") == [
+        "mon|s",
+        True,
+        False,
+    ]
+
+
+def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> None:
+    @torch_asset(
+        num_processes=2,
+        key=["models", "digits"],
+        ins={"data": dg.AssetIn(key="features")},
+        deps=["calendar"],
+        group_name="training",
+        kinds={"pytorch"},
+        tags={"team": "vision"},
+        owners=["team:vision"],
+        metadata={"paper": "none"},
+        op_tags={"dagster/priority": "3"},
+        pool="gpu",
+        code_version="1",
+        retry_policy=dg.RetryPolicy(max_retries=4),
+        description="Digits.",
+        required_resource_keys={"other"},
+    )
+    def model(data: dict[str, torch.Tensor]) -> int:
+        """Not this."""
+        return rt.get_context().world_size
+
+    key = dg.AssetKey(["models", "digits"])
+    spec = model.get_asset_spec(key)
+    assert {dep.asset_key for dep in spec.deps} == {dg.AssetKey("features"), dg.AssetKey("calendar")}
+    assert (spec.group_name, spec.kinds, spec.owners) == ("training", {"pytorch"}, ["team:vision"])
+    assert (spec.tags["team"], spec.metadata["paper"], spec.code_version) == ("vision", "none", "1")
+    assert spec.description == "Digits."
+    assert (model.op.pool, model.op.retry_policy.max_retries) == ("gpu", 4)
+    assert model.op.tags["dagster/priority"] == "3"
+    result = dg.materialize([features, model], resources={**resources, "other": 1})
+    assert result.output_for_node("models__digits") == 2
+
+
+def test_a_rank_that_fails_is_retried_only_by_the_rules(resources: dict[str, object]) -> None:
+    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def model() -> None:
+        raise KeyError("lr")
+
+    result = dg.materialize([model], resources=resources, raise_on_error=False)
+    assert failure_of(result, "model")[1]["exception_type"] == "KeyError"
+    assert retries_of(result, "model") == 0
+
+
+def test_options_and_resource_key_choose_the_resource(
+    torch_distributor: TorchDistributorResource, resources: dict[str, object]
+) -> None:
+    @torch_asset(resource_key="cluster", options={"num_processes": 1, "env": {"SHADE": "blue"}})
+    def model() -> list[object]:
+        import os
+
+        return [rt.get_context().world_size, os.environ["SHADE"]]
+
+    result = dg.materialize([model], resources={"cluster": torch_distributor, "io_manager": resources["io_manager"]})
+    assert result.output_for_node("model") == [1, "blue"]
+
+
+def test_a_function_annotated_to_return_nothing_stores_nothing(resources: dict[str, object], assets_path: Path) -> None:
+    @torch_asset
+    def warm_up() -> None:
+        print("warm")
+
+    result = dg.materialize([warm_up], resources=resources)
+    assert metadata_of(result, "warm_up")["world_size"] == 1
+    assert not (assets_path / "warm_up").exists()
+
+
+def test_annotations_that_only_a_type_checker_sees_are_fine(resources: dict[str, object]) -> None:
+    @torch_asset
+    def model(features: "OrderedDict[str, torch.Tensor]") -> "OrderedDict":
+        return len(features)
+
+    assert dg.materialize([features, model], resources=resources).output_for_node("model") == 1
+
+
+def with_context(context: dg.AssetExecutionContext) -> None: ...
+
+
+def with_resource(cluster: TorchDistributorResource) -> None: ...
+
+
+def with_star(*features: object) -> None: ...
+
+
+def with_partition(partition_key: str) -> None: ...
+
+
+async def asynchronous() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("train", "named"),
+    [
+        (with_context, "'context'"),
+        (with_resource, "'cluster'"),
+        (with_star, "features"),
+        (with_partition, "partitions_def"),
+        (asynchronous, "plain function"),
+        (features, "plain function"),
+        ("train.py", "plain function"),
+    ],
+)
+def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: object, named: str) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match=named):
+        torch_asset()(train)
+
+
+def test_an_unknown_option_is_refused_when_defined() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_procs"):
+        torch_asset(options={"num_procs": 2})

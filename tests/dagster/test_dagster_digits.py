@@ -1,0 +1,92 @@
+"""The example pipeline as people run it, on a real instance with a process for every step."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import dagster as dg
+from dagster_rankzero import TorchDistributorResource
+from rankzero import ResultRef
+
+EXAMPLES = Path(__file__).parents[2] / "example_dags"
+PIPELINE = EXAMPLES / "dagster" / "digits_retraining.py"
+
+
+@pytest.fixture
+def digits_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place without a champion, and a store for the runs."""
+    monkeypatch.setenv("DIGITS_HOME", str(tmp_path / "digits"))
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "runs"))
+    monkeypatch.delenv("SPARK_MASTER", raising=False)
+    return tmp_path / "digits"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example as a module, found as Dagster finds it."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location("digits_retraining", PIPELINE)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "digits_retraining", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pipeline_trains_on_spark_and_promotes_a_good_model(digits_home: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-j", "digits_retraining"]
+    done = subprocess.run(
+        [*command, "-f", str(PIPELINE), "-d", str(EXAMPLES)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    with dg.DagsterInstance.get() as instance:
+        (run,) = instance.get_runs()
+        assert run.status is dg.DagsterRunStatus.SUCCESS
+        logged = [record.event_log_entry for record in instance.get_records_for_run(run.run_id).records]
+        shown = instance.get_latest_materialization_event(dg.AssetKey("model")).asset_materialization.metadata
+    pids = {entry.dagster_event.pid for entry in logged if entry.dagster_event and entry.dagster_event.pid}
+    assert len(pids) > 4
+    assert shown["world_size"].value == 2
+    assert shown["format"].value == "safetensors"
+    assert shown["metric/loss"].value < 0.5
+    job = json.loads((Path(shown["run_directory"].value) / "job.json").read_text())
+    assert job["engine"]["kind"] == "spark"
+    champion = json.loads((digits_home / "champion.json").read_text())
+    assert champion["accuracy"] >= 0.95
+    weights = ResultRef.from_json(champion["model"]).load()
+    assert sum(tensor.numel() for tensor in weights.values()) == shown["parameters"].value
+    assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
+
+
+def test_a_model_that_does_not_beat_the_champion_is_not_promoted(
+    example: ModuleType, digits_home: Path, torch_distributor: TorchDistributorResource, instance: dg.DagsterInstance
+) -> None:
+    digits_home.mkdir()
+    reigning = {"accuracy": 0.9999, "model": {}}
+    (digits_home / "champion.json").write_text(json.dumps(reigning))
+    resources = {**example.defs.resources, "torch_distributor": torch_distributor}
+    pipeline = dg.Definitions(
+        assets=example.defs.assets,
+        asset_checks=example.defs.asset_checks,
+        jobs=example.defs.jobs,
+        resources=resources,
+    ).resolve_job_def("digits_retraining")
+    result = pipeline.execute_in_process(
+        run_config=dg.RunConfig(ops={"model": example.TrainConfig(epochs=1)}), instance=instance, raise_on_error=False
+    )
+    assert not result.success
+    (evaluation,) = result.get_asset_check_evaluations()
+    assert (evaluation.check_name, evaluation.passed) == ("beats_champion", False)
+    assert "champion" not in {event.asset_key.to_user_string() for event in result.get_asset_materialization_events()}
+    assert json.loads((digits_home / "champion.json").read_text()) == reigning
+
+
+def test_the_pipeline_runs_every_night(example: ModuleType) -> None:
+    (schedule,) = example.defs.schedules
+    assert schedule.cron_schedule == "0 3 * * *"
+    assert schedule.job_name == "digits_retraining"

@@ -1,0 +1,303 @@
+"""`RankZeroIOManager`: whole versions or none, verified when loaded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+
+import dagster as dg
+from dagster_rankzero import RankZeroIOManager
+from rankzero import ResultRef
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and self.x == other.x
+
+    __hash__ = None
+
+
+def asset_of(value: object) -> dg.AssetsDefinition:
+    @dg.asset(name="stored")
+    def stored():
+        return value() if callable(value) else value
+
+    return stored
+
+
+def store(value: object, manager: RankZeroIOManager, instance: dg.DagsterInstance) -> dict[str, object]:
+    result = dg.materialize([asset_of(value)], resources={"io_manager": manager}, instance=instance)
+    return metadata_of(result, "stored")
+
+
+def load(manager: RankZeroIOManager, instance: dg.DagsterInstance, python_type: type | None = None) -> object:
+    defs = dg.Definitions([asset_of(None)], resources={"io_manager": manager})
+    return defs.load_asset_value("stored", python_type=python_type or object, instance=instance)
+
+
+@pytest.fixture
+def manager(assets_path: Path) -> RankZeroIOManager:
+    return RankZeroIOManager(base_path=str(assets_path))
+
+
+def tied() -> dict[str, torch.Tensor]:
+    weight = torch.ones(2, 2)
+    return {"encoder": weight, "decoder": weight}
+
+
+@pytest.mark.parametrize(
+    ("value", "file_format"),
+    [
+        ({"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}, "safetensors"),
+        ({"accuracy": 0.5, "classes": ["a", None]}, "json"),
+        (None, "json"),
+        ((1, 2), "cloudpickle"),
+        (Point(3), "cloudpickle"),
+        (tied(), "cloudpickle"),
+    ],
+)
+def test_values_come_back_as_they_were(
+    value: object, file_format: str, manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    shown = store(lambda: value, manager, instance)
+    assert shown["format"] == file_format
+    loaded = load(manager, instance)
+    if isinstance(value, dict) and file_format != "json":
+        assert loaded.keys() == value.keys()
+        assert all(torch.equal(loaded[key], value[key]) for key in value)
+    else:
+        assert type(loaded) is type(value)
+        assert loaded == value
+
+
+def test_functions_without_a_name_can_be_stored(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+    store(lambda: lambda x: x + 1, manager, instance)
+    assert load(manager, instance)(1) == 2
+
+
+def test_metadata_says_what_is_stored_and_where(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    shown = store({"w": torch.ones(2, 3)}, manager, instance)
+    directory = assets_path / "stored"
+    (data,) = directory.glob("data-*")
+    assert shown["path"] == str(directory)
+    assert shown["size"] == data.stat().st_size
+    assert shown["parameters"] == 6
+    assert data.name == f"data-{shown['sha256'][:16]}.safetensors"
+    assert json.loads((directory / "manifest.json").read_text())["sha256"] == shown["sha256"]
+
+
+def test_without_a_path_the_instance_stores(instance: dg.DagsterInstance) -> None:
+    shown = store({"a": 1}, RankZeroIOManager(), instance)
+    assert shown["path"].startswith(instance.storage_directory())
+    assert load(RankZeroIOManager(), instance) == {"a": 1}
+
+
+def test_a_loaded_state_dict_is_stored_again_as_safetensors(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    first = store({"a": torch.ones(2), "b": torch.zeros(2)}, manager, instance)
+    again = store(load(manager, instance), manager, instance)
+    assert (again["format"], again["sha256"]) == ("safetensors", first["sha256"])
+
+
+def test_nothing_stored_is_a_missing_file(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+    with pytest.raises(FileNotFoundError, match="stored"):
+        load(manager, instance)
+
+
+def test_a_flipped_bit_is_found_and_not_retried(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    store({"w": torch.ones(100)}, manager, instance)
+    (data,) = (assets_path / "stored").glob("data-*")
+    damaged = bytearray(data.read_bytes())
+    damaged[-7] ^= 1
+    data.write_bytes(damaged)
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
+    def reader(stored: object) -> None: ...
+
+    result = dg.materialize(
+        [asset_of(None), reader],
+        selection=[reader],
+        resources={"io_manager": manager},
+        instance=instance,
+        raise_on_error=False,
+    )
+    description, facts = failure_of(result, "reader")
+    assert "sha256" in description
+    assert facts["path"] == str(assets_path / "stored")
+    assert retries_of(result, "reader") == 0
+
+
+@pytest.mark.parametrize("dying_at", ["data-", "manifest.json"])
+def test_a_process_killed_while_storing_leaves_the_version_before(
+    dying_at: str, manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    store({"version": 1}, manager, instance)
+    program = f"""
+        import os, signal
+        import dagster as dg
+        from dagster_rankzero import RankZeroIOManager
+
+        replace = os.replace
+
+        def die(source, target, **options):
+            if os.path.basename(target).startswith({dying_at!r}):
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target, **options)
+
+        os.replace = die
+
+        @dg.asset
+        def stored():
+            return {{"version": 2}}
+
+        dg.materialize([stored], resources={{"io_manager": RankZeroIOManager(base_path={str(assets_path)!r})}})
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert load(manager, instance) == {"version": 1}
+    store({"version": 3}, manager, instance)
+    assert load(manager, instance) == {"version": 3}
+
+
+def test_a_failing_object_store_leaves_the_version_before(
+    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    manager = RankZeroIOManager(base_path="memory://bucket/assets")
+    store({"version": 1}, manager, instance)
+    pipe = MemoryFileSystem.pipe_file
+
+    def fail(self: MemoryFileSystem, path: str, value: bytes, **options: object) -> None:
+        if path.endswith("manifest.json"):
+            raise OSError("the network is down")
+        pipe(self, path, value, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryFileSystem, "pipe_file", fail)
+        with pytest.raises(OSError, match="network"):
+            store({"version": 2}, manager, instance)
+    assert load(manager, instance) == {"version": 1}
+    store({"version": 3}, manager, instance)
+    assert load(manager, instance) == {"version": 3}
+
+
+def test_a_value_that_cannot_be_stored_leaves_the_version_before(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    store({"version": 1}, manager, instance)
+    result = dg.materialize(
+        [asset_of(threading.Lock)],
+        resources={"io_manager": manager},
+        instance=instance,
+        raise_on_error=False,
+    )
+    assert "pickle" in failure_of(result, "stored")[0]
+    assert load(manager, instance) == {"version": 1}
+
+
+def test_superseded_versions_go_after_one_more(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    refs = []
+    for version in (1, 2, 2, 3):
+        store({"version": version}, manager, instance)
+        refs.append(load(manager, instance, ResultRef))
+    assert refs[1].load() == {"version": 2}
+    assert refs[3].load() == {"version": 3}
+    assert len(list((assets_path / "stored").glob("data-*"))) == 2
+
+
+def test_an_input_annotated_as_a_handle_is_not_loaded(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    @dg.asset
+    def reader(stored: ResultRef) -> list[str]:
+        (data,) = (assets_path / "stored").glob("data-*")
+        assert stored.load() == {"big": 1}
+        return [type(stored).__name__, str(stored.uri == str(data))]
+
+    stored = asset_of({"big": 1})
+    result = dg.materialize([stored, reader], resources={"io_manager": manager}, instance=instance)
+    assert result.output_for_node("reader") == ["ResultRef", "True"]
+
+
+def test_a_handle_as_output_is_stored_by_its_file(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
+    shown = store(ref, manager, instance)
+    os.unlink(ref.uri)
+    assert (shown["format"], shown["sha256"]) == ("safetensors", ref.sha256)
+    assert torch.equal(load(manager, instance)["w"], torch.ones(4))
+
+
+def test_a_damaged_handle_is_not_stored(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path
+) -> None:
+    ref = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
+    Path(ref.uri).write_text('{"a": 2}')
+    with pytest.raises(dg.Failure, match="sha256"):
+        store(ref, manager, instance)
+    with pytest.raises(FileNotFoundError):
+        load(manager, instance)
+
+
+def test_pickles_can_be_forbidden(manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path) -> None:
+    strict = RankZeroIOManager(base_path=str(assets_path), allow_pickle=False)
+    with pytest.raises(dg.Failure, match="allow_pickle"):
+        store(lambda: Point(1), strict, instance)
+    store({"w": torch.ones(1)}, strict, instance)
+    assert torch.equal(load(strict, instance)["w"], torch.ones(1))
+    store(lambda: Point(1), manager, instance)
+    for wanted in (object, ResultRef):
+        with pytest.raises(dg.Failure, match="allow_pickle"):
+            load(strict, instance, wanted)
+
+
+def test_a_partition_cannot_leave_its_asset(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    keys = ["../other", "/etc", "a/b"]
+
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(keys))
+    def stored(context: dg.AssetExecutionContext) -> str:
+        return context.partition_key
+
+    defs = dg.Definitions([stored], resources={"io_manager": manager})
+    for key in keys:
+        dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
+        assert defs.load_asset_value("stored", partition_key=key, instance=instance) == key
+    assert [path.name for path in assets_path.iterdir()] == ["stored"]
+    assert len(list((assets_path / "stored").rglob("manifest.json"))) == 3
+
+
+def test_an_asset_can_start_from_its_own_partition_before(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    days = dg.DailyPartitionsDefinition(start_date="2026-01-01")
+    before = dg.TimeWindowPartitionMapping(start_offset=-1, end_offset=-1)
+
+    @dg.asset(partitions_def=days, ins={"total": dg.AssetIn(partition_mapping=before)})
+    def total(total: int | None) -> int:
+        return (total or 0) + 1
+
+    for day in ("2026-01-01", "2026-01-02"):
+        result = dg.materialize([total], resources={"io_manager": manager}, partition_key=day, instance=instance)
+    assert result.output_for_node("total") == 2

@@ -1,0 +1,72 @@
+"""`torch_distributor_op`: an op from a function or a script."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dagster as dg
+import rankzero.train as rt
+from dagster_rankzero import torch_distributor_op
+
+
+class Config(dg.Config):
+    power: int = 2
+
+
+@torch_distributor_op(num_processes=3, tags={"team": "vision"})
+def train(scale: float, data: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+    """Trains."""
+    return {"w": data["x"] * scale**config.power * rt.get_context().world_size}
+
+
+@dg.op
+def load() -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(2)}
+
+
+@dg.op
+def add(weights: dict[str, torch.Tensor]) -> float:
+    return weights["w"].sum().item()
+
+
+def test_an_op_takes_inputs_and_configuration_and_gives_rank_zeros_value(resources: dict[str, object]) -> None:
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        add(train(data=load()))
+
+    run_config = {"ops": {"train": {"inputs": {"scale": 2.0}, "config": {"power": 3}}}}
+    result = pipeline.execute_in_process(run_config=run_config)
+    assert result.output_for_node("add") == 2 * 8.0 * 3
+    (event,) = [e for e in result.all_events if e.step_key == "train" and e.event_type_value == "STEP_OUTPUT"]
+    assert event.step_output_data.metadata["world_size"].value == 3
+    assert train.tags["team"] == "vision"
+    assert train.description == "Trains."
+
+
+def test_a_script_is_an_op_that_can_wait_for_others(resources: dict[str, object], tmp_path: Path) -> None:
+    script = tmp_path / "fit-model.py"
+    script.write_text("import sys\nimport rankzero.train as rt\nrt.set_result(sys.argv[1:])\n")
+    fit = torch_distributor_op(script, args=["--epochs", "3"], ins={"start": dg.In(dg.Nothing)})
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        fit(load())
+
+    result = pipeline.execute_in_process()
+    assert result.output_for_node("fit_model") == ["--epochs", "3"]
+
+
+def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> None:
+    join = torch_distributor_op("posixpath:join", args=["a", "b"], name="joined")
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        join()
+
+    assert pipeline.execute_in_process().output_for_node("joined") == "a/b"
+
+
+def test_arguments_for_a_function_are_refused_when_defined() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="inputs"):
+        torch_distributor_op(lambda scale: scale, args=[1])

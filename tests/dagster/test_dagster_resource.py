@@ -1,0 +1,270 @@
+"""`TorchDistributorResource.run`: what comes back, whatever the context and the IO manager."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+
+import dagster as dg
+import rankzero.train as rt
+from dagster_rankzero import TorchDistributorResource
+
+
+def train(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.full((2, 3), scale * (dist.get_rank() + 1))
+    dist.all_reduce(total)
+    rt.report({"loss": 0.25, "epoch": 3, "bad": float("nan")})
+    print(f"rank {dist.get_rank()} says hello")
+    return {"weight": total}
+
+
+@dg.asset
+def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+    return torch_distributor.run(context, train, scale=2.0)
+
+
+@dg.asset
+def total(model: dict[str, torch.Tensor]) -> float:
+    return model["weight"].sum().item()
+
+
+@pytest.mark.parametrize("io_manager", [dg.FilesystemIOManager, dg.InMemoryIOManager])
+def test_rank_zeros_value_reaches_the_next_asset_through_any_io_manager(
+    io_manager: type, torch_distributor: TorchDistributorResource, tmp_path: Path
+) -> None:
+    manager = io_manager() if io_manager is dg.InMemoryIOManager else io_manager(base_dir=str(tmp_path))
+    result = dg.materialize([model, total], resources={"torch_distributor": torch_distributor, "io_manager": manager})
+    assert result.output_for_node("total") == 2 * 3 * (2.0 + 4.0)
+
+
+def test_a_stored_state_dict_takes_its_own_size_and_not_a_multiple(
+    torch_distributor: TorchDistributorResource, tmp_path: Path
+) -> None:
+    @dg.asset
+    def wide(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(num_processes=1).run(
+            context, lambda: {f"layer{n}": __import__("torch").zeros(1000) for n in range(50)}
+        )
+
+    stored = tmp_path / "pickled"
+    manager = dg.FilesystemIOManager(base_dir=str(stored))
+    dg.materialize([wide], resources={"torch_distributor": torch_distributor, "io_manager": manager})
+    assert 200_000 < (stored / "wide").stat().st_size < 300_000
+
+
+def test_an_asset_shows_the_run_and_its_result(
+    torch_distributor: TorchDistributorResource, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = dg.materialize([model], resources={"torch_distributor": torch_distributor})
+    shown = metadata_of(result, "model")
+    assert shown["world_size"] == 2
+    assert shown["metric/loss"] == 0.25
+    assert shown["metric/epoch"] == 3
+    assert shown["metric/bad"] == "nan"
+    assert shown["format"] == "safetensors"
+    assert shown["parameters"] == 6
+    assert 0 < shown["duration_seconds"] < 60
+    stored = Path(shown["run_directory"]) / "result"
+    assert [file.stat().st_size for file in stored.iterdir()] == [shown["size"]]
+    lines = capfd.readouterr().out.splitlines()
+    assert "[0] rank 0 says hello" in lines
+    assert "[1] rank 1 says hello" in lines
+
+
+def test_equal_results_have_an_equal_data_version(resources: dict[str, object]) -> None:
+    versions = set()
+    for _ in range(2):
+        (event,) = dg.materialize([model], resources=resources).get_asset_materialization_events()
+        versions.add(event.materialization.tags["dagster/data_version"])
+    assert len(versions) == 1
+
+
+def test_an_op_gets_an_output_with_the_same_value_and_metadata(torch_distributor: TorchDistributorResource) -> None:
+    seen = {}
+
+    @dg.op
+    def train_op(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
+        seen["output"] = torch_distributor.run(context, train)
+        return seen["output"]
+
+    @dg.job(resource_defs={"torch_distributor": torch_distributor})
+    def pipeline() -> None:
+        train_op()
+
+    result = pipeline.execute_in_process()
+    assert isinstance(seen["output"], dg.Output)
+    assert seen["output"].metadata["world_size"].value == 2
+    assert torch.equal(result.output_for_node("train_op")["weight"], torch.full((2, 3), 3.0))
+
+
+def test_an_asset_can_be_called_directly(
+    torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
+) -> None:
+    returned = model(asset_context, torch_distributor)
+    assert isinstance(returned, dg.MaterializeResult)
+    assert returned.value["weight"].shape == (2, 3)
+
+
+def test_options_change_one_run_only(
+    torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
+) -> None:
+    changed = torch_distributor.options(num_processes=3)
+    returned = changed.run(asset_context, lambda: rt.get_context().world_size)
+    assert returned.value == 3
+    assert torch_distributor.num_processes == 2
+
+
+def test_configuration_reaches_the_ranks_without_dagster(
+    torch_distributor: TorchDistributorResource, asset_context: dg.AssetExecutionContext
+) -> None:
+    class Optimizer(dg.Config):
+        lr: float = 0.5
+
+    class Config(dg.Config):
+        optimizer: Optimizer = Optimizer()
+        layers: list[int] = [1, 2]
+        tags: dict[str, str] = {"a": "b"}
+
+    def read(config: Config, nested: dict[str, list[Config]]) -> list[object]:
+        return [
+            config.optimizer.lr,
+            config.layers,
+            config.tags,
+            nested["configs"][0].layers,
+            sorted(name for name in sys.modules if name.partition(".")[0].startswith("dagster")),
+        ]
+
+    returned = torch_distributor.run(asset_context, read, Config(), nested={"configs": [Config(layers=[])]})
+    assert returned.value == [0.5, [1, 2], {"a": "b"}, [], []]
+
+
+def test_a_large_value_can_be_handed_on_by_reference(
+    resources: dict[str, object], torch_distributor: TorchDistributorResource
+) -> None:
+    by_reference = torch_distributor.options(by_reference=True)
+    result = dg.materialize([model, total], resources={**resources, "torch_distributor": by_reference})
+    assert result.output_for_node("total") == 36.0
+    shown = metadata_of(result, "model")
+    (kept,) = (Path(shown["run_directory"]) / "result").iterdir()
+    (stored,) = Path(shown["path"]).glob("data-*")
+    assert stored.read_bytes() == kept.read_bytes()
+
+
+def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: TorchDistributorResource) -> None:
+    def fail() -> None:
+        if rt.get_context().rank == 1:
+            print("about to divide")
+            _ = 1 / 0
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
+    def broken(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, fail)
+
+    result = dg.materialize([broken], resources={"torch_distributor": torch_distributor}, raise_on_error=False)
+    description, facts = failure_of(result, "broken")
+    assert not result.success
+    assert facts["rank"] == 1
+    assert facts["exception_type"] == "ZeroDivisionError"
+    assert "_ = 1 / 0" in facts["traceback"]
+    assert "about to divide" in facts["log_tail"]
+    assert facts["host"]
+    assert json.loads((Path(facts["run_directory"]) / "status.json").read_text())["state"] == "failed"
+    assert "division by zero" in description
+    assert retries_of(result, "broken") == 0
+    assert not result.get_asset_materialization_events()
+
+
+def test_exceptions_of_the_training_function_are_retried_on_request(
+    torch_distributor: TorchDistributorResource, tmp_path: Path
+) -> None:
+    first = str(tmp_path / "first")
+
+    def fail_once() -> str:
+        if rt.get_context().rank == 0 and not os.path.exists(first):
+            open(first, "w").close()
+            raise ValueError("the first try")
+        return "second try"
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
+    def flaky(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(retry_user_errors=True).run(context, fail_once)
+
+    result = dg.materialize([flaky], resources={"torch_distributor": torch_distributor})
+    assert result.output_for_node("flaky") == "second try"
+    assert retries_of(result, "flaky") == 1
+
+
+def test_a_killed_rank_is_retried_by_the_policy(torch_distributor: TorchDistributorResource, tmp_path: Path) -> None:
+    first = str(tmp_path / "first")
+
+    def die_once() -> str:
+        if rt.get_context().rank == 1 and not os.path.exists(first):
+            open(first, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "survived"
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def shaky(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, die_once)
+
+    result = dg.materialize([shaky], resources={"torch_distributor": torch_distributor})
+    assert result.output_for_node("shaky") == "survived"
+    assert retries_of(result, "shaky") == 1
+
+
+def test_errors_of_the_infrastructure_are_retried_by_the_policy(torch_distributor: TorchDistributorResource) -> None:
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def crowded(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(engine="spark", master="local[1]").run(context, train)
+
+    result = dg.materialize([crowded], resources={"torch_distributor": torch_distributor}, raise_on_error=False)
+    (event,) = result.get_step_failure_events()
+    assert "InsufficientSlotsError" in event.step_failure_data.error.to_string()
+    assert retries_of(result, "crowded") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "named"),
+    [
+        ({"num_processes": 0}, {}, "num_processes is 0"),
+        ({"processes_per_task": 3}, {}, "processes_per_task=3"),
+        ({"backend": "mpi"}, {}, "'mpi'"),
+        ({"engine": "spark", "master": "localhost:7077"}, {}, "localhost:7077"),
+        ({}, {"sclae": 1.0}, "sclae"),
+        ({}, {"scale": threading.Lock()}, "scale"),
+        ({"num_procs": 2}, {}, "num_procs"),
+        ({"num_processes": "two"}, {}, "num_processes"),
+    ],
+)
+def test_bad_input_fails_at_once_and_is_not_retried(
+    torch_distributor: TorchDistributorResource,
+    options: dict[str, object],
+    arguments: dict[str, object],
+    named: str,
+    tmp_path: Path,
+    asset_context: dg.AssetExecutionContext,
+) -> None:
+    with pytest.raises(dg.Failure) as caught:
+        torch_distributor.options(**options).run(asset_context, train, **arguments)
+    assert named in caught.value.description
+    assert caught.value.allow_retries is False
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_script_runs_with_its_command_line(
+    torch_distributor: TorchDistributorResource, tmp_path: Path, asset_context: dg.AssetExecutionContext
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nimport rankzero.train as rt\nrt.set_result({'args': sys.argv[1:]})\n")
+    returned = torch_distributor.run(asset_context, script, "--epochs", 3)
+    assert returned.value == {"args": ["--epochs", "3"]}
