@@ -1,0 +1,46 @@
+"""A run directory that the ranks cannot see: everything goes through the channel, and nothing is different."""
+
+import os
+from typing import Any
+
+import pytest
+
+from rankzero import Launcher, ResultRef, RunHandle, WorkerFailedError
+
+
+@pytest.fixture
+def remote(launcher: Launcher) -> Launcher:
+    """A store that exists in this process only, so that the driver must pass everything on."""
+    return launcher.options(store="memory://bucket/runs")
+
+
+def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote: Launcher) -> None:
+    def train(data: bytes, ref: Any) -> dict[str, Any]:
+        import torch
+
+        import rankzero.train as rt
+
+        print(f"got {len(data)} bytes")
+        rt.report({"size": len(data)})
+        return {"weights": torch.arange(3_000_000), "bias": ref["bias"] + 1}
+
+    import torch
+
+    ref = ResultRef.save({"bias": torch.ones(2)}, os.environ["RANKZERO_STORE"])
+    state = remote.options(run_id="far").run(train, bytes(5 << 20), ref)
+    assert torch.equal(state["weights"], torch.arange(3_000_000))
+    assert torch.equal(state["bias"], torch.full((2,), 2.0))
+    handle = RunHandle.attach("memory://bucket/runs/far")
+    assert sorted(handle.logs()) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
+    assert [row["size"] for row in handle.metrics()] == [5 << 20] * 2
+    ref = handle.result_ref()
+    assert ref.uri == "memory://bucket/runs/far/result/value.safetensors"
+    assert handle.status().state == "succeeded"
+
+
+def test_a_failure_is_named_there_too(remote: Launcher) -> None:
+    def train() -> None:
+        raise ValueError("far away")
+
+    with pytest.raises(WorkerFailedError, match="ValueError: far away"):
+        remote.run(train)
