@@ -54,7 +54,7 @@ def build_model() -> Any:
     )
 
 
-def train(data: dict[str, Any], epochs: int = 25, lr: float = 2e-3, batch_size: int = 32) -> dict[str, Any]:
+def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: int = 32) -> dict[str, Any]:
     """Trains with DistributedDataParallel; every rank runs this.
 
     Args:

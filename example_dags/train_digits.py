@@ -7,7 +7,7 @@ import digits
 import rankzero.train as rt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--learning-rate", type=float, default=2e-3)
+parser.add_argument("--learning-rate", type=float, default=4e-3)
 parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--epochs", type=int, default=25)
 arguments = parser.parse_args()
