@@ -36,8 +36,8 @@ def digits_retraining() -> None:
         return digits.beats_champion(accuracy)
 
     @task
-    def promote(accuracy: float, model: ResultRef) -> dict:
-        return digits.promote(accuracy, model.to_json())
+    def promote(accuracy: float, model: ResultRef) -> None:
+        digits.promote(accuracy, model.to_json())
 
     data = prepare()
     train = TorchDistributorOperator(

@@ -5,11 +5,10 @@ other rooms' tests never import it.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "example_dags"
 
-HOME = tempfile.mkdtemp(prefix="rankzero-airflow-")
+# Deleted when the object is, at the end of the test process.
+_home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)
+HOME = _home.name
 os.environ.update(
     {
         "AIRFLOW_HOME": HOME,
@@ -31,11 +32,10 @@ os.environ.update(
 
 
 @pytest.fixture(scope="session")
-def airflow_home() -> Iterator[Path]:
+def airflow_home() -> Path:
     """An initialized metadata database."""
     subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
-    yield Path(HOME)
-    shutil.rmtree(HOME, ignore_errors=True)
+    return Path(HOME)
 
 
 class DagOutcome:
@@ -72,10 +72,14 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
         errors: dict[str, BaseException] = {}
 
         def remember(context: Any) -> None:
-            errors[context["ti"].task_id] = context["exception"]
+            ti = context["ti"]
+            errors[ti.task_id if ti.map_index < 0 else f"{ti.task_id}[{ti.map_index}]"] = context["exception"]
 
         for task in dag.tasks:
-            task.on_failure_callback = [remember]
+            if task.is_mapped:
+                task.partial_kwargs["on_failure_callback"] = [remember]
+            else:
+                task.on_failure_callback = [remember]
         return DagOutcome(dag.test(**kwargs), errors)
 
     return run

@@ -126,7 +126,7 @@ def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, t
     assert "ZeroDivisionError: rank one gave up" in str(error)
 
 
-def test_decorated_function_runs_on_the_connection(
+def test_mapped_decorated_function_runs_on_the_connection(
     dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from airflow.sdk import task
@@ -134,20 +134,56 @@ def test_decorated_function_runs_on_the_connection(
     monkeypatch.setenv("AIRFLOW_CONN_TWO_SLOTS", json.dumps({"conn_type": "spark", "host": "local[2]"}))
 
     # The annotation alone would make Airflow expect a dict, not a reference.
-    @task.torch_distributor(num_processes=2, conn_id="two_slots", store=str(tmp_path))
+    @task.torch_distributor(num_processes=1, conn_id="two_slots", store=str(tmp_path))
     def train(lr: float, steps: str) -> dict[str, Any]:
         import torch
 
         return {"tensor": torch.ones(2) * lr, "steps": steps}
 
-    train(0.5, steps="{{ params.lr }}")
+    @task
+    def collect(refs: list[Any]) -> list[Any]:
+        loaded = [ref.load() for ref in refs]
+        return [[each["tensor"].tolist(), each["steps"]] for each in loaded]
+
+    collect(train.partial(steps="{{ params.lr }}").expand(lr=[0.5, 1.5]))
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
-    loaded = outcome.xcom("train").load()
-    assert loaded["tensor"].tolist() == [0.5, 0.5]
-    assert loaded["steps"] == "0.25"
-    (job,) = tmp_path.glob("*/job.json")
-    assert json.loads(job.read_text())["engine"]["master"] == "local[2]"
+    assert outcome.xcom("collect") == [[[0.5, 0.5], "0.25"], [[1.5, 1.5], "0.25"]]
+    jobs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/job.json")}
+    assert {job["engine"]["master"] for job in jobs.values()} == {"local[2]"}
+    assert sorted(name.split("__")[-2] for name in jobs) == ["0", "1"]
+
+
+def test_mapped_operator_gets_each_value(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    partial = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path))
+    partial.expand(num_processes=[0, -1])
+    errors = run_dag(dag).errors
+    assert "num_processes is 0" in str(errors["train[0]"])
+    assert "num_processes is -1" in str(errors["train[1]"])
+
+
+def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from datetime import timedelta
+
+    from airflow.sdk.exceptions import AirflowTaskTimeout
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import RunHandle
+
+    def train() -> None:
+        import threading
+
+        threading.Event().wait()
+
+    TorchDistributorOperator(
+        task_id="train", train=train, num_processes=1, store=str(tmp_path), execution_timeout=timedelta(seconds=2)
+    )
+    outcome = run_dag(dag)
+    assert isinstance(outcome.errors["train"], AirflowTaskTimeout)
+    (directory,) = tmp_path.iterdir()
+    assert RunHandle.attach(directory).status().state == "cancelled"
 
 
 def test_connection_without_enough_slots_is_refused(

@@ -36,3 +36,20 @@ def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_plugin_lets_a_reference_through_xcom(airflow_home: Path) -> None:
+    """Without importing the operator, and with a metric that JSON cannot hold."""
+    code = (
+        "import json\n"
+        "from airflow.sdk.plugins_manager import _get_plugins\n"
+        "_get_plugins()\n"
+        "from airflow.sdk.serde import deserialize, serialize\n"
+        "from rankzero import ResultRef\n"
+        "ref = ResultRef('/x/value.json', 'json', '0' * 64, 1, {'metrics': {'loss': float('nan'), 'step': [3]}})\n"
+        "back = deserialize(json.loads(json.dumps(serialize(ref), allow_nan=False)))\n"
+        "assert back == ref, back\n"
+        "assert back.summary == {'metrics': {'loss': 'nan', 'step': [3]}}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
