@@ -1,6 +1,5 @@
 """Types of the inputs of a training function: a value, or the `ResultRef` that the ranks open."""
 
-import functools
 import typing
 from typing import Any
 
@@ -15,25 +14,29 @@ class OpenedByRanks(dg.DagsterType):
     IO managers that choose by ``typing_type`` see the training function's own annotation.
     """
 
+    def __init__(self, inner: dg.DagsterType) -> None:
+        def check(context: dg.TypeCheckContext, value: object) -> dg.TypeCheck:
+            return dg.TypeCheck(success=True) if is_reference(value) else inner.type_check(context, value)
+
+        self._shown = inner.display_name
+        # A key and no name: two inputs of one annotation have two types, and names must be unique.
+        super().__init__(
+            type_check_fn=check,
+            key=f"{type(self).__name__}.{inner.key}",
+            description=inner.description,
+            typing_type=inner.typing_type,
+            loader=inner.loader,
+        )
+
+    @property
+    def display_name(self) -> str:
+        """The annotation, as the UI shows it."""
+        return self._shown
+
 
 def type_of_input(annotation: Any) -> dg.DagsterType:
     """The type for an annotation of the training function."""
-    return _type_of(dagster_type_of(annotation))
-
-
-@functools.cache
-def _type_of(inner: dg.DagsterType) -> OpenedByRanks:
-    # Dagster knows types by name and refuses two of one name, so there is one for each inner type.
-    def check(context: dg.TypeCheckContext, value: object) -> dg.TypeCheck:
-        return dg.TypeCheck(success=True) if is_reference(value) else inner.type_check(context, value)
-
-    return OpenedByRanks(
-        type_check_fn=check,
-        name=f"OpenedByRanks[{inner.display_name}]",
-        description="A value, or a handle of it that is opened inside the ranks.",
-        typing_type=inner.typing_type,
-        loader=inner.loader,
-    )
+    return OpenedByRanks(dagster_type_of(annotation))
 
 
 def is_reference(value: object) -> bool:

@@ -150,9 +150,13 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         try:
             launcher = self._launcher(_name_run(context))
             handle = start_owned(
-                launcher, print_line, without_annotations(train), without_dagster(args), without_dagster(kwargs)
+                launcher,
+                print_line,
+                without_annotations(train),
+                without_dagster(args),
+                without_dagster(kwargs),
+                on_start=lambda started: context.log.info("rankzero run directory: %s", started.directory),
             )
-            context.log.info("rankzero run directory: %s", handle.directory)
             value = handle.result_ref() if self.by_reference else handle.result()
         except RankZeroError as error:
             failure = as_failure(error, handle.directory if handle else None, self.retry_user_errors)

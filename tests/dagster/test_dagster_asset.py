@@ -82,6 +82,22 @@ def test_an_input_of_another_io_manager_keeps_its_type_and_travels_with_the_job(
     assert seen == [Point]
 
 
+def test_several_training_functions_may_take_the_same_types(resources: dict[str, object]) -> None:
+    @torch_asset
+    def small(features: dict[str, torch.Tensor]) -> int:
+        return 1
+
+    @torch_asset
+    def large(features: dict[str, torch.Tensor]) -> int:
+        return 2
+
+    defs = dg.Definitions([features, small, large], jobs=[dg.define_asset_job("train")], resources=resources)
+    snapshot = defs.resolve_job_def("train").get_job_snapshot()
+    shown = {t.display_name for t in snapshot.dagster_type_namespace_snapshot.all_dagster_type_snaps_by_key.values()}
+    assert "Dict[String,Tensor]" in shown
+    assert defs.resolve_job_def("train").execute_in_process().success
+
+
 def test_an_input_of_the_wrong_type_is_refused(resources: dict[str, object]) -> None:
     @torch_asset
     def model(features: int) -> None: ...

@@ -1,0 +1,23 @@
+"""Loading definitions must stay cheap: every code server and step process does it."""
+
+import subprocess
+import sys
+
+
+def test_the_package_imports_no_heavy_library() -> None:
+    program = (
+        "import sys, dagster_rankzero\n"
+        "print([name for name in ('torch', 'pyspark', 'numpy', 'pandas', 'airflow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_dagster_knows_the_library() -> None:
+    program = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import dagster_rankzero\n"
+        "from dagster_shared.libraries import DagsterLibraryRegistry\n"
+        "assert DagsterLibraryRegistry.get()['dagster-rankzero'] == dagster_rankzero.__version__"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
