@@ -98,7 +98,7 @@ def test_script_gets_its_arguments(dag: Any, run_dag: RunDag, tmp_path: Path) ->
         "import os, sys\nimport rankzero.train as rt\nrt.set_result(sys.argv[1:] + [os.environ['WORLD_SIZE']])\n"
     )
     TorchDistributorOperator(
-        task_id="train", train=str(script), op_args=["--lr", "{{ params.lr }}", 3], num_processes=1, store=str(tmp_path)
+        task_id="train", train=script, op_args=["--lr", "{{ params.lr }}", 3], num_processes=1, store=tmp_path
     )
     outcome = run_dag(dag)
     assert outcome.xcom("train") == ["--lr", "0.25", "3", "1"], outcome.errors
