@@ -56,7 +56,7 @@ def report(name: str) -> float:
 
 
 def airflow() -> float:
-    """prepare -> train (2 ranks, barrier Spark job) -> evaluate -> gate -> promote, as a DAG."""
+    """Prepare -> train (2 ranks, barrier Spark job) -> evaluate -> gate -> promote, as a DAG."""
     env = {
         **environment("airflow"),
         "AIRFLOW_HOME": str(HOME / "airflow" / "home"),

@@ -14,7 +14,7 @@ from rankzero import job as jobs
 from rankzero import store
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run import RunDirectory, RunHandle
+from rankzero.run import CANCEL_TIMEOUT, RunDirectory, RunHandle
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
@@ -184,28 +184,35 @@ def start_owned(
             on_start(RunHandle(run.directory))
         Driver(run, engine, on_line).run()
         return RunHandle(run.directory)
-    ours, theirs = _owner_pipe()
+    return _follow_owned(run, on_line, on_start or (lambda _: None))
+
+
+def _follow_owned(
+    run: RunDirectory, on_line: Callable[[str], None], on_start: Callable[[RunHandle[Any]], None]
+) -> RunHandle[Any]:
+    """Starts a driver that ends its run when this process, or this call, does."""
+    theirs, ours = os.pipe()
+    handle: RunHandle[Any] | None = None
     try:
-        handle: RunHandle[Any] = RunHandle(run.directory, _start_driver(run, theirs))
-        os.close(theirs)
-        if on_start:
-            on_start(handle)
-        handle.follow(on_line)
+        try:
+            handle = RunHandle(run.directory, _start_driver(run, theirs))
+        finally:
+            os.close(theirs)
+        on_start(handle)
+        for line in handle.logs(follow=True):
+            on_line(line)
         return handle
     finally:
+        # After an interrupt this is what ends the run, at once, wherever its directory lies.
         os.close(ours)
+        if handle:
+            handle.wait(CANCEL_TIMEOUT)
 
 
 def print_line(line: str) -> None:
     """Writes a line of a rank to standard output."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _owner_pipe() -> tuple[int, int]:
-    """Our end, which lives as long as this process, and the driver's, which sees it end."""
-    theirs, ours = os.pipe()
-    return ours, theirs
 
 
 def _engine_of(launcher: Launcher) -> Engine:

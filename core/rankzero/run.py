@@ -24,7 +24,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -32,7 +32,6 @@ from rankzero import store
 from rankzero.errors import (
     EngineError,
     InvalidJobError,
-    RankZeroError,
     ResultError,
     RunNotFoundError,
     error_from_json,
@@ -410,21 +409,6 @@ class RunHandle(Generic[R]):
             for event in self.events()
             if event["type"] == "metric"
         ]
-
-    def follow(self, on_line: Callable[[str], None]) -> None:
-        """Hands every line to ``on_line`` until the run ends; cancels the run if interrupted.
-
-        Whatever interrupts (Ctrl-C, an orchestrator's exception, an error of ``on_line``) is
-        raised again once the run has ended.
-        """
-        try:
-            for line in self.logs(follow=True):
-                on_line(line)
-        except BaseException:
-            self.cancel()
-            with contextlib.suppress(RankZeroError):
-                self.wait(CANCEL_TIMEOUT)
-            raise
 
 
 CANCEL_TIMEOUT = DRIVER_DEAD_AFTER

@@ -2,11 +2,10 @@
 
 from typing import Any
 
+import dagster as dg
 from dagster._core.errors import DagsterInvalidPropertyError
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster_shared.libraries import DagsterLibraryRegistry
-
-import dagster as dg
 
 
 def register_library(name: str, version: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import dagster as dg
+
 from dagster_rankzero.compute import (
     PARTITION_KEY,
     build_compute,

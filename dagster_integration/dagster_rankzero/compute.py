@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_origin
 
 import dagster as dg
+
 from dagster_rankzero.inputs import type_of_input
 from dagster_rankzero.resource import TorchDistributorResource
 

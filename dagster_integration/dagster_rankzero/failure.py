@@ -3,6 +3,7 @@
 from typing import Any
 
 import dagster as dg
+
 from rankzero import InvalidJobError, RankZeroError, RunCancelledError, WorkerFailedError
 
 

@@ -4,6 +4,7 @@ import typing
 from typing import Any
 
 import dagster as dg
+
 from dagster_rankzero._compat import dagster_type_of
 from rankzero import ResultRef
 

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+import dagster as dg
 from pydantic import Field, PrivateAttr
 
-import dagster as dg
 from dagster_rankzero.inputs import wants_reference
 from dagster_rankzero.manifest import Manifest, check_format, commit, read_manifest
 from dagster_rankzero.metadata import describe_result

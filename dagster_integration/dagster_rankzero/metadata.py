@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import dagster as dg
+
 from rankzero import ResultRef, RunHandle
 
 METRIC_PREFIX = "metric/"

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
 
+import dagster as dg
 from pydantic import Field, ValidationError
 
-import dagster as dg
 from dagster_rankzero._compat import names_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
 from dagster_rankzero.failure import as_failure

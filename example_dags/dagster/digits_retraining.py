@@ -9,9 +9,9 @@ machine. A model that does not beat the champion fails the blocking check, and i
 import os
 from typing import Any
 
+import dagster as dg
 import digits
 
-import dagster as dg
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 from rankzero import ResultRef
 

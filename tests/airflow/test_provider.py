@@ -14,9 +14,9 @@ def test_airflow_lists_the_provider(airflow_home: Path) -> None:
 def test_provider_description_is_valid() -> None:
     import json
 
+    import airflow
     import jsonschema
 
-    import airflow
     from airflow_rankzero.provider_info import get_provider_info
 
     schema = json.loads((Path(airflow.__file__).parent / "provider_info.schema.json").read_text())

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import dagster as dg
 import pytest
 
-import dagster as dg
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
 
 REPOSITORY = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 import os
 
 import dagster as dg
+
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
 
 ENDLESS_RANKS = 2

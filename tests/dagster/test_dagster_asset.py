@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import dagster as dg
 import pytest
 import torch
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
-import dagster as dg
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
 from rankzero import ResultRef

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import dagster as dg
 import pytest
 import torch
 
-import dagster as dg
 from dagster_rankzero import TorchDistributorResource
 from rankzero import ResultRef
 

@@ -9,11 +9,11 @@ import textwrap
 import threading
 from pathlib import Path
 
+import dagster as dg
 import pytest
 import torch
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
-import dagster as dg
 from dagster_rankzero import RankZeroIOManager
 from rankzero import ResultRef
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+import dagster as dg
 import pytest
 import torch
 
-import dagster as dg
 import rankzero.train as rt
 from dagster_rankzero import torch_distributor_op
 

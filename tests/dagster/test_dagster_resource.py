@@ -7,11 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
+import dagster as dg
 import pytest
 import torch
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
-import dagster as dg
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource
 

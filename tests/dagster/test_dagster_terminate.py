@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from tests.conftest import processes_with, wait_until_gone
-
-import dagster as dg
 
 DEFINITIONS = Path(__file__).parent / "endless_training.py"
 RANKS = 2
