@@ -8,10 +8,12 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.conftest import wait_until_gone
 
 from rankzero import (
@@ -23,6 +25,7 @@ from rankzero import (
     RunNotFoundError,
     RunTimeoutError,
     StartTimeoutError,
+    WorkerFailedError,
 )
 
 WAIT = 60.0
@@ -175,7 +178,7 @@ def test_a_value_that_cannot_be_pickled_loses_only_the_value(launcher: Launcher)
         return (number for number in range(3))
 
     launcher = launcher.options(run_id="unpicklable")
-    with pytest.raises(ResultError, match="of type builtins.generator, cannot be pickled"):
+    with pytest.raises(ResultError, match="of type builtins.generator cannot be pickled"):
         launcher.run(train)
     handle = RunHandle.attach(os.path.join(str(launcher.store), "unpicklable"))
     assert [row["loss"] for row in handle.metrics()] == [0.5, 0.5]
@@ -303,6 +306,122 @@ def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str
     assert status.state == "cancelled"
 
 
+def test_a_rank_that_never_stops_printing_is_ended_in_time(launcher: Launcher) -> None:
+    def train() -> None:
+        subprocess.run(["yes"], check=True)
+
+    with pytest.raises(RunTimeoutError):
+        launcher.options(num_processes=1, timeout=0.5).submit(train).result(WAIT)
+
+
+def test_ranks_may_leave_in_any_order(launcher: Launcher) -> None:
+    """Rank 0 holds the rendezvous store; it must not leave while its peers still read it."""
+
+    def train() -> int:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if os.environ["RANK"] != "0":
+            store = dist.distributed_c10d._get_default_store()
+            deadline = time.monotonic() + 1.0
+            while time.monotonic() < deadline:
+                store.set("still", "there")
+        return int(os.environ["RANK"])
+
+    assert launcher.options(num_processes=3).run(train) == 0
+
+
+def test_the_start_waits_for_every_rank(launcher: Launcher, tmp_path: Path) -> None:
+    block = tmp_path / "torch_blocks"
+    block.mkdir()
+    # The second worker to look finds the marker and never gets to import torch.
+    (block / "torch.py").write_text(
+        "import os, sys, time\n"
+        f"sys.path.remove({str(block)!r}); del sys.modules['torch']\n"
+        "try:\n"
+        f"    os.mkdir({str(tmp_path / 'first')!r})\n"
+        "except FileExistsError:\n"
+        "    time.sleep(600)\n"
+        "import torch\n"
+    )
+    environment = {**(launcher.env or {}), "PYTHONPATH": str(block)}
+    handle = launcher.options(env=environment, start_timeout=8.0).submit(int)
+    with pytest.raises(StartTimeoutError, match="every task was started, but rank") as caught:
+        handle.result(WAIT)
+    assert len(caught.value.missing or []) == 1
+    assert handle.status().started is None
+
+
+def test_an_exception_of_the_callers_own_is_the_callers(launcher: Launcher) -> None:
+    from rankzero.launcher import start_owned
+
+    def broken(_: str) -> None:
+        raise KeyError("the caller's sink")
+
+    with pytest.raises(KeyError, match="the caller's sink"):
+        start_owned(launcher.options(num_processes=1), broken, sleep_forever, (), {})
+
+
+def test_an_interrupt_after_the_commit_loses_nothing(launcher: Launcher) -> None:
+    from rankzero.launcher import start_owned
+
+    class Stop(BaseException):
+        pass
+
+    def train() -> str:
+        import atexit
+
+        atexit.register(lambda: print("leaving", flush=True))
+        return "value"
+
+    def stop(line: str) -> None:
+        if "leaving" in line:
+            raise Stop
+
+    with pytest.raises(Stop):
+        start_owned(launcher.options(num_processes=1, run_id="late"), stop, train, (), {})
+    assert RunHandle.attach(os.path.join(str(launcher.store), "late")).result() == "value"
+
+
+def test_exit_handlers_run_with_idle_executor_threads(launcher: Launcher, tmp_path: Path) -> None:
+    witness = str(tmp_path / "flushed")
+
+    def train() -> str:
+        import atexit
+        from concurrent.futures import ThreadPoolExecutor
+        from pathlib import Path
+
+        atexit.register(lambda: Path(witness).write_text("flushed"))
+        executor = ThreadPoolExecutor()
+        return str(executor.submit(lambda: "value").result())
+
+    assert launcher.options(num_processes=1).run(train) == "value"
+    assert Path(witness).read_text() == "flushed"
+
+
+def test_a_function_may_read_its_command_line(launcher: Launcher) -> None:
+    def train() -> list[str]:
+        return list(sys.argv)
+
+    assert launcher.options(num_processes=1).run(train) == ["train"]
+
+
+def test_a_reference_that_is_gone_is_refused_before_anything_starts(launcher: Launcher, tmp_path: Path) -> None:
+    ref = ResultRef.save([1], tmp_path)
+    Path(ref.uri).unlink()
+    with pytest.raises(InvalidJobError, match="is gone"):
+        launcher.run(lambda value: value, ref)
+
+
+def test_an_agent_that_cannot_work_says_why(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankzero import EngineError
+    from rankzero.engines.local import LocalSession
+
+    monkeypatch.setattr(LocalSession, "driver_host", "no-such-host.invalid")
+    with pytest.raises(EngineError, match=r"(?s)agent of task 0 ended by exit code 1.*(gaierror|Name or service)"):
+        launcher.run(int)
+
+
 def test_attach_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError, match="no run lives in"):
         RunHandle.attach(tmp_path)
@@ -343,6 +462,8 @@ def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) ->
         model(torch.ones(1, 2)).sum().backward()
         gradient = next(model.parameters()).grad
         assert gradient is not None
+        # torch 2.13 itself hangs now and then if the group is destroyed under a live DDP model.
+        del model
         dist.destroy_process_group()
         dist.init_process_group("gloo")
         return float(gradient.sum())
@@ -367,7 +488,14 @@ def test_gpus_of_this_machine_are_shared_out(launcher: Launcher, monkeypatch: py
         return [os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab12")
-    assert launcher.options(use_gpu=True).run(read) == ["5,GPU-ab12", "0"]
+    assert launcher.options(use_gpu=True, backend="gloo").run(read) == ["5,GPU-ab12", "0"]
+    if not torch.cuda.is_available():
+        with pytest.raises(WorkerFailedError, match="cannot use CUDA"):
+            launcher.options(use_gpu=True).run(read)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,2")
+    with pytest.raises(InsufficientSlotsError, match="needs 2 GPUs, .* offers 1"):
+        launcher.options(use_gpu=True).run(read)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-ab12")
     with pytest.raises(InsufficientSlotsError, match="needs 3 GPUs, .* offers 2") as caught:
         launcher.options(num_processes=3, use_gpu=True).run(read)
     assert (caught.value.needed, caught.value.available) == (3, 2)

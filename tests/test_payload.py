@@ -1,12 +1,13 @@
 """What can be launched, what is refused, and what travels along."""
 
 import io
+import os
 import subprocess
 import sys
 import textwrap
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,14 @@ def test_a_closure_that_cannot_be_pickled_is_named() -> None:
     assert "train=<lambda>" in refused(lambda: lock).replace("train=lambda", "train=<lambda>")
 
 
-def test_async_functions_are_refused() -> None:
-    async def train() -> None: ...
+def test_async_and_generator_functions_are_refused() -> None:
+    async def asynchronous() -> None: ...
 
-    assert "async function" in refused(train)
+    def generator() -> Iterator[int]:
+        yield 1
+
+    assert "an async function" in refused(asynchronous)
+    assert "a generator function" in refused(generator)
 
 
 def test_references_are_found_wherever_they_are() -> None:
@@ -99,7 +104,7 @@ def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
         extra = [str(tmp_path / "modules")]
     program = f"""
         import sys, pickle
-        sys.path += {extra!r}
+        sys.path[:0] = {extra!r}
         payload = pickle.load(open({str(tmp_path / "payload.pkl")!r}, "rb"))
         print(payload["function"](*payload["args"], **payload["kwargs"]))
     """
@@ -135,11 +140,14 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "nets.py").write_text("import acme_constants\nSIZE = acme_constants.SIZE\ndef size(): return SIZE\n")
+    (package / "builder.py").write_text("from acme_models.training import Net\ndef build(): return Net()\n")
     (package / "table.txt").write_text("42")
     (package.parent / "acme_constants.py").write_text("SIZE = 8\n")
     (package / "training.py").write_text(
         textwrap.dedent(
             """
+            import functools
+            import threading
             from pathlib import Path
             import acme_models.nets as nets
             from .nets import size
@@ -155,6 +163,20 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             def relatively():
                 from .nets import size as relative
                 return relative()
+            def same_class():
+                from acme_models import builder
+                return isinstance(builder.build(), Net)
+            def torch_save():
+                import io, torch
+                torch.save(Net(), io.BytesIO())
+                return "saved"
+            @functools.lru_cache
+            def cached(): return SIZE
+            SIZE = size()
+            LOCK = threading.Lock()
+            def uses_cached():
+                with LOCK:
+                    return cached()
             def data_file():
                 import acme_models
                 return Path(acme_models.__file__).with_name("table.txt").read_text()
@@ -170,10 +192,51 @@ def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["by_value", "by_module", "lazily", "relatively"])
+@pytest.mark.parametrize("name", ["by_value", "by_module", "lazily", "relatively", "uses_cached"])
 def test_functions_of_a_user_package_bring_the_modules_they_need(user_package: Any, name: str, tmp_path: Path) -> None:
     built = payload.build(getattr(user_package, name), (), {})
     assert run_elsewhere(built, tmp_path) == "8"
+
+
+@pytest.mark.parametrize(("name", "value"), [("same_class", "True"), ("torch_save", "saved")])
+def test_every_class_of_a_user_package_exists_once(user_package: Any, name: str, value: str, tmp_path: Path) -> None:
+    """By value and by source at the same time, isinstance, except and pickle would silently go wrong."""
+    assert run_elsewhere(payload.build(getattr(user_package, name), (), {}), tmp_path) == value
+
+
+@pytest.mark.parametrize("line", ["import dagster", "from airflow.sdk import task", "from . import pipeline"])
+def test_a_module_that_imports_an_orchestrator_travels_by_value(user_package: Any, line: str, tmp_path: Path) -> None:
+    """Executors have no orchestrator; what the function itself does not use is not needed there."""
+    package = Path(user_package.__file__).parent
+    (package / "pipeline.py").write_text("import dagster\n")
+    (package / "defs.py").write_text(f"try:\n    {line}\nexcept ImportError: pass\ndef train(): return 'trained'\n")
+    import importlib
+
+    importlib.invalidate_caches()
+    defs = importlib.import_module("acme_models.defs")
+    built = payload.build(defs.train, (), {})
+    assert run_elsewhere(built, tmp_path) == "trained"
+    assert built.modules is None
+
+
+def test_files_without_a_date_and_dead_links_do_no_harm(user_package: Any, tmp_path: Path) -> None:
+    package = Path(user_package.__file__).parent
+    os.utime(package / "nets.py", (0, 0))
+    (package / ".#nets.py").symlink_to("nobody@nowhere")
+    assert run_elsewhere(payload.build(user_package.by_value, (), {}), tmp_path) == "8"
+
+
+def test_a_module_of_the_user_wins_over_an_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "iniconfig.py").write_text("MARK = 'mine'\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
+
+    def train() -> str:
+        import iniconfig
+
+        return str(iniconfig.MARK)
+
+    assert run_elsewhere(payload.build(train, (), {}), tmp_path) == "mine"
 
 
 def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     assert text.endswith("/store/run/logs")
 
 
-@pytest.mark.parametrize(("age", "dead"), [(0, False), (policy.DRIVER_DEAD_AFTER, False), (15.1, True)])
-def test_a_driver_without_heartbeat_is_dead(age: float, dead: bool) -> None:
-    assert policy.driver_is_dead(1000.0, 1000.0 + age) is dead
+@pytest.mark.parametrize(
+    ("age", "unchanged", "dead"),
+    [
+        (0.0, 0.0, False),
+        (14.9, 14.9, False),
+        (16.0, 15.1, True),
+        (60.0, 1.0, False),  # the reader's clock is a minute ahead
+        (-60.0, 15.1, True),  # or behind
+        (3600.0, 0.0, True),
+    ],
+)
+def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
+    assert policy.driver_is_dead(1000.0, 1000.0 + age, unchanged) is dead

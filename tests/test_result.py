@@ -145,7 +145,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match="of type builtins.generator, cannot be pickled"):
+    with pytest.raises(ResultError, match="of type builtins.generator cannot be pickled"):
         stored((n for n in range(3)), tmp_path)
 
 

@@ -87,7 +87,10 @@ class Attempt:
         self._result: ResultRef | None = None
         self._upload: Message | None = None
         self._value: list[Any] = []
+        self._ready: set[tuple[int, int]] = set()
+        self._rendezvous = False
         self._started_at: float | None = None
+        self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
         self._broken: RankZeroError | None = None
@@ -124,8 +127,8 @@ class Attempt:
             self._follow(group)
         finally:
             self._server.close()
-        assert self._result is not None
-        return self._result, self._value
+        assert self.outcome is not None
+        return self.outcome
 
     def _upload_directory(self) -> str:
         if not self._run.is_remote:
@@ -138,12 +141,20 @@ class Attempt:
     def _on_engine_end(self, error: BaseException | None) -> None:
         self._inbox.put(DRIVER, {"type": ENGINE_ENDED, "error": error})
 
+    @property
+    def outcome(self) -> tuple[ResultRef, list[Any]] | None:
+        """What `run` returns, as soon as it is certain; an interrupt after that loses nothing."""
+        if self._result is None or len(self._committed) < self._job.num_processes:
+            return None
+        return self._result, self._value
+
     def _follow(self, group: AgentGroup) -> None:
         try:
-            while len(self._committed) < self._job.num_processes or self._result is None:
+            while self.outcome is None:
                 self._take(TICK)
                 self._look(group)
         except BaseException:
+            self._stopping = True
             self._server.broadcast({"type": "stop", "grace": policy.STOP_GRACE})
             self._await_agents(group, policy.STOP_GRACE + policy.STOP_MARGIN)
             raise
@@ -155,7 +166,6 @@ class Attempt:
         deadline = time.monotonic() + timeout
         while not self._engine_ended and time.monotonic() < deadline:
             self._take(TICK)
-            self._recorder.beat()
         if not self._engine_ended:
             logger.warning("agents did not end within %s s; cancelling them at the engine", timeout)
             group.cancel()
@@ -193,6 +203,9 @@ class Attempt:
             self._recorder.log(self._rank(task, message), message["lines"])
         elif kind == "metric":
             self._recorder.metric(self._rank(task, message), message["metrics"], message["time"])
+        elif kind == "ready":
+            self._ready.add((task, message["local_rank"]))
+            self._note_start()
         elif kind == "rendezvous":
             self._on_rendezvous(agent, message)
         elif kind == "uploaded":
@@ -214,6 +227,9 @@ class Attempt:
 
     def _on_join(self, task: int, message: Message) -> None:
         agent = self._agents[task] = _AgentState(message)
+        if self._stopping:
+            self._server.send(task, {"type": "stop", "grace": 0.0})
+            return
         python = ".".join(message["python"].split(".")[:2])
         if python != self._job.python:
             self._broken = EngineError(
@@ -257,8 +273,14 @@ class Attempt:
     def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
         go = {"type": "go", "master_addr": agent.join["host"], "master_port": message["port"]}
         self._server.broadcast(go)
-        self._started_at = time.monotonic()
-        self._recorder.update(state="running", started=time.time())
+        self._rendezvous = True
+        self._note_start()
+
+    def _note_start(self) -> None:
+        """The run has started when every rank has imported torch and rank 0 has opened the rendezvous."""
+        if self._rendezvous and len(self._ready) == self._job.num_processes and self._started_at is None:
+            self._started_at = time.monotonic()
+            self._recorder.update(state="running", started=time.time())
 
     def _on_commit(self, rank: int, message: Message) -> None:
         if "result" in message:
@@ -308,8 +330,7 @@ class Attempt:
                 raise EngineError(f"the connection to task {task} on {agent.name} was lost; its host or executor died")
         if now < self._next_look:
             return
-        self._next_look = now + (REMOTE_TICK if self._run.is_remote else TICK)
-        self._recorder.beat()
+        self._next_look = now + look_interval(self._run)
         check_cancel(self._run)
         if self._started_at is None and now > self._start_deadline:
             raise self._start_timeout()
@@ -342,14 +363,24 @@ class Attempt:
         if missing:
             text = f"{len(missing)} of {tasks} tasks were not started: {', '.join(missing)}"
         else:
-            missing = ["rank 0"]
-            text = "every task was started, but rank 0 did not open the rendezvous (is torch slow to import?)"
+            missing = [
+                f"rank {self._rank(task, {'local_rank': local_rank})}"
+                for task, agent in self._agents.items()
+                for local_rank in range(agent.join["workers"])
+                if (task, local_rank) not in self._ready
+            ] or ["rank 0"]
+            text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
         return StartTimeoutError(
             f"the ranks did not start within start_timeout={self._job.start_timeout} s: {text}", missing=missing
         )
 
 
 _FAILURE_FACTS = ("exception_type", "message", "traceback", "exit_code", "signal", "collateral", "cause")
+
+
+def look_interval(run: RunDirectory) -> float:
+    """Seconds between two looks at the request to cancel."""
+    return REMOTE_TICK if run.is_remote else TICK
 
 
 def check_cancel(run: RunDirectory) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rankzero.attempt import DRIVER, INTERRUPT, TICK, Attempt, Inbox, check_cancel
+from rankzero.attempt import DRIVER, INTERRUPT, TICK, Attempt, Inbox, check_cancel, look_interval
 from rankzero.engines.base import Engine, EngineSession
 from rankzero.errors import EngineError, RankZeroError, RunCancelledError, StartTimeoutError
 from rankzero.record import Recorder
@@ -41,7 +41,13 @@ class Driver:
         self.inbox = Inbox()
 
     def run(self) -> None:
-        """Never raises for a run that failed: the status says so. Interrupts are raised again."""
+        """Never raises for a run that failed: the status says so.
+
+        Raises:
+            BaseException: what interrupted the caller's thread (a signal handler, ``on_line``), after
+                the run was ended.
+        """
+        attempt: Attempt | None = None
         try:
             job = self._run.job()
             self._recorder.update(state="starting")
@@ -49,22 +55,27 @@ class Driver:
             session = self._open(deadline)
             try:
                 attempt = Attempt(self._run, job, self._recorder, session, self.inbox)
-                result, value = attempt.run(deadline, self._run.private())
+                attempt.run(deadline, self._run.private())
             finally:
                 _within(CLOSE_TIMEOUT, session.close)
         except RunCancelledError as error:
-            self._recorder.finish(state="cancelled", error=error.to_json())
+            self._finish(attempt, "cancelled", error)
         except RankZeroError as error:
-            self._recorder.finish(state="failed", error=error.to_json())
-        except Exception as error:
-            logger.exception("the driver failed")
-            text = f"the driver failed, which is a defect of rankzero: {type(error).__name__}: {error}"
-            self._recorder.finish(state="failed", error=EngineError(text).to_json())
+            self._finish(attempt, "failed", error)
         except BaseException as interrupt:
-            error_text = f"the caller was interrupted by {type(interrupt).__name__}"
-            self._recorder.finish(state="cancelled", error=RunCancelledError(error_text).to_json())
+            text = f"the driver was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
+            self._finish(attempt, "cancelled", RunCancelledError(text))
             raise
         else:
+            self._finish(attempt, "failed", EngineError("the attempt ended without an outcome"))
+
+    def _finish(self, attempt: Attempt | None, state: str, error: RankZeroError) -> None:
+        """Writes the end: success if every rank had committed, whatever came after that."""
+        outcome = attempt.outcome if attempt else None
+        if outcome is None:
+            self._recorder.finish(state=state, error=error.to_json())
+        else:
+            result, value = outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
 
     def _open(self, deadline: float) -> EngineSession:
@@ -79,6 +90,7 @@ class Driver:
             self.inbox.put(DRIVER, {"type": _OPENED, "session": opened})
 
         threading.Thread(target=open_engine, name="rankzero-engine", daemon=True).start()
+        next_look = 0.0
         while True:
             with contextlib.suppress(queue.Empty):
                 _, message = self.inbox.queue.get(timeout=TICK)
@@ -90,8 +102,9 @@ class Driver:
                 if isinstance(opened, RankZeroError):
                     raise opened
                 raise EngineError(f"the engine could not be opened: {opened}") from opened
-            self._recorder.beat()
-            check_cancel(self._run)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + look_interval(self._run)
+                check_cancel(self._run)
             if time.monotonic() > deadline:
                 raise StartTimeoutError(
                     f"the engine {job.engine} did not answer within start_timeout={job.start_timeout} s",
@@ -156,11 +169,15 @@ def main() -> None:
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     if arguments.owner is not None:
         _watch_owner(arguments.owner, driver.inbox)
-    driver.run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Nothing that a JVM or a stuck thread does may hold a driver whose run has ended.
-    os._exit(0)
+    try:
+        driver.run()
+    except BaseException:
+        logger.exception("the driver was interrupted")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Nothing that a JVM or a stuck thread does may hold a driver whose run has ended.
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import os
 import pickle
 import struct
 import sys
+from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
@@ -178,15 +179,16 @@ def _write_cloudpickle(value: object, sink: _HashingWriter) -> None:
     except Exception as error:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise ResultError(
-            f"the value that rank 0 returned, of type {name}, cannot be pickled: {error}. "
-            "Return its state (a state_dict, numbers) instead; metrics and logs of the run are kept."
+            f"a value of type {name} cannot be pickled: {error}. Return its state (a state_dict, numbers) instead; "
+            "metrics and logs of a run are kept"
         ) from error
 
 
 def _is_plain_tensor_dict(value: object) -> bool:
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, dict) or not value:
+    if torch is None or type(value) not in (dict, OrderedDict) or not value:
         return False
+    assert isinstance(value, dict)
     known = {getattr(torch, name) for name in _DTYPES.values()}
     storages = set()
     for key, item in value.items():
@@ -205,16 +207,18 @@ def _write_safetensors(tensors: dict[str, torch.Tensor], sink: _HashingWriter) -
     # Widest types first, so that every tensor is aligned in the file and can be mapped.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     names = {dtype: name for name, dtype in _DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places = {}
     offset = 0
     for key, tensor in ordered:
         end = offset + tensor.numel() * tensor.element_size()
-        header[key] = {
+        places[key] = {
             "dtype": names[str(tensor.dtype).removeprefix("torch.")],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
+    # The header keeps the caller's order, whatever the order of the bytes.
+    header = {"__metadata__": {"format": "pt"}, **{key: places[key] for key in tensors}}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     sink.write(_HEADER_LENGTH.pack(len(text)) + text)

@@ -121,7 +121,7 @@ def check_choices(use_gpu: object, backend: object) -> None:
 
 def check_strings(name: str, value: object) -> dict[str, str]:
     """The mapping as a dict. Raises InvalidJobError unless it maps strings to strings."""
-    pairs = dict(value) if hasattr(value, "keys") else value or {}  # type: ignore[call-overload]
+    pairs = {} if value is None else dict(value) if hasattr(value, "keys") else value  # type: ignore[call-overload]
     if not isinstance(pairs, dict):
         raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings")
     for key, item in pairs.items():

@@ -211,7 +211,8 @@ def _follow_owned(
 
 def print_line(line: str) -> None:
     """Writes a line of a rank to standard output."""
-    sys.stdout.write(line + "\n")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
     sys.stdout.flush()
 
 
@@ -281,6 +282,8 @@ def _describe_files(run: RunDirectory, parts: Payload, files: dict[str, bytes]) 
     for number, ref in enumerate(parts.refs):
         # A reference to an object store is opened there by the workers themselves.
         if not store.is_url(ref.uri):
+            if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
+                raise InvalidJobError(f"the argument {ref.uri} is gone or not the {ref.size} bytes that were stored")
             facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
             described[f"ref-{number}"] = {**facts, "uri": ref.uri}
     return described
@@ -297,8 +300,9 @@ def _start_driver(run: RunDirectory, owner: int | None) -> subprocess.Popen[byte
     import rankzero
 
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "rankzero.driver", run.directory]
+    # As `python -m rankzero.driver`, also where rankzero is found through this process's path only.
+    program = "import sys; sys.path.append(sys.argv.pop(1)); from rankzero.driver import main; main()"
+    command = [sys.executable, "-c", program, package_root, run.directory]
     if owner is not None:
         command += ["--owner", str(owner)]
     with _open_driver_log(run) as log:
@@ -309,7 +313,6 @@ def _start_driver(run: RunDirectory, owner: int | None) -> subprocess.Popen[byte
             stderr=subprocess.STDOUT,
             pass_fds=[owner] if owner is not None else [],
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
         )
     with _drivers_lock:
         _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]

@@ -1,9 +1,11 @@
 """Function or script and arguments to bytes, with the user's modules they need.
 
-Functions and classes of the user's own modules (everything that is not installed) are pickled by
-value, so a function of ``__main__``, of a notebook, of a DAG file or of a package that lies beside
-it runs where none of these exist. Modules that the code imports when it runs, or uses as modules,
-travel as source in ``modules.zip``.
+The user's own modules (everything that is not installed) need not exist where the ranks run:
+
+* a module that can be imported by its name travels as source in ``modules.zip``, with the modules
+  it imports in turn; its functions and classes are pickled by reference, so that each exists once;
+* ``__main__``, notebooks, DAG files under made-up names, and modules that import an orchestrator,
+  which executors do not have, are pickled by value, as far as the function refers to them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import contextlib
 import dis
 import functools
 import importlib
-import importlib.machinery
 import inspect
 import io
 import os
@@ -37,6 +38,9 @@ MODULES_LIMIT = 64 << 20
 """Bytes of user modules that travel with a job."""
 
 _OUR_PACKAGES = frozenset({"rankzero", "airflow_rankzero", "dagster_rankzero"})
+_ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
+# Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
+_NEVER_SHIPPED = _OUR_PACKAGES | {"pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__"}
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
 # cloudpickle's registry of by-value modules is global to the process.
 _REGISTRY_LOCK = threading.Lock()
@@ -78,7 +82,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paylo
     function = _resolve(train) if isinstance(train, str) else train
     _check_callable(function, args, kwargs)
     assert callable(function)
-    parts = {"kind": "function", "function": function, "args": args, "kwargs": kwargs}
+    parts = {"kind": "function", "name": _name_of(function), "function": function, "args": args, "kwargs": kwargs}
     data, modules = _pickle(parts, lambda: _find_culprit(function, args, kwargs))
     return Payload(_name_of(function), data, modules, refs)
 
@@ -91,7 +95,7 @@ def _resolve(reference: str) -> object:
     module_name, _, attribute = reference.partition(":")
     try:
         found: object = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:
         raise InvalidJobError(f"train={reference!r}: module {module_name!r} cannot be imported: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -105,8 +109,9 @@ def _check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, A
         raise InvalidJobError(
             f"train is {function!r}; give a function, 'path/to/script.py' or 'package.module:function'"
         )
-    if inspect.iscoroutinefunction(function):
-        raise InvalidJobError(f"train={_name_of(function)} is an async function; ranks call plain functions")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        kind = "an async" if inspect.iscoroutinefunction(function) else "a generator"
+        raise InvalidJobError(f"train={_name_of(function)} is {kind} function; ranks call plain functions")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -176,23 +181,36 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Notes the user modules that the pickled code will need as modules."""
+    """Notes the user modules that must be importable where the pickle is loaded."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.needed: set[str] = set()
+        self._travels = functools.cache(_travels_as_source)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.ModuleType) and _is_importable_user_module(obj):
+        if isinstance(obj, types.ModuleType) and self._travels(obj.__name__):
             self.needed.add(obj.__name__)
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
             self.needed |= _imports_of_code(obj.__code__, obj.__globals__.get("__package__"))
+        module = getattr(obj, "__module__", None)
+        if isinstance(module, str) and _is_global(obj, module) and self._travels(module):
+            self.needed.add(module)
         return super().reducer_override(obj)
+
+
+def _is_global(obj: Any, module: str) -> bool:
+    """True if pickle can find the object by its name, so that its module is needed."""
+    found: Any = sys.modules.get(module)
+    for part in str(getattr(obj, "__qualname__", "")).split("."):
+        found = getattr(found, part, None)
+    return found is obj
 
 
 @contextlib.contextmanager
 def _user_modules_by_value() -> Iterator[None]:
+    """By value go the user's modules that cannot be imported where the ranks run."""
     with _REGISTRY_LOCK:
         before = cloudpickle.list_registry_pickle_by_value()
         added = [
@@ -202,6 +220,7 @@ def _user_modules_by_value() -> Iterator[None]:
             and name == getattr(module, "__name__", None)
             and name not in before
             and _is_user_module(module)
+            and not _travels_as_source(name)
         ]
         for module in added:
             cloudpickle.register_pickle_by_value(module)
@@ -233,32 +252,95 @@ def _is_user_file(path: str) -> bool:
     return not real.startswith(_INSTALLED_ROOTS)
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_install_target(directory: str) -> bool:
+    """True for a folder that a package installer filled (``pip install --target``)."""
+    with contextlib.suppress(OSError):
+        return any(name.endswith(".dist-info") for name in os.listdir(directory or "."))
+    return False
+
+
 def _is_user_module(module: types.ModuleType) -> bool:
     root = module.__name__.partition(".")[0]
-    if root in _OUR_PACKAGES or root in sys.stdlib_module_names or root == "__main__":
+    if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return False
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and _is_user_file(file)
 
 
-def _is_importable_user_module(module: types.ModuleType) -> bool:
-    return _is_user_module(module) and _spec_of(module.__name__.partition(".")[0]) is not None
-
-
 def _spec_of(root: str) -> Any:
     """The spec of a top-level user module that can be found by name, else None."""
-    if root in _OUR_PACKAGES or root in sys.stdlib_module_names or root == "__main__":
+    if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return None
-    try:
-        # Not find_spec of importlib.util: that trusts sys.modules, where a DAG file may sit
-        # under a name that nobody else can import.
-        spec = importlib.machinery.PathFinder.find_spec(root)
-    except (ImportError, ValueError, AttributeError):
-        return None
+    # Not importlib.util.find_spec: that trusts sys.modules, where a DAG file may sit under a name
+    # that nobody else can import.
+    spec = None
+    for finder in sys.meta_path:
+        with contextlib.suppress(ImportError, ValueError, AttributeError):
+            spec = spec or finder.find_spec(root, None)
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
-    return spec if all(place and _is_user_file(place) for place in places) else None
+    if not all(place and _is_user_file(place) for place in places):
+        return None
+    return None if _is_install_target(os.path.dirname(places[0])) else spec
+
+
+def _travels_as_source(name: str) -> bool:
+    """True for a user module that is found by name and imports without an orchestrator."""
+    spec = _spec_of(name.partition(".")[0])
+    return spec is not None and not _needs_orchestrator(name, frozenset())
+
+
+def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
+    """True if importing a user module imports Airflow or Dagster, itself or through another one."""
+    root = name.partition(".")[0]
+    if root in _ORCHESTRATORS:
+        return True
+    if name in visiting or _spec_of(root) is None:
+        return False
+    parents = [name[: position + 1] for position in range(len(name)) if name[position + 1 : position + 2] == "."]
+    return any(
+        _needs_orchestrator(imported, visiting | {name})
+        for part in [*parents, name]
+        for imported in _imports_of_module(part) - {name}
+    )
+
+
+def _imports_of_module(name: str) -> set[str]:
+    """Absolute names that a loaded user module imports at its top level, when it is imported."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return set()
+    with contextlib.suppress(OSError):
+        is_package = os.path.basename(file) == "__init__.py"
+        return _top_level_imports(file, os.stat(file).st_mtime, name if is_package else name.rpartition(".")[0])
+    return set()
+
+
+@functools.lru_cache(maxsize=4096)
+def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
+    found: set[str] = set()
+    try:
+        with open(file, "rb") as source:
+            waiting: list[ast.AST] = [ast.parse(source.read())]
+    except (SyntaxError, ValueError, OSError):
+        return found
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            module = ".".join(filter(None, [base if node.level else "", node.module or ""]))
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not _is_type_checking(node):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def _imports_of_code(code: types.CodeType, package: str | None) -> set[str]:
@@ -268,7 +350,7 @@ def _imports_of_code(code: types.CodeType, package: str | None) -> set[str]:
     previous: object = None
     for instruction in dis.get_instructions(code):
         # The compiler pushes the level (0 for absolute imports), then the names, then imports.
-        if instruction.opname == "LOAD_CONST":
+        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             level, previous = previous if isinstance(previous, int) else 0, instruction.argval
         elif instruction.opname == "IMPORT_NAME":
             found.add((package or "") if level else instruction.argval)
@@ -313,7 +395,7 @@ def _zip_modules(names: Iterable[str]) -> bytes | None:
             f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
         )
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
         for archive_name, path in sorted(files.items()):
             archive.write(path, archive_name)
     return buffer.getvalue()
@@ -329,7 +411,8 @@ def _files_of(root: str, spec: Any) -> Iterator[tuple[str, str]]:
             # A folder without __init__.py may be anything that happens to have the name.
             for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)
-                yield os.path.join(root, os.path.relpath(path, base)), path
+                if os.path.isfile(path):
+                    yield os.path.join(root, os.path.relpath(path, base)), path
 
 
 @contextlib.contextmanager

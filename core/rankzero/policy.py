@@ -29,6 +29,12 @@ DRIVER_DEAD_AFTER = 15.0
 LOG_TAIL = 20
 """Log lines of a rank that are kept for an error message."""
 
+LOG_TAIL_WIDTH = 2000
+"""Characters of each of them."""
+
+CLOCK_SKEW = 300.0
+"""Seconds by which the clocks of two hosts may differ."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -121,6 +127,12 @@ def order_tasks(hosts: Sequence[str]) -> list[int]:
     return sorted(range(len(hosts)), key=lambda task: (first_seen[hosts[task]], task))
 
 
-def driver_is_dead(heartbeat: float, now: float) -> bool:
-    """True if the last heartbeat (unix time) is too old."""
-    return now - heartbeat > DRIVER_DEAD_AFTER
+def driver_is_dead(heartbeat: float, now: float, unchanged: float) -> bool:
+    """True if a driver on another host has stopped.
+
+    Args:
+        heartbeat: Unix time of the last heartbeat, by the driver's clock.
+        now: Unix time by the reader's clock, which may differ by `CLOCK_SKEW`.
+        unchanged: Seconds for which the reader has seen this very heartbeat.
+    """
+    return unchanged > DRIVER_DEAD_AFTER or now - heartbeat > DRIVER_DEAD_AFTER + CLOCK_SKEW

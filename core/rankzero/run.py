@@ -65,6 +65,7 @@ class RunStatus:
         heartbeat: Unix time at which the driver last wrote.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
+        driver_namespace: The process namespace in which that id means something.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
@@ -78,6 +79,7 @@ class RunStatus:
     heartbeat: float = 0.0
     driver_host: str | None = None
     driver_pid: int | None = None
+    driver_namespace: str | None = None
     started: float | None = None
     ended: float | None = None
     error: dict[str, Any] | None = None
@@ -110,28 +112,29 @@ class RunDirectory:
             InvalidJobError: the store cannot be written, or the run id is taken.
         """
         run = RunDirectory(store.join(store.normalize(root), job.run_id))
+        # Made beside and renamed: a crash leaves no half of a run under its name.
+        new = run if run.is_remote else RunDirectory(f"{run.directory}.creating-{secrets.token_hex(4)}")
         try:
-            store.make_directory(store.normalize(root))
-            if run.is_remote:
-                if store.exists(run.path("job.json")):
-                    raise FileExistsError
-            else:
-                os.mkdir(run.directory, store.PRIVATE_DIRECTORY)
-            for part in ("logs", "result"):
-                store.make_directory(run.path(part))
+            if store.exists(run.path("job.json")):
+                raise _taken(run, job, root)
+            for part in ("", "logs", "result"):
+                store.make_directory(new.path(part).rstrip("/"))
             for name, data in files.items():
-                store.write_bytes(run.path(name), data)
-            store.write_bytes(run.path("private.json"), json.dumps(private).encode())
-            store.write_bytes(run.path("token"), secrets.token_hex(16).encode())
-            run.write_status(RunStatus(heartbeat=time.time()))
+                store.write_bytes(new.path(name), data)
+            store.write_bytes(new.path("private.json"), json.dumps(private).encode())
+            store.write_bytes(new.path("token"), secrets.token_hex(16).encode())
+            new.write_status(RunStatus(heartbeat=time.time()))
             # Last: a directory with job.json is whole.
-            store.write_bytes(run.path("job.json"), job.to_json())
-        except FileExistsError:
-            raise InvalidJobError(
-                f"run_id {job.run_id!r} exists in {root}: attach to it with "
-                f"RunHandle.attach({run.directory!r}), or choose another run_id"
-            ) from None
+            store.write_bytes(new.path("job.json"), job.to_json())
+            if new is not run:
+                os.rename(new.directory, run.directory)
         except (OSError, ImportError, ValueError) as error:
+            if isinstance(error, InvalidJobError):
+                raise
+            if not run.is_remote:
+                store.remove(new.directory)
+            if isinstance(error, OSError) and store.exists(run.path("job.json")):
+                raise _taken(run, job, root) from None
             raise InvalidJobError(f"the store {root!r} cannot be written: {error}") from error
         return run
 
@@ -179,6 +182,13 @@ class RunDirectory:
             lines += text.split("\n")[:-1]
             position = Position(position.piece + 1, 0)
         return lines, position
+
+
+def _taken(run: RunDirectory, job: Job, root: str) -> InvalidJobError:
+    return InvalidJobError(
+        f"run_id {job.run_id!r} exists in {root}: attach to it with "
+        f"RunHandle.attach({run.directory!r}), or choose another run_id"
+    )
 
 
 @dataclass(frozen=True)
@@ -238,6 +248,13 @@ class Appender:
             self._file.close()
 
 
+def process_namespace() -> str:
+    """Names the boot and the process namespace (Linux), else the host: where a process id is valid."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
 def process_is_alive(pid: int) -> bool:
     """True if a process of this host has that id and has not ended (a zombie has)."""
     try:
@@ -269,6 +286,7 @@ class RunHandle(Generic[R]):
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()
+        self._heartbeat = self._heartbeat_seen = 0.0
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
@@ -294,7 +312,7 @@ class RunHandle(Generic[R]):
         if status.final:
             return status
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
-        text = f"the driver of run {self.id} ({who}) died without ending the run; see {self.directory}/driver.log"
+        text = f"the driver of run {self.id} ({who}) died without ending the run"
         error = EngineError("\n".join([text, *self._driver_log_tail()]))
         return replace(status, state="failed", error=error.to_json())
 
@@ -305,12 +323,13 @@ class RunHandle(Generic[R]):
         return []
 
     def _driver_died(self, status: RunStatus) -> bool:
-        if driver_is_dead(status.heartbeat, time.time()):
-            return True
-        if self._driver is not None and self._driver.poll() is not None:
-            return True
-        here = status.driver_host == socket.gethostname() and status.driver_pid is not None
-        return here and not process_is_alive(cast(int, status.driver_pid))
+        if self._driver is not None:
+            return self._driver.poll() is not None
+        if status.driver_pid is not None and status.driver_namespace == process_namespace():
+            return not process_is_alive(status.driver_pid)
+        if status.heartbeat != self._heartbeat:
+            self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
+        return driver_is_dead(status.heartbeat, time.time(), time.monotonic() - self._heartbeat_seen)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, however it ends.

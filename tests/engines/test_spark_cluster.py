@@ -33,7 +33,7 @@ def engine(master: str, **conf: str) -> SparkEngine:
 
 def test_each_task_gets_its_own_gpu(launcher: Launcher, standalone: str) -> None:
     spark = engine(standalone, spark_executor_resource_gpu_amount="2", spark_task_resource_gpu_amount="1")
-    ranks, device, directory = launcher.options(num_processes=4, use_gpu=True, engine=spark).run(gpus)
+    ranks, device, directory = launcher.options(num_processes=4, use_gpu=True, backend="gloo", engine=spark).run(gpus)
     assert [rank[0] for rank in ranks] == ["0", "1", "2", "3"]
     assert sorted(rank[2] for rank in ranks) == ["3", "3", "GPU-5a1b", "GPU-5a1b"]
     assert {rank[1] for rank in ranks} == {"0"}
@@ -50,7 +50,7 @@ def test_a_task_with_two_gpus_runs_two_ranks(launcher: Launcher, standalone: str
         spark_executor_cores="1",
         spark_cores_max="2",
     )
-    options = {"num_processes": 4, "processes_per_task": 2, "use_gpu": True, "engine": spark}
+    options = {"num_processes": 4, "processes_per_task": 2, "use_gpu": True, "backend": "gloo", "engine": spark}
     ranks, _, _ = launcher.options(**options).run(gpus)
     assert ranks == [
         ["0", "0", "3,GPU-5a1b", "0"],
@@ -79,7 +79,7 @@ def test_gpus_of_a_local_cluster(launcher: Launcher, gpu_script: Path) -> None:
         spark_worker_resource_gpu_amount="1",
         spark_worker_resource_gpu_discoveryScript=str(gpu_script),
     )
-    ranks, _, _ = launcher.options(use_gpu=True, engine=spark).run(gpus)
+    ranks, _, _ = launcher.options(use_gpu=True, backend="gloo", engine=spark).run(gpus)
     assert [rank[2] for rank in ranks] == ["3", "3"]
 
 

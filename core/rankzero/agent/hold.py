@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
-def hold(config: dict[str, Any]) -> None:
+def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
     """Runs one agent to its end.
+
+    Args:
+        config: What the agent reads from its standard input.
+        on_start: Gets the started process (a ``subprocess.Popen``).
 
     Runs in Spark's Python worker or in the driver, where nothing of rankzero may be imported:
     it is pickled by value, so it uses the standard library only and everything is local to it.
@@ -26,7 +31,7 @@ def hold(config: dict[str, Any]) -> None:
     import sys
     import tempfile
 
-    agent_exit_timeout = 10.0
+    agent_exit_timeout = 3.0
     marker = secrets.token_hex(8)
     scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
     log = os.path.join(scratch, "agent.log")
@@ -35,7 +40,8 @@ def hold(config: dict[str, Any]) -> None:
         code = os.path.join(scratch, "rankzero.zip")
         with open(code, "wb") as file:
             file.write(config["code_zip"])
-    start = "import sys; sys.path[:1] = [sys.argv[1]]; from rankzero.agent.supervise import main; main()"
+    start = "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero; sys.path.append(sys.path.pop(0)); "
+    start += "from rankzero.agent.supervise import main; main()"
     agent_config = {key: value for key, value in config.items() if key != "code_zip"}
     agent_config.update(scratch=scratch, code_path=code)
 
@@ -61,6 +67,8 @@ def hold(config: dict[str, Any]) -> None:
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.write(json.dumps(agent_config).encode() + b"\n")  # type: ignore[union-attr]
                 agent.stdin.flush()  # type: ignore[union-attr]
+            if on_start:
+                on_start(agent)
             code_of_agent = agent.wait()
         finally:
             # Reached early when this process is interrupted: end of file ends the agent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-MAX_LINE = 8 << 20
+MAX_LINE = 2 << 20
 """Characters after which an unfinished line is passed on in pieces."""
 
 

@@ -27,6 +27,7 @@ from rankzero.agent.worker import EXIT_HANDLERS_TIMEOUT
 from rankzero.channel import frames
 from rankzero.channel.client import ChannelClient, ChannelClosed
 from rankzero.channel.frames import FrameError, Message
+from rankzero.formats import sha256_of
 
 ORPHAN_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when driver or task died without saying so."""
@@ -43,9 +44,14 @@ LOG_BUFFER = 64 << 20
 UPLOAD_WINDOW = 8 << 20
 """Bytes waiting for the driver above which an upload pauses."""
 
+DRAIN_READS = 1024
+"""Reads after which an ended worker's pipe, which a child may still fill, is left alone."""
+
 _READ = 1 << 18
+# rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _WORKER = (
-    "import sys; sys.path[:1] = [sys.argv[1]]; from rankzero.agent.worker import main; "
+    "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
+    "sys.path.append(sys.path.pop(0)); from rankzero.agent.worker import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
@@ -80,6 +86,7 @@ class Agent:
         self._upload: IO[bytes] | None = None
         self._after_upload: list[Message] = []
         self._stopping = False
+        self._orphaned = False
         self._kill_at: float | None = None
 
     def run(self) -> None:
@@ -104,7 +111,7 @@ class Agent:
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def _watch(self, source: Any, callback: Callable[[], None]) -> None:
+    def _watch(self, source: Any, callback: Callable[[], object]) -> None:
         self._selector.register(source, selectors.EVENT_READ, callback)
 
     def _unwatch(self, source: Any) -> None:
@@ -224,7 +231,10 @@ class Agent:
 
     def _on_file(self, message: Message) -> None:
         if "error" in message:
-            raise RuntimeError(f"the driver does not offer {message['name']}: {message['error']}")
+            text = f"{message['name']} cannot be had from the driver: {message['error']}"
+            facts = {"exception_type": "rankzero.errors.ResultError", "message": text, "exit_code": 1}
+            self._send({"type": "failure", "local_rank": 0, "time": time.time(), **facts})
+            return
         path = self._missing_files[message["name"]]
         self._incoming = open(path, "wb"), message["size"]
         self._on_file_content(b"")
@@ -249,6 +259,8 @@ class Agent:
         files = self._start["files"]
         modules = None
         if "modules.zip" in files:
+            if sha256_of(files["modules.zip"]["here"]) != files["modules.zip"]["sha256"]:
+                raise RuntimeError("modules.zip does not carry the checksum that the driver recorded")
             modules = os.path.join(self._config["scratch"], "modules")
             with zipfile.ZipFile(files["modules.zip"]["here"]) as archive:
                 archive.extractall(modules)
@@ -307,6 +319,7 @@ class Agent:
         gpus = self._config["gpus"]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus) if self._config["use_gpu"] else ""
         cores = self._config["cores"] or os.cpu_count() or 1
+        env.setdefault("PYTHONIOENCODING", "utf-8")
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._config["workers"])))
         return env
 
@@ -317,21 +330,26 @@ class Agent:
             worker.control.sendall(data)
         worker.control.setblocking(False)
 
-    def _on_control(self, worker: Worker) -> None:
-        while True:
-            try:
-                data = worker.control.recv(_READ)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._unwatch(worker.control)
-                return
-            worker.decoder.feed(data)
-            for message in worker.decoder:
-                assert isinstance(message, dict)
-                self._on_worker_message(worker, message)
+    def _on_control(self, worker: Worker) -> bool:
+        """Takes one read's worth, so that a worker that never pauses cannot hold the loop.
+
+        Returns:
+            True if there may be more.
+        """
+        try:
+            data = worker.control.recv(_READ)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._unwatch(worker.control)
+            return False
+        worker.decoder.feed(data)
+        for message in worker.decoder:
+            assert isinstance(message, dict)
+            self._on_worker_message(worker, message)
+        return True
 
     def _on_worker_message(self, worker: Worker, message: Message) -> None:
         kind = message["type"]
@@ -339,7 +357,7 @@ class Agent:
         if kind in ("commit", "failure"):
             worker.outcome = kind
             # What the rank printed before its outcome belongs before it for the reader too.
-            self._on_output(worker)
+            self._drain(worker, self._on_output)
         if kind == "commit" and self._needs_upload(message):
             result = message["result"]
             self._send({"type": "upload", "name": "value", "size": result["size"]})
@@ -360,19 +378,27 @@ class Agent:
         for message in waiting:
             self._send(message)
 
-    def _on_output(self, worker: Worker) -> None:
-        while True:
-            try:
-                data = worker.output.read(_READ)
-            except (OSError, ValueError):
-                data = b""
-            if data is None:
+    def _on_output(self, worker: Worker) -> bool:
+        """Takes one read's worth of what a worker printed; True if there may be more."""
+        try:
+            data = worker.output.read(_READ)
+        except (OSError, ValueError):
+            data = b""
+        if data is None:
+            return False
+        if not data:
+            self._unwatch(worker.output)
+            self._send_lines(worker, worker.lines.finish())
+            return False
+        self._send_lines(worker, worker.lines.feed(data))
+        return True
+
+    @staticmethod
+    def _drain(worker: Worker, read: Callable[[Worker], bool]) -> None:
+        """Reads what is there, within a bound: a child may go on writing."""
+        for _ in range(DRAIN_READS):
+            if not read(worker):
                 return
-            if not data:
-                self._unwatch(worker.output)
-                self._send_lines(worker, worker.lines.finish())
-                return
-            self._send_lines(worker, worker.lines.feed(data))
 
     def _send_lines(self, worker: Worker, lines: list[str]) -> None:
         if self._client.unsent_bytes > LOG_BUFFER:
@@ -402,8 +428,8 @@ class Agent:
 
     def _on_exit(self, worker: Worker, status: int) -> None:
         worker.alive = False
-        self._on_control(worker)
-        self._on_output(worker)
+        self._drain(worker, self._on_control)
+        self._drain(worker, self._on_output)
         code = os.waitstatus_to_exitcode(status)
         if worker.outcome is None and not self._stopping:
             self._send(
@@ -419,6 +445,7 @@ class Agent:
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), _READ):
             self._unwatch(sys.stdin.fileno())
+            self._orphaned = True
             self._stop(ORPHAN_GRACE)
 
     def _stop(self, grace: float) -> None:
@@ -433,7 +460,9 @@ class Agent:
                         os.kill(worker.pid, signal.SIGTERM)
 
     def _await_exits(self) -> None:
-        """All ranks have committed: let them run their exit handlers."""
+        """All ranks have committed: let them run their exit handlers, and rank 0 go."""
+        for worker in self._workers:
+            self._tell(worker, {"type": "end"})
         self._stopping = True
         self._kill_at = time.monotonic() + END_GRACE
 
@@ -445,17 +474,19 @@ class Agent:
 
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
-        descendants.kill_all([worker.pid for worker in self._workers])
+        descendants.kill_all([worker.pid for worker in self._workers if worker.alive])
         for worker in self._workers:
             # A child that held the pipe is gone now; what is in it can be read to the end.
             with contextlib.suppress(Exception):
-                self._on_output(worker)
+                self._drain(worker, self._on_output)
         with contextlib.suppress(Exception):
             self._send({"type": "bye"})
             self._client.socket.settimeout(FAREWELL_TIMEOUT)
             self._client.flush()
         self._client.close()
-        shutil.rmtree(self._config["scratch"], ignore_errors=True)
+        if self._orphaned:
+            # Whoever holds this agent would read its log and then remove the directory.
+            shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
 
 def _has_size(path: str, size: int) -> bool:

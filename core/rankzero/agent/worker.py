@@ -31,6 +31,9 @@ EXIT_HANDLERS_TIMEOUT = 5.0
 INLINE_LIMIT = 64 << 10
 """Bytes of JSON up to which a value travels in the commit itself."""
 
+MESSAGE_LIMIT = 16 << 10
+"""Characters of an exception's text that are kept."""
+
 TRACEBACK_LIMIT = 64 << 10
 """Characters of a traceback that are kept (its end)."""
 
@@ -74,6 +77,10 @@ def main(control_fd: int, agent_pid: int) -> NoReturn:
         outcome = describe_failure(error)
     control.send(outcome)
     if outcome["type"] == "commit":
+        if "result" in outcome:
+            # Rank 0 holds the rendezvous store, which its peers may still be reading.
+            while control.receive()["type"] != "end":
+                pass
         _run_exit_handlers()
     _flush()
     os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"])
@@ -90,30 +97,33 @@ def _work(control: Control) -> Message:
 
     session = context.install(context.TrainContext(**start["context"]), control.send)
     os.environ.update(start["env"])
-    store = _bind_rendezvous(control, start)
+    _bind_rendezvous(control, start)
     go = control.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go["master_addr"], str(go["master_port"])
-    if start["context"]["use_gpu"] and not torch.cuda.is_available():
-        print(
-            f"rankzero: use_gpu=True, but torch {torch.__version__} cannot use CUDA in this worker",
-            file=sys.stderr,
+    if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
+            f"{torch.__version__} cannot use CUDA on {socket.gethostname()}: install a CUDA build of torch and "
+            'a driver, or choose backend="gloo"'
         )
     value = _call(start)
     if value is None:
         value = session.result
-    commit = _commit(value, start)
-    del store
-    return commit
+    return _commit(value, start)
 
 
-def _bind_rendezvous(control: Control, start: Message) -> object:
+_rendezvous: object = None
+
+
+def _bind_rendezvous(control: Control, start: Message) -> None:
     """Rank 0 binds the store's port now and keeps it.
 
     The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
     store between users of one port in one process; so no port is guessed, freed and lost.
     """
+    global _rendezvous
     if start["context"]["rank"] != 0:
-        return None
+        return
     import torch.distributed as dist
 
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -124,8 +134,8 @@ def _bind_rendezvous(control: Control, start: Message) -> object:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    _rendezvous = store
     control.send({"type": "rendezvous", "port": store.port})
-    return store
 
 
 def _call(start: Message) -> object:
@@ -136,7 +146,8 @@ def _call(start: Message) -> object:
     from rankzero.result import ResultRef, map_refs
 
     if modules := start["modules"]:
-        sys.path.append(modules)
+        # The caller's own modules come before installed ones, as they did there.
+        sys.path.insert(0, modules)
     with open(start["payload"], "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != start["payload_sha256"]:
@@ -154,7 +165,13 @@ def _call(start: Message) -> object:
     if payload["kind"] == "script":
         _run_script(payload, args)
         return None
-    return payload["function"](*args, **map_refs(payload["kwargs"], open_ref))
+    function = payload["function"]
+    sys.argv = [payload["name"]]
+    if getattr(function, "__module__", None) == "__main__":
+        # Classes of the caller's __main__ are found where pickle and multiprocessing look for them.
+        for name, value in getattr(function, "__globals__", {}).items():
+            sys.modules["__main__"].__dict__.setdefault(name, value)
+    return function(*args, **map_refs(payload["kwargs"], open_ref))
 
 
 def _run_script(payload: dict[str, Any], args: tuple[object, ...]) -> None:
@@ -213,11 +230,18 @@ def describe_failure(error: BaseException) -> Message:
         "type": "failure",
         "time": time.time(),
         "exception_type": name,
-        "message": str(error),
+        "message": _text_of(error),
         "traceback": _user_traceback(error),
         "exit_code": exit_code & 0xFF or _FAILED,
         "collateral": _is_collateral(error),
     }
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:MESSAGE_LIMIT]
+    except Exception as broken:
+        return f"(its text cannot be had: {type(broken).__name__})"
 
 
 def _no_torch(error: ImportError) -> Message:
@@ -256,9 +280,8 @@ def _run_exit_handlers() -> None:
     timer.daemon = True
     timer.start()
     with contextlib.suppress(BaseException):
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
+        # Ends idle executor threads, which wait for exactly this, and joins non-daemon ones.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rankzero import store
 from rankzero.channel import auth, frames
@@ -128,7 +128,9 @@ class ChannelServer:
                 raise FrameError(f"agent {task} is connected already")
             self._connections[task] = connection
             await self._serve(connection)
-        except (FrameError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+        except asyncio.CancelledError:
+            logger.debug("channel: closed while a connection was open")
+        except (FrameError, TimeoutError, OSError) as error:
             level = logging.WARNING if task < 0 else logging.DEBUG
             logger.log(level, "channel: dropped a connection: %s", error or type(error).__name__)
         finally:
@@ -173,7 +175,12 @@ class ChannelServer:
             connection.write({"type": "file", "name": name, "error": "no such file is offered"})
             return
         try:
-            connection.write({"type": "file", "name": name, "size": store.size(location)})
+            size = store.size(location)
+        except OSError as error:
+            connection.write({"type": "file", "name": name, "error": f"{location}: {error}"})
+            return
+        connection.write({"type": "file", "name": name, "size": size})
+        try:
             with store.open_read(location) as file:
                 while chunk := file.read(frames.CHUNK):
                     connection.write(chunk)
@@ -187,26 +194,30 @@ class ChannelServer:
         if type(size) is not int or not isinstance(name, str) or os.path.basename(name) != name:
             raise FrameError("a malformed upload")
         path = Path(self._upload_directory) / f".upload-{connection.task}-{name}"
-        try:
-            with open(path, "wb") as file:
-                digest = await _copy(connection, file, size)
-        except OSError as error:
-            await _copy(connection, None, size)
-            return {**message, "type": "uploaded", "path": None, "error": str(error)}
-        return {**message, "type": "uploaded", "path": str(path), "sha256": digest}
-
-
-async def _copy(connection: _Connection, file: IO[bytes] | None, size: int) -> str:
-    digest = hashlib.sha256()
-    while size > 0:
-        chunk = await connection.read()
-        if not isinstance(chunk, bytes) or len(chunk) > size:
-            raise FrameError("an upload was cut short or is too long")
-        digest.update(chunk)
-        size -= len(chunk)
-        if file is not None:
-            file.write(chunk)
-    return digest.hexdigest()
+        digest = hashlib.sha256()
+        problem: OSError | None = None
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(path, "wb", buffering=0))
+            except OSError as error:
+                problem = error
+            while size > 0:
+                chunk = await connection.read()
+                if not isinstance(chunk, bytes) or len(chunk) > size:
+                    raise FrameError("an upload was cut short or is too long")
+                digest.update(chunk)
+                size -= len(chunk)
+                # After a full disk the rest is still taken off the wire: the channel must go on.
+                if problem is None:
+                    try:
+                        written = 0
+                        while written < len(chunk):
+                            written += file.write(chunk[written:])
+                    except OSError as error:
+                        problem = error
+        if problem is not None:
+            return {**message, "type": "uploaded", "path": None, "error": str(problem)}
+        return {**message, "type": "uploaded", "path": str(path), "sha256": digest.hexdigest()}
 
 
 class _Connection:

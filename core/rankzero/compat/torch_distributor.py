@@ -67,7 +67,8 @@ class TorchDistributor:
             from rankzero.engines.spark import SparkEngine, gpus_per_task
 
             session = _active_session()
-            per_task = gpus_per_task(session) if self.use_gpu else 1
+            most = gpus_per_task(session) if self.use_gpu else 1
+            per_task = max(count for count in range(1, most + 1) if self.num_processes % count == 0)
             launcher = launcher.options(engine=SparkEngine(session=session), processes_per_task=per_task)
         return launcher.run(train_object, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -86,19 +87,25 @@ class LocalGroup(AgentGroup):
         super().__init__()
         self._config = config
         self._on_end = on_end
+        self._agent: subprocess.Popen[bytes] | None = None
         threading.Thread(target=self._hold, name="rankzero-agent", daemon=True).start()
 
     def _hold(self) -> None:
         error: BaseException | None = None
         try:
-            hold(self._config)
+            hold(self._config, self._on_start)
         except BaseException as caught:
             error = caught
         self._ended.set()
         self._on_end(error)
 
+    def _on_start(self, agent: subprocess.Popen[bytes]) -> None:
+        self._agent = agent
+
     def cancel(self) -> None:
-        """The agent ends by itself: it watches the channel, which the driver closes."""
+        """Kills the agent; its workers die with it, and what they started is ended by `hold`."""
+        if self._agent:
+            self._agent.kill()
 
     def explain(self, error: BaseException) -> RankZeroError:
         """The agent's own words."""
@@ -109,7 +116,9 @@ def local_gpus() -> list[str]:
     """Ids of the GPUs this process may use: ``CUDA_VISIBLE_DEVICES``, else what the driver lists."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+        # As CUDA reads it: nothing counts after the first that is no device.
+        listed = [gpu.strip() for gpu in visible.split(",")]
+        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), listed))
     if not shutil.which("nvidia-smi"):
         return []
     try:

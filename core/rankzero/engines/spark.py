@@ -80,7 +80,9 @@ class SparkEngine(Engine):
     session: SparkSession | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_strings("conf", self.conf)
+        cpus = check_strings("conf", self.conf).get(_TASK_CPUS, "1")
+        if not cpus.isdecimal() or int(cpus) < 1:
+            raise InvalidJobError(f"{_TASK_CPUS} is {cpus!r}; it must be a positive whole number")
         if self.session is not None and (self.master is not None or self.conf):
             raise InvalidJobError("a session has its master and conf already: give session= alone")
         if self.session is not None and not hasattr(self.session, "_jsparkSession"):
@@ -102,7 +104,7 @@ class SparkEngine(Engine):
         slots = _known_slots(master, conf)
         if slots is not None:
             _require_slots(job, slots, f"master {master!r}")
-        if job.use_gpu and master.startswith("local["):
+        if job.use_gpu and _LOCAL.fullmatch(master):
             require_local_gpus(job.num_processes)
         elif job.use_gpu and (_TASK_GPUS in conf or not _has_spark_defaults()):
             _require_task_gpus(job, conf.get(_TASK_GPUS))
@@ -114,7 +116,7 @@ class SparkEngine(Engine):
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The master may be shown; the conf may hold credentials."""
-        return {"kind": "spark", "master": self.master or "session"}, {"conf": dict(self.conf)}
+        return {"kind": "spark", "master": self.master}, {"conf": dict(self.conf)}
 
     @property
     def can_detach(self) -> bool:
@@ -138,7 +140,7 @@ class SparkEngine(Engine):
         return opened
 
     def _master(self, job: Job) -> str:
-        return self.master if self.master not in (None, "session") else f"local[{job.num_tasks}]"
+        return self.master or f"local[{job.num_tasks}]"
 
     def _start_session(self, job: Job) -> SparkSession:
         from pyspark import SparkConf
@@ -210,6 +212,7 @@ class SparkEngineSession(EngineSession):
         """Waits while executors register; a cluster that has stopped growing is what it is."""
         scala = self._context._jsc.sc()
         profile = scala.resourceProfileManager().defaultResourceProfile()
+        deadline = time.monotonic() + self._job.start_timeout
         settled = time.monotonic() + SLOTS_SETTLE
         most = 0
         tick = threading.Event()
@@ -220,6 +223,8 @@ class SparkEngineSession(EngineSession):
             complete = _LOCAL.fullmatch(self._master) or (most and time.monotonic() > settled)
             if complete:
                 _require_slots(self._job, slots, f"the cluster at {self._master!r}")
+            if time.monotonic() > deadline:
+                return
             tick.wait(SLOTS_INTERVAL)
 
     def launch(self, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
@@ -350,7 +355,7 @@ def gpus_per_task(session: SparkSession) -> int:
 
 
 def find_java() -> str | None:
-    """The home of a Java that Spark can use: ``JAVA_HOME``, else the one on the PATH."""
+    """The home of a Java: ``JAVA_HOME``, else the one on the PATH. Its version is Spark's to check."""
     home = os.environ.get("JAVA_HOME")
     if home and os.access(os.path.join(home, "bin", "java"), os.X_OK):
         return home
@@ -366,7 +371,7 @@ def code_zip() -> bytes:
     import rankzero
 
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for package in (rankzero, cloudpickle):
             base = os.path.dirname(os.path.abspath(str(package.__file__)))
             for directory, _, names in os.walk(base):
@@ -392,7 +397,7 @@ def _own_python(context: Any) -> Iterator[None]:
 def _is_master(master: object) -> bool:
     if not isinstance(master, str):
         return False
-    return master == "session" or any(p.fullmatch(master) for p in (_LOCAL, _LOCAL_CLUSTER, _REMOTE))
+    return any(pattern.fullmatch(master) for pattern in (_LOCAL, _LOCAL_CLUSTER, _REMOTE))
 
 
 def _known_slots(master: str, conf: Mapping[str, str]) -> int | None:
