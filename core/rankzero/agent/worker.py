@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import importlib
+import itertools
 import os
 import socket
 import sys
@@ -19,6 +21,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from rankzero.agent.descendants import die_with_parent
@@ -98,6 +101,7 @@ def _work(control: Control) -> Message:
     session = context.install(context.TrainContext(**start["context"]), control.send)
     os.environ.update(start["env"])
     _bind_rendezvous(control, start)
+    _separate_process_groups()
     go = control.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go["master_addr"], str(go["master_port"])
     if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
@@ -136,6 +140,28 @@ def _bind_rendezvous(control: Control, start: Message) -> None:
     )
     _rendezvous = store
     control.send({"type": "rendezvous", "port": store.port})
+
+
+def _separate_process_groups() -> None:
+    """Gives every ``init_process_group`` a key space of its own in the store that outlives them all.
+
+    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs.
+    torch keeps its handlers by URL scheme; it has a function to add one, and none to replace one.
+    """
+    import torch.distributed as dist
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
+    plain = handlers.get("env")
+    if plain is None:
+        return
+    count = itertools.count()
+
+    def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, world_size in plain(*args, **kwargs):
+            yield dist.PrefixStore(f"rankzero-{next(count)}", store), rank, world_size  # type: ignore[attr-defined]
+
+    handlers["env"] = separate
 
 
 def _call(start: Message) -> object:
