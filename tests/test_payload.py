@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import InvalidJobError, ResultRef, payload
+from rankzero import InvalidJobError, ResultRef, modules, payload
 
 
 def train(lr: float, *, steps: int = 1) -> float:
@@ -272,7 +272,7 @@ def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
 
 
 def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MODULES_LIMIT", 10)
+    monkeypatch.setattr(modules, "MODULES_LIMIT", 10)
     (tmp_path / "train_it.py").write_text("import big\n")
     (tmp_path / "big.py").write_text("x" * 100)
     assert "install them on the executors" in refused(tmp_path / "train_it.py")

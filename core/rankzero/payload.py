@@ -12,36 +12,25 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dis
 import functools
 import importlib
 import inspect
 import io
 import os
 import pickle
-import site
 import sys
-import sysconfig
 import threading
 import types
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
 from rankzero.errors import InvalidJobError
+from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, travels_as_source, zip_modules
 from rankzero.result import ResultRef, map_refs
 
-MODULES_LIMIT = 64 << 20
-"""Bytes of user modules that travel with a job."""
-
-_OUR_PACKAGES = frozenset({"rankzero", "airflow_rankzero", "dagster_rankzero"})
-_ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
-# Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
-_NEVER_SHIPPED = _OUR_PACKAGES | {"pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__"}
-_SKIPPED_DIRECTORIES = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
 # cloudpickle's registry of by-value modules is global to the process.
 _REGISTRY_LOCK = threading.Lock()
 
@@ -149,7 +138,7 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
     parts = {"kind": "script", "path": absolute, "source": source, "args": shipped}
     data = pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
     with _search_path(os.path.dirname(absolute)):
-        modules = _zip_modules(_imports_of_tree(tree))
+        modules = zip_modules(imports_of_tree(tree))
     return Payload(os.path.basename(path), data, modules, refs)
 
 
@@ -161,7 +150,7 @@ def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[byt
             pickler.dump(parts)
         except Exception as error:
             raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
-    return buffer.getvalue(), _zip_modules(pickler.needed)
+    return buffer.getvalue(), zip_modules(pickler.needed)
 
 
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -186,14 +175,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.needed: set[str] = set()
-        self._travels = functools.cache(_travels_as_source)
+        self._travels = functools.cache(travels_as_source)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and self._travels(obj.__name__):
             self.needed.add(obj.__name__)
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
-            self.needed |= _imports_of_code(obj.__code__, obj.__globals__.get("__package__"))
+            self.needed |= imports_of_code(obj.__code__, obj.__globals__.get("__package__"))
         module = getattr(obj, "__module__", None)
         if isinstance(module, str) and _is_global(obj, module) and self._travels(module):
             self.needed.add(module)
@@ -219,8 +208,8 @@ def _user_modules_by_value() -> Iterator[None]:
             if isinstance(module, types.ModuleType)
             and name == getattr(module, "__name__", None)
             and name not in before
-            and _is_user_module(module)
-            and not _travels_as_source(name)
+            and is_user_module(module)
+            and not travels_as_source(name)
         ]
         for module in added:
             cloudpickle.register_pickle_by_value(module)
@@ -229,190 +218,6 @@ def _user_modules_by_value() -> Iterator[None]:
         finally:
             for module in added:
                 cloudpickle.unregister_pickle_by_value(module)
-
-
-def _installed_roots() -> tuple[str, ...]:
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths.update(site.getsitepackages())
-    paths.add(site.getusersitepackages())
-    return tuple(os.path.realpath(path) + os.sep for path in paths if path)
-
-
-_INSTALLED_ROOTS = _installed_roots()
-
-
-@functools.lru_cache(maxsize=16384)
-def _is_user_file(path: str) -> bool:
-    if path.startswith(_INSTALLED_ROOTS):
-        return False
-    real = os.path.realpath(path)
-    parts = real.split(os.sep)
-    if "site-packages" in parts or "dist-packages" in parts or ".zip" in real:
-        return False
-    return not real.startswith(_INSTALLED_ROOTS)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_install_target(directory: str) -> bool:
-    """True for a folder that a package installer filled (``pip install --target``)."""
-    with contextlib.suppress(OSError):
-        return any(name.endswith(".dist-info") for name in os.listdir(directory or "."))
-    return False
-
-
-def _is_user_module(module: types.ModuleType) -> bool:
-    root = module.__name__.partition(".")[0]
-    if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
-        return False
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and _is_user_file(file)
-
-
-def _spec_of(root: str) -> Any:
-    """The spec of a top-level user module that can be found by name, else None."""
-    if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
-        return None
-    # Not importlib.util.find_spec: that trusts sys.modules, where a DAG file may sit under a name
-    # that nobody else can import.
-    spec = None
-    for finder in sys.meta_path:
-        with contextlib.suppress(ImportError, ValueError, AttributeError):
-            spec = spec or finder.find_spec(root, None)
-    if spec is None:
-        return None
-    places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
-    if not all(place and _is_user_file(place) for place in places):
-        return None
-    return None if _is_install_target(os.path.dirname(places[0])) else spec
-
-
-def _travels_as_source(name: str) -> bool:
-    """True for a user module that is found by name and imports without an orchestrator."""
-    spec = _spec_of(name.partition(".")[0])
-    return spec is not None and not _needs_orchestrator(name, frozenset())
-
-
-def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
-    """True if importing a user module imports Airflow or Dagster, itself or through another one."""
-    root = name.partition(".")[0]
-    if root in _ORCHESTRATORS:
-        return True
-    if name in visiting or _spec_of(root) is None:
-        return False
-    parents = [name[: position + 1] for position in range(len(name)) if name[position + 1 : position + 2] == "."]
-    return any(
-        _needs_orchestrator(imported, visiting | {name})
-        for part in [*parents, name]
-        for imported in _imports_of_module(part) - {name}
-    )
-
-
-def _imports_of_module(name: str) -> set[str]:
-    """Absolute names that a loaded user module imports at its top level, when it is imported."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if not isinstance(file, str) or not file.endswith(".py"):
-        return set()
-    with contextlib.suppress(OSError):
-        is_package = os.path.basename(file) == "__init__.py"
-        return _top_level_imports(file, os.stat(file).st_mtime, name if is_package else name.rpartition(".")[0])
-    return set()
-
-
-@functools.lru_cache(maxsize=4096)
-def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
-    found: set[str] = set()
-    try:
-        with open(file, "rb") as source:
-            waiting: list[ast.AST] = [ast.parse(source.read())]
-    except (SyntaxError, ValueError, OSError):
-        return found
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
-            module = ".".join(filter(None, [base if node.level else "", node.module or ""]))
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not _is_type_checking(node):
-            waiting += ast.iter_child_nodes(node)
-    return found
-
-
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def _imports_of_code(code: types.CodeType, package: str | None) -> set[str]:
-    """Absolute names that code and the functions nested in it import when they run."""
-    found: set[str] = set()
-    level = 0
-    previous: object = None
-    for instruction in dis.get_instructions(code):
-        # The compiler pushes the level (0 for absolute imports), then the names, then imports.
-        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            level, previous = previous if isinstance(previous, int) else 0, instruction.argval
-        elif instruction.opname == "IMPORT_NAME":
-            found.add((package or "") if level else instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _imports_of_code(constant, package)
-    return found - {""}
-
-
-def _imports_of_tree(tree: ast.AST) -> set[str]:
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module)
-    return found
-
-
-def _zip_modules(names: Iterable[str]) -> bytes | None:
-    """The user modules among ``names``, and those that they import in turn, as a zip of sources."""
-    waiting = {name.partition(".")[0] for name in names}
-    seen: set[str] = set()
-    files: dict[str, str] = {}
-    while waiting - seen:
-        root = (waiting - seen).pop()
-        seen.add(root)
-        spec = _spec_of(root)
-        if spec is None:
-            continue
-        for archive_name, path in _files_of(root, spec):
-            files[archive_name] = path
-            if path.endswith(".py"):
-                with contextlib.suppress(SyntaxError, ValueError, OSError), open(path, "rb") as source:
-                    waiting |= {name.partition(".")[0] for name in _imports_of_tree(ast.parse(source.read()))}
-    if not files:
-        return None
-    total = sum(os.path.getsize(path) for path in files.values())
-    if total > MODULES_LIMIT:
-        raise InvalidJobError(
-            f"the user modules {', '.join(sorted(seen))} hold {total >> 20} MiB, over the limit of "
-            f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
-        )
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
-        for archive_name, path in sorted(files.items()):
-            archive.write(path, archive_name)
-    return buffer.getvalue()
-
-
-def _files_of(root: str, spec: Any) -> Iterator[tuple[str, str]]:
-    if not spec.submodule_search_locations:
-        yield os.path.basename(spec.origin), spec.origin
-        return
-    for base in spec.submodule_search_locations:
-        for directory, children, names in os.walk(base):
-            children[:] = [name for name in children if name not in _SKIPPED_DIRECTORIES]
-            # A folder without __init__.py may be anything that happens to have the name.
-            for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
-                path = os.path.join(directory, name)
-                if os.path.isfile(path):
-                    yield os.path.join(root, os.path.relpath(path, base)), path
 
 
 @contextlib.contextmanager
