@@ -37,4 +37,5 @@ def test_agent_and_worker_need_only_the_standard_library() -> None:
         f"import sys; sys.path.insert(0, {str(code)!r})\n"
         "import rankzero.agent.supervise, rankzero.agent.worker, rankzero.train, rankzero.result, rankzero.formats"
     )
-    subprocess.run([sys.executable, "-S", "-I", "-c", program], check=True)
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import contextlib
 import dis
 import functools
 import io
+import itertools
 import os
 import site
 import sys
@@ -101,10 +102,11 @@ def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
         return True
     if name in visiting or _spec_of(root) is None:
         return False
-    parents = [name[: position + 1] for position in range(len(name)) if name[position + 1 : position + 2] == "."]
+    # Importing a.b.c imports a and a.b first.
+    imported_with_it = itertools.accumulate(name.split("."), "{}.{}".format)
     return any(
         _needs_orchestrator(imported, visiting | {name})
-        for part in [*parents, name]
+        for part in imported_with_it
         for imported in _imports_of_module(part) - {name}
     )
 

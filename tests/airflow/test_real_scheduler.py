@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import processes_with
 
 from rankzero import RunHandle
 
@@ -36,20 +37,6 @@ def wait_for(what: str, probe: Callable[[], Any], timeout: float) -> Any:
     while not (found := probe()):
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
         time.sleep(0.05)
-    return found
-
-
-def processes_with(marker: str) -> list[int]:
-    """Processes that were started with the marker in their environment and have not ended."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environ = Path(f"/proc/{name}/environ").read_bytes()
-            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if marker.encode() in environ and state != "Z":
-            found.append(int(name))
     return found
 
 
