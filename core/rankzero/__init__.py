@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rankzero.checkpoint import CheckpointConfig
     from rankzero.compat.torch_distributor import TorchDistributor
     from rankzero.engines.connect import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         InvalidJobError,
         RankZeroError,
         ResultError,
+        RetryableError,
         RunCancelledError,
         RunNotFoundError,
         RunTimeoutError,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from rankzero.run import RunHandle
 
 __all__ = [
+    "CheckpointConfig",
     "EngineError",
     "HangError",
     "InsufficientSlotsError",
@@ -43,6 +46,7 @@ __all__ = [
     "RankZeroError",
     "ResultError",
     "ResultRef",
+    "RetryableError",
     "RunCancelledError",
     "RunHandle",
     "RunNotFoundError",
@@ -55,6 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointConfig": "checkpoint",
     "Launcher": "launcher",
     "LocalEngine": "engines.local",
     "ResultRef": "result",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import queue
+import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rankzero import policy, store
 from rankzero.channel.auth import new_secret
 from rankzero.channel.frames import Message
-from rankzero.channel.server import LOST, ChannelServer
+from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
+from rankzero.checkpoint import COMMIT_TIMEOUT, FOLDER, CheckpointConfig, Committer, Manifest
+from rankzero.directory import RunDirectory
 from rankzero.engines.base import AgentGroup, EngineSession
 from rankzero.errors import (
     EngineError,
+    HangError,
     RankZeroError,
     ResultError,
     RunCancelledError,
@@ -26,20 +30,16 @@ from rankzero.job import Job
 from rankzero.policy import Failure
 from rankzero.record import Recorder
 from rankzero.result import ResultRef
-from rankzero.run import RunDirectory
+from rankzero.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.1
-"""Seconds between two looks at deadlines and at the request to cancel."""
-
-REMOTE_TICK = 2.0
-"""The same for a run directory on an object store, where a look is a request."""
+BACKLOG = 256
+"""Messages that may wait for the driver before agents have to keep their log lines."""
 
 ENGINE_ENDED = "engine-ended"
-INTERRUPT = "interrupt"
-DRIVER = -1
-"""The "task" under which the driver's own threads put messages into the queue."""
+CHECKPOINT_COMMITTED = "checkpoint-committed"
+CHECKPOINT_LOST = "checkpoint-lost"
 
 
 @dataclass
@@ -48,102 +48,133 @@ class _AgentState:
 
     join: Message
     first_rank: int | None = None
-    lost_at: float | None = None
-    said_bye: bool = False
+    disconnected_at: float | None = None
+    left_at: float | None = None
+    why_left: str = ""
+    cause: str = policy.LOST
 
     @property
     def name(self) -> str:
         return str(self.join["hostname"])
 
-
-@dataclass
-class Inbox:
-    """What other threads tell the driver: agents' messages, the engine's end, interrupts."""
-
-    queue: queue.SimpleQueue[tuple[int, Message]] = field(default_factory=queue.SimpleQueue)
-
-    def put(self, task: int, message: Message) -> None:
-        """From any thread, and from signal handlers."""
-        self.queue.put((task, message))
-
-    def interrupt(self, reason: str) -> None:
-        """Asks the driver to cancel the run."""
-        self.put(DRIVER, {"type": INTERRUPT, "reason": reason})
+    def leave(self, why: str, cause: str = policy.LOST) -> None:
+        """Notes that this agent has gone before it was told to; the first reason counts."""
+        if self.left_at is None:
+            self.left_at, self.why_left, self.cause = time.monotonic(), why, cause
 
 
 class Attempt:
-    """Drives one try: `run` returns rank 0's handle or raises the typed first cause."""
+    """Drives one try: `run` returns when success is certain and the agents have ended, or raises the first cause."""
 
-    def __init__(self, run: RunDirectory, job: Job, recorder: Recorder, session: EngineSession, inbox: Inbox) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        job: Job,
+        number: int,
+        recorder: Recorder,
+        session: EngineSession,
+        inbox: Inbox,
+        watch: Watch,
+    ) -> None:
         self._run = run
         self._job = job
+        self._number = number
         self._recorder = recorder
         self._session = session
-        self._inbox = inbox
+        self._messages = inbox.renew()
+        self._watch = watch
         self._agents: dict[int, _AgentState] = {}
         self._failures: list[Failure] = []
         self._first_failure_at = 0.0
         self._committed: set[int] = set()
         self._result: ResultRef | None = None
-        self._upload: Message | None = None
+        self._uploads: dict[tuple[int, str], Message] = {}
         self._value: list[Any] = []
         self._ready: set[tuple[int, int]] = set()
         self._rendezvous = False
-        self._started_at: float | None = None
+        self._progress: dict[int, tuple[int, float]] = {}
+        self._stacks: dict[int, str] = {}
+        self._stacks_deadline: float | None = None
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
         self._broken: RankZeroError | None = None
-        self._next_look = 0.0
+        self.started_at: float | None = None
+        """Monotonic time at which every rank had started."""
 
-    def run(self, start_deadline: float, private: dict[str, Any]) -> tuple[ResultRef, list[Any]]:
+    def run(self, start_deadline: float, env: dict[str, str], run_started_at: float | None) -> None:
         """Launches the agents and follows them to the end.
 
         Args:
             start_deadline: Monotonic time by which every rank must have started.
-            private: The user's environment under ``"env"``.
-
-        Returns:
-            The handle of rank 0's value, and the value itself in a list if it is small JSON.
+            env: The user's environment for the ranks.
+            run_started_at: Monotonic time at which the first attempt had started; None in that one.
         """
-        secret = new_secret()
         self._start_deadline = start_deadline
+        self._run_started_at = run_started_at
+        self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-") if self._run.is_remote else None
+        config = CheckpointConfig(**self._job.checkpoints)
+        self._committer = Committer(
+            self._run,
+            self._number,
+            self._job.num_processes,
+            config,
+            self._job.fresh_since,
+            lambda manifest: self._messages.put((DRIVER, {"type": CHECKPOINT_COMMITTED, "manifest": manifest})),
+            lambda index: self._messages.put((DRIVER, {"type": CHECKPOINT_LOST, "index": index})),
+        )
+        self._resume = self._committer.newest()
+        self._files = {**self._job.files, **self._resume_files()}
+        secret = new_secret()
         self._server = ChannelServer(
             secret,
             self._session.bind_host,
-            self._inbox.put,
-            served={name: file["location"] for name, file in self._job.files.items()},
-            upload_directory=self._upload_directory(),
+            lambda task, message: self._messages.put((task, message)),
+            served={name: file["location"] for name, file in self._files.items()},
+            upload_directory=self._scratch.name if self._scratch else self._run.path("result"),
+            ports=(self._job.ports[0], self._job.ports[1]) if self._job.ports else None,
+            can_take=lambda: self._messages.qsize() < BACKLOG,
         )
         try:
-            port = self._server.start()
-            config = {
-                "driver": [self._session.driver_host, port],
+            agent_config = {
+                "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
                 "use_gpu": self._job.use_gpu,
-                "env": private["env"],
+                "ports": self._job.ports,
+                "env": env,
             }
-            group = self._session.launch(config, self._on_engine_end)
+            group = self._session.launch(agent_config, self._on_engine_end)
             self._follow(group)
         finally:
             self._server.close()
-        assert self.outcome is not None
-        return self.outcome
+            self._committer.close(0.0)
+            if self._scratch:
+                self._scratch.cleanup()
 
-    def _upload_directory(self) -> str:
-        if not self._run.is_remote:
-            return self._run.path("result")
-        import tempfile
+    def _start_server(self) -> int:
+        try:
+            return self._server.start()
+        except OSError as error:
+            raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
-        self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-")
-        return self._scratch.name
+    def _resume_files(self) -> dict[str, dict[str, Any]]:
+        """The parts of the checkpoint to start from, as files that agents may fetch."""
+        if self._resume is None:
+            return {}
+        return {
+            f"checkpoint-{rank}": {**part, "location": self._run.path(FOLDER, self._resume.id, part["file"])}
+            for rank, part in self._resume.parts.items()
+        }
 
     def _on_engine_end(self, error: BaseException | None) -> None:
-        self._inbox.put(DRIVER, {"type": ENGINE_ENDED, "error": error})
+        self._messages.put((DRIVER, {"type": ENGINE_ENDED, "error": error}))
 
     @property
     def outcome(self) -> tuple[ResultRef, list[Any]] | None:
-        """What `run` returns, as soon as it is certain; an interrupt after that loses nothing."""
+        """Rank 0's handle, and the value in a list if it is small JSON, as soon as success is certain.
+
+        Whatever happens after that loses nothing.
+        """
         if self._result is None or len(self._committed) < self._job.num_processes:
             return None
         return self._result, self._value
@@ -153,13 +184,17 @@ class Attempt:
             while self.outcome is None:
                 self._take(TICK)
                 self._look(group)
-        except BaseException:
+        except BaseException as error:
             self._stopping = True
-            self._server.broadcast({"type": "stop", "grace": policy.STOP_GRACE})
-            self._await_agents(group, policy.STOP_GRACE + policy.STOP_MARGIN)
+            self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
+            self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
+            self._committer.close(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
+            self._take_all()
             raise
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, policy.STOP_GRACE + policy.STOP_MARGIN)
+        self._await_agents(group, policy.END_TIMEOUT)
+        self._committer.close(COMMIT_TIMEOUT)
+        self._take_all()
 
     def _await_agents(self, group: AgentGroup, timeout: float) -> None:
         """Takes the agents' last words until they have ended; then ends the engine's part."""
@@ -171,61 +206,95 @@ class Attempt:
             group.cancel()
             self._server.close()
             group.wait(policy.STOP_MARGIN)
-        while self._take(0.0):
-            pass
 
     # -- messages ------------------------------------------------------------------------------
 
     def _take(self, timeout: float) -> bool:
         """Handles what is there, or waits for it; False if nothing came."""
         try:
-            task, message = self._inbox.queue.get(timeout=timeout) if timeout else self._inbox.queue.get(False)
+            task, message = self._messages.get(timeout=timeout) if timeout else self._messages.get(False)
         except queue.Empty:
             return False
         self._handle(task, message)
         return True
 
+    def _take_all(self) -> None:
+        while self._take(0.0):
+            pass
+
     def _handle(self, task: int, message: Message) -> None:
         kind = message["type"]
-        if kind == ENGINE_ENDED:
-            self._engine_ended = True
-            self._engine_error = message["error"]
-        elif kind == INTERRUPT:
-            self._broken = self._broken or RunCancelledError(message["reason"])
+        if task == DRIVER:
+            self._handle_own(kind, message)
         elif kind == "join":
             self._on_join(task, message)
         elif agent := self._agents.get(task):
-            self._handle_agent(task, agent, message)
+            if "local_rank" in message:
+                self._handle_rank(self._rank(agent, task, message), agent, task, message)
+            else:
+                self._handle_agent(agent, task, message)
 
-    def _handle_agent(self, task: int, agent: _AgentState, message: Message) -> None:
+    def _handle_own(self, kind: str, message: Message) -> None:
+        if kind == ENGINE_ENDED:
+            self._engine_ended = True
+            self._engine_error = message["error"]
+        elif kind == CHECKPOINT_COMMITTED:
+            manifest: Manifest = message["manifest"]
+            event = {"type": "checkpoint", "id": manifest.id, "metrics": manifest.metrics}
+            self._recorder.event(event)
+            self._recorder.update(checkpoint=manifest.id)
+            self._server.broadcast({"type": "checkpoint", "manifest": manifest.to_json()})
+        elif kind == CHECKPOINT_LOST:
+            self._server.broadcast(message)
+        else:
+            assert kind == INTERRUPT
+
+    def _handle_agent(self, agent: _AgentState, task: int, message: Message) -> None:
+        kind = message["type"]
+        if kind == "rendezvous":
+            self._on_rendezvous(agent, message)
+        elif kind == "uploaded":
+            self._uploads[task, message["name"]] = message
+        elif kind == "leaving":
+            agent.leave(message["why"], message["cause"])
+        elif kind == DISCONNECTED:
+            agent.disconnected_at = time.monotonic()
+        elif kind == RECONNECTED:
+            agent.disconnected_at = None
+        elif kind == LOST:
+            agent.leave("it was not heard of any more: its host died or the network to it is cut")
+
+    def _handle_rank(self, rank: int, agent: _AgentState, task: int, message: Message) -> None:
         kind = message["type"]
         if kind == "log":
-            self._recorder.log(self._rank(task, message), message["lines"])
+            self._recorder.log(rank, message["lines"])
         elif kind == "metric":
-            self._recorder.metric(self._rank(task, message), message["metrics"], message["time"])
+            self._recorder.metric(rank, message["metrics"], message["time"])
+        elif kind == "beat":
+            self._on_beat(rank, message["progress"])
         elif kind == "ready":
             self._ready.add((task, message["local_rank"]))
             self._note_start()
-        elif kind == "rendezvous":
-            self._on_rendezvous(agent, message)
-        elif kind == "uploaded":
-            self._upload = message
+        elif kind == "checkpoint":
+            self._on_checkpoint_part(rank, task, message)
+        elif kind == "stack":
+            self._stacks[rank] = message["text"]
         elif kind == "commit":
-            self._on_commit(self._rank(task, message), message)
+            self._on_commit(rank, task, message)
         elif kind == "failure":
-            self._on_failure(self._rank(task, message), agent, message)
-        elif kind == "bye":
-            agent.said_bye = True
-        elif kind == LOST and not agent.said_bye:
-            agent.lost_at = time.monotonic()
+            self._on_failure(rank, agent, message)
 
-    def _rank(self, task: int, message: Message) -> int:
-        first = self._agents[task].first_rank
+    def _rank(self, agent: _AgentState, task: int, message: Message) -> int:
+        first = agent.first_rank
         if first is None:
             first = task * self._job.processes_per_task
         return first + int(message["local_rank"])
 
     def _on_join(self, task: int, message: Message) -> None:
+        if task in self._agents:
+            # Restarts are ours to decide: ranks of two tries must never mix.
+            self._agents[task].leave("another agent joined in its place")
+            return
         agent = self._agents[task] = _AgentState(message)
         if self._stopping:
             self._server.send(task, {"type": "stop", "grace": 0.0})
@@ -260,44 +329,63 @@ class Attempt:
                     "master_addr": self._agents[order[0]].join["host"],
                     "run_directory": None if self._run.is_remote else self._run.directory,
                     "run_token": self._run.token(),
-                    "files": self._job.files,
+                    "files": self._files,
+                    "checkpoint": self._resume.to_json() if self._resume else None,
+                    "beat_interval": policy.beat_interval(self._job.hang_timeout),
                     "context": {
                         "world_size": self._job.num_processes,
                         "run_id": self._job.run_id,
-                        "attempt": self._recorder.status.attempt,
+                        "attempt": self._number,
                         "backend": self._job.resolved_backend(),
                     },
                 },
             )
 
     def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
-        go = {"type": "go", "master_addr": agent.join["host"], "master_port": message["port"]}
-        self._server.broadcast(go)
+        hosts = list(dict.fromkeys([agent.join["host"], agent.join["address"]]))
+        self._server.broadcast({"type": "go", "master_hosts": hosts, "master_port": message["port"]})
         self._rendezvous = True
         self._note_start()
 
     def _note_start(self) -> None:
-        """The run has started when every rank has imported torch and rank 0 has opened the rendezvous."""
-        if self._rendezvous and len(self._ready) == self._job.num_processes and self._started_at is None:
-            self._started_at = time.monotonic()
-            self._recorder.update(state="running", started=time.time())
+        """The attempt has started when every rank has imported torch and rank 0 has opened the rendezvous."""
+        if self._rendezvous and len(self._ready) == self._job.num_processes and self.started_at is None:
+            self.started_at = time.monotonic()
+            self._progress = dict.fromkeys(range(self._job.num_processes), (0, self.started_at))
+            self._recorder.update(state="running", started=self._recorder.status.started or time.time())
 
-    def _on_commit(self, rank: int, message: Message) -> None:
+    def _on_beat(self, rank: int, progress: int) -> None:
+        if self.started_at is not None and self._progress[rank][0] != progress:
+            self._progress[rank] = progress, time.monotonic()
+
+    def _on_checkpoint_part(self, rank: int, task: int, message: Message) -> None:
+        part = {**message}
+        if name := message.get("upload"):
+            uploaded = self._uploads.pop((task, name), None)
+            if uploaded is None or uploaded.get("sha256") != message["sha256"]:
+                what = uploaded.get("error", "it was damaged on its way") if uploaded else "it did not arrive"
+                logger.error("checkpoint %s: the part of rank %s is lost: %s", message["id"], rank, what)
+                self._server.broadcast({"type": CHECKPOINT_LOST, "index": message["index"]})
+                return
+            part["uploaded"] = uploaded["path"]
+        self._committer.add(rank, part)
+
+    def _on_commit(self, rank: int, task: int, message: Message) -> None:
         if "result" in message:
             try:
-                self._store_result(message["result"])
+                self._store_result(task, message["result"])
             except (OSError, ResultError) as error:
                 self._broken = ResultError(f"rank 0 returned, but its value could not be stored: {error}")
                 return
         self._committed.add(rank)
 
-    def _store_result(self, result: dict[str, Any]) -> None:
-        uri = self._run.path("result", f"value.{result['format']}")
+    def _store_result(self, task: int, result: dict[str, Any]) -> None:
+        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
         path = result["path"]
-        if self._upload is not None:
-            if self._upload.get("sha256") != result["sha256"]:
-                raise ResultError(str(self._upload.get("error", "the upload was damaged on its way")))
-            path = self._upload["path"]
+        if uploaded := self._uploads.pop((task, "value"), None):
+            if uploaded.get("sha256") != result["sha256"]:
+                raise ResultError(str(uploaded.get("error", "the upload was damaged on its way")))
+            path = uploaded["path"]
         store.upload(path, uri)
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
         self._result = ResultRef(uri, result["format"], result["sha256"], result["size"], summary)
@@ -307,7 +395,8 @@ class Attempt:
         if rank in self._committed:
             return
         facts = {key: message[key] for key in _FAILURE_FACTS if message.get(key) is not None}
-        failure = Failure(rank=rank, host=agent.name, order=len(self._failures), **facts)
+        tail = tuple(line[: policy.LOG_TAIL_WIDTH] for line in message.get("log_tail", ()))
+        failure = Failure(rank=rank, host=agent.name, order=len(self._failures), log_tail=tail, **facts)
         if not self._failures:
             self._first_failure_at = time.monotonic()
         self._failures.append(failure)
@@ -318,24 +407,66 @@ class Attempt:
     def _look(self, group: AgentGroup) -> None:
         """Raises the typed error if the attempt cannot succeed any more."""
         now = time.monotonic()
-        if self._failures and policy.is_settled(self._failures, now - self._first_failure_at):
+        self._look_at_failures(group, now)
+        self._watch.check()
+        if self.started_at is None:
+            if now > self._start_deadline:
+                raise self._start_timeout()
+            return
+        timeout = self._job.timeout
+        if timeout and now - (self._run_started_at or self.started_at) > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
+        self._look_for_hang(now)
+
+    def _look_at_failures(self, group: AgentGroup, now: float) -> None:
+        gone = [(task, agent) for task, agent in self._agents.items() if agent.left_at or agent.disconnected_at]
+        waited = now - self._first_failure_at
+        if self._failures and policy.is_settled(self._failures, waited):
+            if gone and all(failure.collateral for failure in self._failures):
+                # The peers of a lost host see broken connections only.
+                raise self._lost(*gone[0], group)
             raise self._failed()
         if self._broken:
             raise self._broken
         if self._engine_ended and not self._failures:
-            error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
-            raise group.explain(error)
-        for task, agent in self._agents.items():
-            if agent.lost_at is not None and now - agent.lost_at > policy.AGENT_LOST_WINDOW:
-                raise EngineError(f"the connection to task {task} on {agent.name} was lost; its host or executor died")
-        if now < self._next_look:
+            raise self._engine_failed(group)
+        for task, agent in gone:
+            if agent.left_at is not None and now - agent.left_at > policy.AGENT_LOST_WINDOW:
+                raise self._lost(task, agent, group)
+
+    def _engine_failed(self, group: AgentGroup) -> RankZeroError:
+        error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
+        return group.explain(error)
+
+    def _lost(self, task: int, agent: _AgentState, group: AgentGroup) -> RankZeroError:
+        if self._engine_ended and self._engine_error:
+            return self._engine_failed(group)
+        first = agent.first_rank or 0
+        ranks = policy.name_ranks(range(first, first + agent.join["workers"]))
+        why = agent.why_left or "its connection broke and did not come back"
+        others = policy.group_others(self._failures, Failure(rank=-1, host=""))
+        text = [f"task {task} on {agent.name} ({ranks}) was lost: {why}"]
+        if others:
+            text += ["Then failed:", *(f"  {line}" for line in others)]
+        return EngineError("\n".join(text), cause=agent.cause)
+
+    def _look_for_hang(self, now: float) -> None:
+        bound = self._job.hang_timeout
+        if bound is None:
             return
-        self._next_look = now + look_interval(self._run)
-        check_cancel(self._run)
-        if self._started_at is None and now > self._start_deadline:
-            raise self._start_timeout()
-        if self._started_at and self._job.timeout and now - self._started_at > self._job.timeout:
-            raise RunTimeoutError(f"the run took longer than timeout={self._job.timeout} s and was ended")
+        if self._stacks_deadline is None:
+            if policy.is_hung((when for _, when in self._progress.values()), now, bound):
+                self._stacks_deadline = now + policy.STACKS_WINDOW
+                self._server.broadcast({"type": "dump"})
+        elif now > self._stacks_deadline or len(self._stacks) == self._job.num_processes:
+            raise self._hung(bound)
+
+    def _hung(self, bound: float) -> HangError:
+        silent = "no answer: its agent or the network hangs"
+        stacks = {rank: self._stacks.get(rank, silent) for rank in range(self._job.num_processes)}
+        missing = policy.not_in_collective(stacks)
+        message = policy.hang_message(bound, stacks, missing, self._run.directory)
+        return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
 
     def _failed(self) -> RankZeroError:
         cause = policy.first_cause(self._failures)
@@ -344,9 +475,10 @@ class Attempt:
         if cause.exception_type == "rankzero.errors.ResultError":
             return ResultError(cause.message)
         others = policy.group_others(self._failures, cause)
-        tail = self._recorder.tail(cause.rank)
+        same = policy.same_as(cause, self._failures)
+        tail = list(cause.log_tail) or self._recorder.tail(cause.rank)
         return WorkerFailedError(
-            policy.failure_message(cause, others, tail, self._run.directory),
+            policy.failure_message(cause, same, others, tail, self._run.directory),
             rank=cause.rank,
             host=cause.host,
             exception_type=cause.exception_type,
@@ -354,7 +486,8 @@ class Attempt:
             exit_code=cause.exit_code,
             signal=cause.signal,
             log_tail=tail,
-            others=others,
+            others=([f"{policy.name_ranks(same)}: the same"] if same else []) + others,
+            cause=cause.restart_cause,
         )
 
     def _start_timeout(self) -> StartTimeoutError:
@@ -364,7 +497,7 @@ class Attempt:
             text = f"{len(missing)} of {tasks} tasks were not started: {', '.join(missing)}"
         else:
             missing = [
-                f"rank {self._rank(task, {'local_rank': local_rank})}"
+                f"rank {self._rank(agent, task, {'local_rank': local_rank})}"
                 for task, agent in self._agents.items()
                 for local_rank in range(agent.join["workers"])
                 if (task, local_rank) not in self._ready
@@ -375,15 +508,13 @@ class Attempt:
         )
 
 
-_FAILURE_FACTS = ("exception_type", "message", "traceback", "exit_code", "signal", "collateral", "cause")
-
-
-def look_interval(run: RunDirectory) -> float:
-    """Seconds between two looks at the request to cancel."""
-    return REMOTE_TICK if run.is_remote else TICK
-
-
-def check_cancel(run: RunDirectory) -> None:
-    """Raises RunCancelledError if somebody asked for the end."""
-    if run.cancel_requested():
-        raise RunCancelledError("the run was cancelled on request")
+_FAILURE_FACTS = (
+    "exception_type",
+    "message",
+    "traceback",
+    "exit_code",
+    "signal",
+    "collateral",
+    "cause",
+    "retryable",
+)

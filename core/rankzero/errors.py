@@ -39,13 +39,21 @@ class InvalidJobError(RankZeroError, ValueError):
 
 
 class EngineError(RankZeroError, RuntimeError):
-    """The engine (local processes or Spark) could not place or keep the agents."""
+    """The engine (local processes or Spark) could not place or keep the agents.
+
+    Attributes:
+        cause: ``"lost"`` (a host, executor, agent or its connection went away), ``"preempted"`` (the
+            cluster took the place back), or None: the engine refused, and would again.
+    """
+
+    _fields: ClassVar[tuple[str, ...]] = ("cause",)
+    cause: str | None
 
 
 class InsufficientSlotsError(EngineError):
     """The cluster has fewer task slots (or GPUs) than the job needs."""
 
-    _fields = ("needed", "available")
+    _fields = ("cause", "needed", "available")
     needed: int | None
     available: int | None
 
@@ -53,7 +61,7 @@ class InsufficientSlotsError(EngineError):
 class StartTimeoutError(EngineError, TimeoutError):
     """The ranks did not all start within ``start_timeout`` seconds."""
 
-    _fields = ("missing",)
+    _fields = ("cause", "missing")
     missing: list[str] | None
 
 
@@ -69,6 +77,8 @@ class WorkerFailedError(RankZeroError, RuntimeError):
         signal: Name of the signal that ended it (``"SIGKILL"``), or None.
         log_tail: The last log lines of that rank, oldest first.
         others: What the other ranks reported after it, one line each.
+        cause: What a restart is decided by: ``"killed"``, ``"preempted"``, ``"lost"``, ``"retryable"``, or
+            None for an exception of the user's code.
     """
 
     _fields = (
@@ -80,6 +90,7 @@ class WorkerFailedError(RankZeroError, RuntimeError):
         "signal",
         "log_tail",
         "others",
+        "cause",
     )
     rank: int | None
     host: str | None
@@ -89,10 +100,27 @@ class WorkerFailedError(RankZeroError, RuntimeError):
     signal: str | None
     log_tail: list[str] | None
     others: list[str] | None
+    cause: str | None
+
+
+class RetryableError(RankZeroError):
+    """For training functions to raise: try again from the last checkpoint, if ``max_restarts`` allows.
+
+    Every other exception of the user's code ends the run at once, since it would come again.
+    """
 
 
 class HangError(RankZeroError, TimeoutError):
-    """No rank made progress for ``hang_timeout`` seconds."""
+    """No rank made progress for ``hang_timeout`` seconds.
+
+    Attributes:
+        stacks: Where each rank stood, by rank: the Python stack of its main thread, or why there is none.
+        missing: Ranks that had not joined the collective in which others waited; empty if none waited.
+    """
+
+    _fields = ("stacks", "missing")
+    stacks: dict[str, str] | None
+    missing: list[int] | None
 
 
 class RunTimeoutError(RankZeroError, TimeoutError):
@@ -120,6 +148,7 @@ _BY_NAME: dict[str, type[RankZeroError]] = {
         InsufficientSlotsError,
         StartTimeoutError,
         WorkerFailedError,
+        RetryableError,
         HangError,
         RunTimeoutError,
         RunCancelledError,

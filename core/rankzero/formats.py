@@ -21,6 +21,7 @@ import os
 import pickle
 import struct
 import sys
+import tarfile
 from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 JSON, SAFETENSORS, CLOUDPICKLE = "json", "safetensors", "cloudpickle"
+DIRECTORY = "tar"
+"""A directory tree, for checkpoints."""
 
 _HASH_CHUNK = 16 << 20
 _HEADER_LENGTH = struct.Struct("<Q")
@@ -113,17 +116,35 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     return sink.size, sink.digest.hexdigest()
 
 
+def write_directory(directory: str, path: str) -> tuple[int, str]:
+    """Writes a directory tree as one uncompressed tar file; returns like `write`."""
+    with open(path, "wb") as file:
+        sink = _HashingWriter(file)
+        with tarfile.open(fileobj=sink, mode="w|") as archive:
+            archive.add(directory, arcname=".")
+        file.flush()
+        os.fsync(file.fileno())
+    return sink.size, sink.digest.hexdigest()
+
+
+def read_directory(path: str, sha256: str, target: str) -> None:
+    """Unpacks what `write_directory` wrote into ``target``. Raises ResultError if the checksum differs."""
+    _verify(path, sha256)
+    with tarfile.open(path) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(target, filter="data")
+        else:
+            archive.extractall(target)
+
+
 def read(path: str, file_format: str, sha256: str | None) -> Any:
     """Loads a value from a local file whose sha256 is checked first.
 
     Raises:
         ResultError: the checksum differs, or the format is unknown.
     """
-    if sha256 is not None and (actual := sha256_of(path)) != sha256:
-        raise ResultError(
-            f"{path} has sha256 {actual[:16]}..., but {sha256[:16]}... was recorded: "
-            "the file was changed or damaged after it was committed"
-        )
+    if sha256 is not None:
+        _verify(path, sha256)
     if file_format == SAFETENSORS:
         return _read_safetensors(path)
     with open(path, "rb") as file:
@@ -132,6 +153,14 @@ def read(path: str, file_format: str, sha256: str | None) -> Any:
         if file_format == CLOUDPICKLE:
             return pickle.load(file)
     raise ResultError(f"unknown result format {file_format!r} of {path}")
+
+
+def _verify(path: str, sha256: str) -> None:
+    if (actual := sha256_of(path)) != sha256:
+        raise ResultError(
+            f"{path} has sha256 {actual[:16]}..., but {sha256[:16]}... was recorded: "
+            "the file was changed or damaged after it was committed"
+        )
 
 
 def sha256_of(path: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.policy import STOP_GRACE
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 BACKENDS = ("auto", "nccl", "gloo", None)
@@ -29,8 +30,18 @@ class Job:
         processes_per_task: Workers in one Spark task.
         use_gpu: One GPU for each worker.
         backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or None.
-        timeout: Seconds the run may take, or None.
-        start_timeout: Seconds until every rank must have started.
+        timeout: Seconds the run may take over all attempts, or None.
+        start_timeout: Seconds until every rank of an attempt must have started.
+        hang_timeout: Seconds without progress of any rank after which an attempt ends, or None.
+        orphan_timeout: Seconds without a follower after which the run ends, or None.
+        max_restarts: New attempts after a killed rank, a lost host, a hang or a `RetryableError`.
+        max_preemptions: New attempts after a preemption.
+        stop_grace: Seconds between SIGTERM and SIGKILL.
+        ports: First and last port that rankzero may listen on, or None.
+        checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
+        submission: How often this run id was submitted before.
+        first_attempt: Number of this submission's first attempt.
+        fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
         engine: The engine's specification, without secrets.
         files: Name to location, size and sha256 of what the workers need.
         python: ``major.minor`` of the Python that made the payload.
@@ -46,6 +57,16 @@ class Job:
     timeout: float | None
     start_timeout: float
     engine: dict[str, Any]
+    hang_timeout: float | None = None
+    orphan_timeout: float | None = None
+    max_restarts: int = 0
+    max_preemptions: int = 0
+    stop_grace: float = STOP_GRACE
+    ports: list[int] | None = None
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    submission: int = 0
+    first_attempt: int = 0
+    fresh_since: int = 0
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
     created: float = field(default_factory=time.time)
@@ -107,6 +128,24 @@ def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
         return
     if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
         raise InvalidJobError(f"{name} is {value!r}; it must be a positive number of seconds")
+
+
+def check_limit(name: str, value: object, *, optional: bool = False) -> None:
+    """Raises InvalidJobError unless the value is a whole number, 0 or more."""
+    if value is None and optional:
+        return
+    if type(value) is not int or value < 0:
+        raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, 0 or more")
+
+
+def check_ports(value: object) -> None:
+    """Raises InvalidJobError unless the value is None or a pair of ports, lowest first."""
+    if value is None:
+        return
+    numbers = list(value) if isinstance(value, (tuple, list)) else []
+    whole = all(type(number) is int and 0 < number < 65536 for number in numbers)
+    if len(numbers) != 2 or not whole or numbers[0] > numbers[1]:
+        raise InvalidJobError(f"ports is {value!r}; give the first and the last port, for example (40000, 40100)")
 
 
 def check_choices(use_gpu: object, backend: object) -> None:

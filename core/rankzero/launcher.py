@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero import store
+from rankzero.checkpoint import CheckpointConfig
+from rankzero.directory import RunDirectory
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run import CANCEL_TIMEOUT, RunDirectory, RunHandle
+from rankzero.policy import STOP_GRACE
+from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
@@ -39,15 +43,25 @@ class Launcher:
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
             or None if the training function decides. Shown to it as ``get_context().backend``.
         env: Environment variables for the ranks.
-        timeout: Seconds the run may take once every rank has started; None for no bound.
-        start_timeout: Seconds until every rank must have started.
-        hang_timeout: Must be None: not part of this version.
-        orphan_timeout: Must be None: not part of this version.
-        max_restarts: Must be 0: not part of this version.
+        timeout: Seconds the run may take, all attempts together, once every rank has started; None for no bound.
+        start_timeout: Seconds until every rank of an attempt must have started.
+        hang_timeout: Seconds after which an attempt in which no rank progresses ends with a `HangError`; None
+            for no bound. Progress is a call of `rankzero.train.report` or a step of a torch optimizer.
+        orphan_timeout: Seconds after which a submitted run that nobody follows cancels itself; None lets it go
+            on. `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
+        max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal, a host or
+            executor was lost, a hang, or a `RetryableError`. Other exceptions of the function end the run.
         store: Root of the run directories, a path or an fsspec URL. None: ``$RANKZERO_STORE``, else
             ``~/.rankzero/runs``.
-        run_id: Name of the run; None makes one up.
+        run_id: Name of the run; None makes one up. A run id that lives is not started twice; one that failed or
+            was cancelled goes on from its last checkpoint; see `submit` for one that succeeded.
         dataset: Must be None: not part of this version.
+        max_preemptions: New attempts after the cluster took a place back (SIGTERM from outside); None for as
+            many as ``max_restarts``, counted apart.
+        stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
+        ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the
+            system choose. The connections of a collective library are not rankzero's to place.
+        checkpoints: Which checkpoints are kept.
 
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
@@ -79,6 +93,10 @@ class Launcher:
     store: str | os.PathLike[str] | None = None
     run_id: str | None = None
     dataset: Any = None
+    max_preemptions: int | None = None
+    stop_grace: float = STOP_GRACE
+    ports: tuple[int, int] | None = None
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         jobs.check_counts(self.num_processes, self.processes_per_task)
@@ -89,14 +107,16 @@ class Launcher:
         jobs.check_run_id(self.run_id)
         if self.store is not None and not isinstance(self.store, (str, os.PathLike)):
             raise InvalidJobError(f"store is {self.store!r}; it must be a path or an fsspec URL")
-        for name, value, off in (
-            ("hang_timeout", self.hang_timeout, None),
-            ("orphan_timeout", self.orphan_timeout, None),
-            ("max_restarts", self.max_restarts, 0),
-            ("dataset", self.dataset, None),
-        ):
-            if value is not off and value != off:
-                raise InvalidJobError(f"{name}={value!r} is not supported by this version of rankzero; leave it {off}")
+        jobs.check_seconds("hang_timeout", self.hang_timeout)
+        jobs.check_seconds("orphan_timeout", self.orphan_timeout)
+        jobs.check_seconds("stop_grace", self.stop_grace, optional=False)
+        jobs.check_limit("max_restarts", self.max_restarts)
+        jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
+        jobs.check_ports(self.ports)
+        if not isinstance(self.checkpoints, CheckpointConfig):
+            raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
+        if self.dataset is not None:
+            raise InvalidJobError(f"dataset={self.dataset!r} is not supported by this version of rankzero")
 
     def options(self, **changes: Any) -> Launcher:
         """A copy with changed fields. Raises InvalidJobError for a field that does not exist."""
@@ -112,7 +132,8 @@ class Launcher:
     def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
 
-        The run ends with this call: an interrupt, or the death of this process, cancels it.
+        The run ends with this call: an interrupt, or the death of this process, cancels it. Called again with the
+        same ``run_id`` after such an end it goes on from the last checkpoint; after a success it trains again.
 
         Args:
             train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
@@ -127,7 +148,10 @@ class Launcher:
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
-        return start_owned(self, print_line, train, args, kwargs).result()
+        handle = start_owned(self, print_line, train, args, kwargs)
+        value = handle.result()
+        handle.mark_delivered()
+        return value
 
     @overload
     def submit(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...
@@ -136,7 +160,10 @@ class Launcher:
     def submit(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Starts a run that belongs to its run directory and outlives this process.
 
-        Takes the arguments of `run`.
+        Takes the arguments of `run`. Submitting one ``run_id`` again starts nothing while the run lives, and gives
+        the handle of the run and its result when it succeeded; after `RunHandle.mark_delivered` it trains from
+        scratch. A run that failed or was cancelled goes on from its last checkpoint, with the function and
+        arguments given now.
 
         Returns:
             A `RunHandle`; any other process gets one with ``RunHandle.attach(handle.directory)``.
@@ -144,8 +171,8 @@ class Launcher:
         Raises:
             InvalidJobError: refused before anything started.
         """
-        run = _prepare(self, _engine_of(self), train, args, kwargs, detached=True)
-        return RunHandle(run.directory, _start_driver(run, None))
+        run, started = _prepare(self, _engine_of(self), train, args, kwargs, detached=True)
+        return RunHandle(run.directory, _start_driver(run, None) if started else None)
 
 
 def start_owned(
@@ -176,21 +203,28 @@ def start_owned(
         BaseException: whatever interrupted this thread, after the run was ended.
     """
     engine = _engine_of(launcher)
-    run = _prepare(launcher, engine, train, args, kwargs, detached=engine.prefers_own_process)
-    if not engine.prefers_own_process:
-        from rankzero.driver import Driver
-
+    run, started = _prepare(launcher, engine, train, args, kwargs, detached=engine.prefers_own_process)
+    if not started:
+        handle: RunHandle[Any] = RunHandle(run.directory)
+        if not handle.status().final:
+            raise InvalidJobError(
+                f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
+                "another run_id"
+            )
+        # It succeeded, and whoever waited for it died before it could hand the result on.
+        return handle
+    with _process_driver(run) if engine.prefers_own_process else _thread_driver(run, engine) as handle:
         if on_start:
-            on_start(RunHandle(run.directory))
-        Driver(run, engine, on_line).run()
-        return RunHandle(run.directory)
-    return _follow_owned(run, on_line, on_start or (lambda _: None))
+            on_start(handle)
+        ends = {rank: run.end_of(f"logs/rank-{rank}.log") for rank in range(launcher.num_processes)}
+        for line in handle.lines(ends, follow=True, prefix=True):
+            on_line(line)
+    return handle
 
 
-def _follow_owned(
-    run: RunDirectory, on_line: Callable[[str], None], on_start: Callable[[RunHandle[Any]], None]
-) -> RunHandle[Any]:
-    """Starts a driver that ends its run when this process, or this call, does."""
+@contextlib.contextmanager
+def _process_driver(run: RunDirectory) -> Iterator[RunHandle[Any]]:
+    """A driver in a process of its own, which ends its run when this process, or the block, does."""
     theirs, ours = os.pipe()
     handle: RunHandle[Any] | None = None
     try:
@@ -198,15 +232,32 @@ def _follow_owned(
             handle = RunHandle(run.directory, _start_driver(run, theirs))
         finally:
             os.close(theirs)
-        on_start(handle)
-        for line in handle.logs(follow=True):
-            on_line(line)
-        return handle
+        yield handle
     finally:
         # After an interrupt this is what ends the run, at once, wherever its directory lies.
         os.close(ours)
         if handle:
             handle.wait(CANCEL_TIMEOUT)
+
+
+@contextlib.contextmanager
+def _thread_driver(run: RunDirectory, engine: Engine) -> Iterator[RunHandle[Any]]:
+    """A driver in a thread of this process, which ends its run when the block does."""
+    from rankzero.driver import Driver, DriverThread
+
+    thread = DriverThread(Driver(run, engine))
+    thread.start()
+    try:
+        yield RunHandle(run.directory, thread)
+    except BaseException as interrupt:
+        thread.driver.inbox.interrupt(
+            f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
+        )
+        raise
+    finally:
+        thread.join(CANCEL_TIMEOUT)
+    if thread.error:
+        raise thread.error
 
 
 def print_line(line: str) -> None:
@@ -234,9 +285,13 @@ def _prepare(
     kwargs: dict[str, Any],
     *,
     detached: bool,
-) -> RunDirectory:
-    """Checks everything, then writes the run directory. Nothing has started when this raises."""
-    from rankzero import payload
+) -> tuple[RunDirectory, bool]:
+    """Checks everything, then writes the run directory. Nothing has started when this raises.
+
+    Returns:
+        The run, and whether the caller must start its driver (else somebody did).
+    """
+    from rankzero import payload, submission
 
     if detached and not engine.can_detach:
         raise InvalidJobError(
@@ -245,6 +300,7 @@ def _prepare(
         )
     parts = payload.build(train, args, kwargs)
     spec, private = engine.to_spec()
+    restarts = launcher.max_restarts
     job = Job(
         run_id=launcher.run_id or jobs.new_run_id(parts.name),
         name=parts.name,
@@ -255,28 +311,39 @@ def _prepare(
         timeout=launcher.timeout,
         start_timeout=launcher.start_timeout,
         engine=spec,
+        hang_timeout=launcher.hang_timeout,
+        orphan_timeout=launcher.orphan_timeout,
+        max_restarts=restarts,
+        max_preemptions=restarts if launcher.max_preemptions is None else launcher.max_preemptions,
+        stop_grace=launcher.stop_grace,
+        ports=list(launcher.ports) if launcher.ports else None,
+        checkpoints=asdict(launcher.checkpoints),
     )
     engine.check(job)
     root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
     files = {"payload.pkl": parts.data}
     if parts.modules is not None:
         files["modules.zip"] = parts.modules
-    directory = RunDirectory(store.join(store.normalize(root), job.run_id))
-    job = replace(job, files=_describe_files(directory, parts, files))
+    run = RunDirectory(store.join(store.normalize(root), job.run_id))
+    described = _describe_files(parts, files)
+
+    def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
+        located = {
+            name: facts if "location" in facts else {**facts, "location": run.submission_path(number, name)}
+            for name, facts in described.items()
+        }
+        return replace(job, files=located, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
+
     env = jobs.check_strings("env", launcher.env)
-    return RunDirectory.create(root, job, {"env": env, "engine": private}, files)
+    return run, submission.submit(run, make_job, {"env": env, "engine": private}, files)
 
 
-def _describe_files(run: RunDirectory, parts: Payload, files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+def _describe_files(parts: Payload, files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of what the ranks need; those of the run directory get their location later."""
     import hashlib
 
     described: dict[str, dict[str, Any]] = {
-        name: {
-            "location": run.path(name),
-            "size": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "absolute": False,
-        }
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "absolute": False}
         for name, data in files.items()
     }
     for number, ref in enumerate(parts.refs):
@@ -302,7 +369,8 @@ def _start_driver(run: RunDirectory, owner: int | None) -> subprocess.Popen[byte
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
     # As `python -m rankzero.driver`, also where rankzero is found through this process's path only.
     program = "import sys; sys.path.append(sys.argv.pop(1)); from rankzero.driver import main; main()"
-    command = [sys.executable, "-c", program, package_root, run.directory]
+    submission = run.job().submission
+    command = [sys.executable, "-c", program, package_root, run.directory, "--submission", str(submission)]
     if owner is not None:
         command += ["--owner", str(owner)]
     with _open_driver_log(run) as log:

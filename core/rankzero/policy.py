@@ -5,14 +5,19 @@ The bounds that the driver applies have their names here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 STOP_GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL when a run fails or is cancelled."""
+"""Seconds between SIGTERM and SIGKILL when a run fails or is cancelled, unless the job says otherwise."""
 
-STOP_MARGIN = 6.0
-"""Seconds beyond the grace after which agents that do not say goodbye are given up."""
+STOP_MARGIN = 2.0
+"""Seconds beyond the grace after which agents that do not say goodbye are cancelled at the engine, and again
+after which the engine is given up."""
+
+END_TIMEOUT = 25.0
+"""Seconds that agents get after the last commit: exit handlers, and log lines that still wait."""
 
 CAUSE_WINDOW = 0.8
 """Seconds to wait for the true cause when the first failure looks like a consequence of another."""
@@ -25,6 +30,12 @@ HEARTBEAT_INTERVAL = 2.0
 
 DRIVER_DEAD_AFTER = 15.0
 """Seconds without a heartbeat after which a driver counts as dead."""
+
+STACKS_WINDOW = 3.0
+"""Seconds to wait for the ranks' stacks once a run counts as hung."""
+
+RESTART_DELAY_LIMIT = 60.0
+"""Longest pause in seconds before a restart."""
 
 LOG_TAIL = 20
 """Log lines of a rank that are kept for an error message."""
@@ -51,6 +62,8 @@ class Failure:
         signal: Name of the signal.
         collateral: The exception looks like the echo of another rank's death.
         cause: ``"no-torch"`` or None.
+        retryable: The user's code asked for another try.
+        log_tail: The last lines that the rank printed, oldest first.
     """
 
     rank: int
@@ -63,6 +76,19 @@ class Failure:
     signal: str | None = None
     collateral: bool = False
     cause: str | None = None
+    retryable: bool = False
+    log_tail: tuple[str, ...] = ()
+
+    @property
+    def restart_cause(self) -> str | None:
+        """What a restart is decided by; None for an exception of the user's code."""
+        if self.retryable:
+            return RETRYABLE
+        if self.signal == "SIGTERM":
+            return PREEMPTED
+        if self.signal:
+            return KILLED
+        return LOST if self.collateral else None
 
     @property
     def headline(self) -> str:
@@ -74,6 +100,9 @@ class Failure:
             return f"killed by {self.signal}" + (f" ({hint})" if hint else "")
         return f"exited with code {self.exit_code} before it returned"
 
+
+KILLED, LOST, PREEMPTED, HANG, RETRYABLE = "killed", "lost", "preempted", "hang", "retryable"
+"""Why an attempt ended, as far as a restart may help; None stands for everything else."""
 
 SIGNAL_HINTS = {
     "SIGKILL": "often the kernel's out-of-memory killer",
@@ -94,27 +123,143 @@ def is_settled(failures: Sequence[Failure], waited: float) -> bool:
     return any(not failure.collateral for failure in failures) or waited >= CAUSE_WINDOW
 
 
-def failure_message(cause: Failure, others: Sequence[str], log_tail: Sequence[str], directory: str) -> str:
+def failure_message(
+    cause: Failure, same: Sequence[int], others: Sequence[str], log_tail: Sequence[str], directory: str
+) -> str:
     """The text a person reads: first cause, traceback, last lines, the others, where to look."""
     parts = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
     if cause.traceback:
         parts.append(cause.traceback.rstrip())
     elif log_tail:
         parts += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
+    if same:
+        parts.append(f"The same failure: {name_ranks(same)}")
     if others:
         parts += ["Then failed:", *(f"  {line}" for line in others)]
     parts.append(f"Logs of all ranks: {directory}/logs")
     return "\n".join(parts)
 
 
+def same_as(cause: Failure, failures: Sequence[Failure]) -> list[int]:
+    """Other ranks that failed of the very same thing, numbers in the text aside."""
+    kind = _kind(cause)
+    return sorted(other.rank for other in failures if other is not cause and _kind(other) == kind)
+
+
 def group_others(failures: Sequence[Failure], cause: Failure) -> list[str]:
     """One line for each different failure after the first, with the ranks that share it."""
-    ranks: dict[str, list[int]] = {}
+    groups: dict[tuple[str, bool], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.order):
-        if failure is not cause:
-            note = " (a consequence)" if failure.collateral else ""
-            ranks.setdefault(failure.headline.splitlines()[0][:200] + note, []).append(failure.rank)
-    return [f"rank {', '.join(map(str, sorted(who)))}: {what}" for what, who in ranks.items()]
+        if failure is not cause and _kind(failure) != _kind(cause):
+            groups.setdefault(_kind(failure), []).append(failure)
+    lines = []
+    for (_, collateral), members in groups.items():
+        note = " (a consequence)" if collateral else ""
+        first_line = members[0].headline.splitlines()[0][:200]
+        lines.append(f"{name_ranks([failure.rank for failure in members])}: {first_line}{note}")
+    return lines
+
+
+def _kind(failure: Failure) -> tuple[str, bool]:
+    """What equal failures share: addresses, ports and ranks in a text are not part of it."""
+    return re.sub(r"\d+", "<n>", failure.headline.splitlines()[0]), failure.collateral
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``: runs of three and more are drawn together."""
+    pieces: list[str] = []
+    members = sorted(set(ranks))
+    start = 0
+    for index, rank in enumerate(members):
+        if index + 1 == len(members) or members[index + 1] != rank + 1:
+            run = members[start : index + 1]
+            pieces += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(member) for member in run]
+            start = index + 1
+    return ("rank " if len(members) == 1 else "ranks ") + ", ".join(pieces)
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often a run was restarted, and how often it may be. Preemptions have a budget of their own."""
+
+    max_restarts: int
+    max_preemptions: int
+    restarts: int = 0
+    preemptions: int = 0
+
+    def after(self, cause: str | None) -> tuple[Restarts, float] | None:
+        """The budget that is left and the pause in seconds before the next attempt; None to give up.
+
+        The pause is 0, 1, 3, 7 ... seconds for one restart after another, up to `RESTART_DELAY_LIMIT`.
+        """
+        if cause is None:
+            return None
+        count = self.preemptions if cause == PREEMPTED else self.restarts
+        if count >= (self.max_preemptions if cause == PREEMPTED else self.max_restarts):
+            return None
+        left = replace(self, preemptions=count + 1) if cause == PREEMPTED else replace(self, restarts=count + 1)
+        return left, min(2.0 ** min(count, 10) - 1, RESTART_DELAY_LIMIT)
+
+
+def beat_interval(hang_timeout: float | None) -> float:
+    """Seconds between two heartbeats of a worker: often enough to tell progress within ``hang_timeout``."""
+    return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
+
+
+def is_hung(progress: Iterable[float], now: float, hang_timeout: float) -> bool:
+    """True if the rank that progressed last did so longer than ``hang_timeout`` seconds ago.
+
+    Args:
+        progress: Monotonic time of the last progress of every rank.
+        now: Monotonic time.
+        hang_timeout: Seconds.
+    """
+    return now - max(progress) > hang_timeout
+
+
+COLLECTIVE_SIGNS = ("torch/distributed/", "torch/nn/parallel/distributed", "_engine_run_backward")
+"""Parts of stack lines by which a rank is seen to be inside a collective (or the backward pass that makes them)."""
+
+
+def not_in_collective(stacks: Mapping[int, str]) -> list[int]:
+    """Ranks whose stack shows no collective while another rank's does; empty if no rank waits in one."""
+    waiting = {rank for rank, stack in stacks.items() if any(sign in stack for sign in COLLECTIVE_SIGNS)}
+    return sorted(set(stacks) - waiting) if waiting else []
+
+
+def hang_message(hang_timeout: float, stacks: Mapping[int, str], missing: Sequence[int], directory: str) -> str:
+    """The text of a hang: who is missing, then where each rank stood, equal stacks once."""
+    parts = [f"no rank made progress for hang_timeout={hang_timeout} s"]
+    if missing:
+        waiting = sorted(set(stacks) - set(missing))
+        parts.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")
+    groups: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items(), key=lambda item: (item[0] not in missing, item[0])):
+        groups.setdefault(stack, []).append(rank)
+    for stack, ranks in groups.items():
+        parts += [f"{name_ranks(ranks)} stood at:", *(f"  {line}" for line in stack.splitlines())]
+    parts.append("Progress is a call of rankzero.train.report or a step of a torch optimizer.")
+    parts.append(f"Logs of all ranks: {directory}/logs")
+    return "\n".join(parts)
+
+
+ATTACH, CONTINUE, FRESH = "attach", "continue", "fresh"
+
+
+def on_resubmit(state: str, delivered: bool) -> str:
+    """What submitting an existing run id means.
+
+    Args:
+        state: The run's state, ``"failed"`` if its driver died.
+        delivered: Its result was handed on.
+
+    Returns:
+        `ATTACH` to a run that lives or whose result waits; `CONTINUE` a failed or cancelled one from its last
+        checkpoint; train `FRESH` after a delivered one.
+    """
+    if state == "succeeded":
+        return FRESH if delivered else ATTACH
+    return CONTINUE if state in ("failed", "cancelled") else ATTACH
 
 
 def order_tasks(hosts: Sequence[str]) -> list[int]:

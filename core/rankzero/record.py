@@ -9,61 +9,85 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rankzero.directory import Appender, RunDirectory, RunStatus
+from rankzero.errors import ResultError, RunNotFoundError
+from rankzero.liveness import process_namespace
 from rankzero.policy import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
-from rankzero.run import Appender, RunDirectory, RunStatus, process_namespace
 
 logger = logging.getLogger(__name__)
 
+FINISH_TIMEOUT = 10.0
+"""Seconds for which the last word is tried again while the store (a full disk) refuses it."""
+
+_FINISH_INTERVAL = 0.25
+
 
 class Recorder:
-    """Writes status, events and logs of one run.
+    """Writes status, events and logs of one submission of a run.
 
-    Used by the driver's thread. A thread of its own writes the heartbeat, so that neither a slow
-    reader of lines nor a large result on its way to the store makes a live driver look dead.
+    Used by the driver's thread. A thread of its own writes the heartbeat, so that neither a slow reader of lines
+    nor a large result on its way to the store makes a live driver look dead. What the store refuses while ranks
+    train (a full disk) does not end the training: lines are counted as lost, the status is tried again.
     """
 
-    def __init__(self, run: RunDirectory, on_line: Callable[[str], None] | None = None) -> None:
+    def __init__(self, run: RunDirectory, submission: int, attempt: int) -> None:
         self._run = run
-        self._on_line = on_line
-        self._events = Appender(run, "events.jsonl")
-        self._logs: dict[int, Appender] = {}
+        self._events = _Lines(Appender(run, "events.jsonl"))
+        self._logs: dict[int, _Lines] = {}
         self._tails: dict[int, deque[str]] = {}
         self._lock = threading.Lock()
         self._finished = threading.Event()
+        self.superseded = False
+        """Another submission took this run over: this driver has lost the right to write."""
         self.status = RunStatus(
-            driver_host=socket.gethostname(), driver_pid=os.getpid(), driver_namespace=process_namespace()
+            attempt=attempt,
+            submission=submission,
+            driver_host=socket.gethostname(),
+            driver_pid=os.getpid(),
+            driver_namespace=process_namespace(),
         )
         self._heart = threading.Thread(target=self._beat, name="rankzero-heartbeat", daemon=True)
 
     def update(self, **changes: Any) -> None:
         """Changes the status and writes it; a change of state is an event too."""
-        before = self.status.state
-        self._write(changes)
-        if self.status.state != before:
-            self.event({"type": "state", "state": self.status.state})
+        before = self.status
+        try:
+            self._write(changes)
+        except OSError:
+            logger.warning("the status could not be written; trying again with every heartbeat", exc_info=True)
+        if self.status.state != before.state or self.status.attempt != before.attempt:
+            self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
         if not self._heart.ident:
             self._heart.start()
 
     def _write(self, changes: dict[str, Any]) -> None:
         with self._lock:
             self.status = replace(self.status, heartbeat=time.time(), **changes)
-            self._run.write_status(self.status)
+            if not self.superseded:
+                self._run.write_status(self.status)
 
     def _beat(self) -> None:
         while not self._finished.wait(HEARTBEAT_INTERVAL):
             try:
+                self._check_superseded()
                 with self._lock:
                     if self._finished.is_set():
                         return
-                    for appender in (self._events, *self._logs.values()):
-                        appender.flush()
+                    for lines in (self._events, *self._logs.values()):
+                        lines.flush()
                 self._write({})
             except OSError:
                 logger.warning("the heartbeat could not be written", exc_info=True)
+
+    def _check_superseded(self) -> None:
+        """A driver that was held up for so long that others declared it dead must not write over its heir."""
+        try:
+            self.superseded = self._run.job().submission != self.status.submission
+        except RunNotFoundError:
+            self.superseded = True
 
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event."""
@@ -74,29 +98,74 @@ class Recorder:
         """Appends what a rank reported; rank 0's last values go into the status."""
         self.event({"type": "metric", "rank": rank, "metrics": metrics, "time": when})
         if rank == 0:
-            self.status.metrics.update(metrics)
+            with self._lock:
+                self.status = replace(self.status, metrics={**self.status.metrics, **metrics})
 
     def log(self, rank: int, lines: list[str]) -> None:
-        """Appends lines of a rank to its file, and passes them on with their prefix."""
+        """Appends lines of a rank to its file."""
         with self._lock:
             if rank not in self._logs:
-                self._logs[rank] = Appender(self._run, f"logs/rank-{rank}.log")
+                self._logs[rank] = _Lines(Appender(self._run, f"logs/rank-{rank}.log"))
                 self._tails[rank] = deque(maxlen=LOG_TAIL)
             self._logs[rank].append(lines)
         self._tails[rank].extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
-        if self._on_line:
-            for line in lines:
-                self._on_line(f"[{rank}] {line}")
 
     def tail(self, rank: int) -> list[str]:
         """The last lines of a rank."""
         return list(self._tails.get(rank, ()))
 
     def finish(self, **changes: Any) -> None:
-        """Closes the files, then writes the final status: a reader who sees it sees everything."""
-        self.event({"type": "state", "state": changes["state"]})
+        """Closes the files, then writes the final status: a reader who sees it sees everything.
+
+        Raises:
+            ResultError: the store refused the last word for `FINISH_TIMEOUT` seconds.
+        """
+        self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
+        try:
+            self._check_superseded()
+        except OSError:
+            logger.warning("cannot tell whether another submission took over", exc_info=True)
         with self._lock:
             self._finished.set()
-            for appender in (self._events, *self._logs.values()):
-                appender.close()
-        self._write({**changes, "ended": time.time()})
+            for lines in (self._events, *self._logs.values()):
+                lines.close()
+        deadline = time.monotonic() + FINISH_TIMEOUT
+        pause = threading.Event()
+        while True:
+            try:
+                self._write({**changes, "ended": time.time()})
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    what = f"the run ended as {changes['state']}, but its status could not be written: {error}"
+                    raise ResultError(what) from error
+                pause.wait(_FINISH_INTERVAL)
+
+
+class _Lines:
+    """A growing file that survives a full disk: what cannot be written is counted, and said when there is room."""
+
+    def __init__(self, appender: Appender) -> None:
+        self._appender = appender
+        self._lost = 0
+
+    def append(self, lines: list[str]) -> None:
+        note = [f"rankzero: {self._lost} lines could not be written here"] if self._lost else []
+        try:
+            self._appender.append([*note, *lines])
+            self._lost = 0
+        except OSError as error:
+            if not self._lost:
+                logger.warning("lines are lost: %s", error)
+            self._lost += len(lines)
+
+    def flush(self) -> None:
+        self._appender.flush()
+
+    def close(self) -> None:
+        try:
+            if self._lost:
+                self.append([])
+            self._appender.close()
+        except OSError as error:
+            logger.warning("lines are lost: %s", error)

@@ -1,42 +1,21 @@
-"""The run directory, which is the truth about a run, and `RunHandle`, which reads it.
-
-    job.json      what was asked for
-    private.json  environment and engine configuration of the user (may hold secrets)
-    payload.pkl   function or script and arguments;  modules.zip  the user's modules
-    token         tells an agent that it sees this very directory
-    status.json   state, heartbeat, error, result: replaced atomically by the driver
-    events.jsonl  state changes, metrics and failures, one JSON object a line
-    logs/         rank-N.log for every rank
-    result/       rank 0's value
-    cancel        a request to end
-    driver.log    what a detached driver wrote
-
-On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
-"""
+"""`RunHandle`: a run, from any process that knows its directory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import secrets
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
-from rankzero.errors import (
-    EngineError,
-    InvalidJobError,
-    ResultError,
-    RunNotFoundError,
-    error_from_json,
-)
-from rankzero.job import Job
+from rankzero.checkpoint import Manifest, list_committed
+from rankzero.directory import Position, RunDirectory, RunStatus
+from rankzero.errors import EngineError, ResultError, error_from_json
+from rankzero.liveness import STOPPED, process_namespace, process_state
 from rankzero.policy import DRIVER_DEAD_AFTER, driver_is_dead
 from rankzero.result import ResultRef
 
@@ -48,228 +27,21 @@ FOLLOW_INTERVAL = 0.05
 FOLLOW_INTERVAL_REMOTE = 1.0
 """Seconds between two looks at a run directory on an object store."""
 
+LEASE_INTERVAL = 10.0
+"""Longest time in seconds between two renewals of a followed run's lease."""
+
 DRIVER_LOG_TAIL = 15
 """Lines of a dead driver's log that its error shows."""
 
-FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+CANCEL_TIMEOUT = DRIVER_DEAD_AFTER
+"""Seconds to wait for the end of a run that was cancelled."""
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """A run's state at one moment.
+class OwnDriver(Protocol):
+    """A driver that this process started: a child process, or a thread."""
 
-    Attributes:
-        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
-            ``"cancelled"``.
-        attempt: Number of the current try, from 0.
-        heartbeat: Unix time at which the driver last wrote.
-        driver_host: Host of the driver, or None before it started.
-        driver_pid: Its process id.
-        driver_namespace: The process namespace in which that id means something.
-        started: Unix time at which every rank had started, or None.
-        ended: Unix time of the end, or None.
-        error: The error of a run that did not succeed, as JSON.
-        result: The handle of the value, as JSON.
-        value: A small JSON value itself, in a list of one; else empty.
-        metrics: The last value of every metric that rank 0 reported.
-    """
-
-    state: str = "pending"
-    attempt: int = 0
-    heartbeat: float = 0.0
-    driver_host: str | None = None
-    driver_pid: int | None = None
-    driver_namespace: str | None = None
-    started: float | None = None
-    ended: float | None = None
-    error: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    value: list[Any] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def final(self) -> bool:
-        """True if the run has ended."""
-        return self.state in FINAL_STATES
-
-
-class RunDirectory:
-    """Reads and writes one run directory. Holds nothing that is not on disk."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = store.normalize(directory)
-        self.is_remote = store.is_url(self.directory)
-
-    def path(self, *parts: str) -> str:
-        """A location inside."""
-        return store.join(self.directory, *parts)
-
-    @staticmethod
-    def create(root: str, job: Job, private: dict[str, Any], files: dict[str, bytes]) -> RunDirectory:
-        """Makes the directory of a new run.
-
-        Raises:
-            InvalidJobError: the store cannot be written, or the run id is taken.
-        """
-        run = RunDirectory(store.join(store.normalize(root), job.run_id))
-        # Made beside and renamed: a crash leaves no half of a run under its name.
-        new = run if run.is_remote else RunDirectory(f"{run.directory}.creating-{secrets.token_hex(4)}")
-        try:
-            if store.exists(run.path("job.json")):
-                raise _taken(run, job, root)
-            for part in ("", "logs", "result"):
-                store.make_directory(new.path(part).rstrip("/"))
-            for name, data in files.items():
-                store.write_bytes(new.path(name), data)
-            store.write_bytes(new.path("private.json"), json.dumps(private).encode())
-            store.write_bytes(new.path("token"), secrets.token_hex(16).encode())
-            new.write_status(RunStatus(heartbeat=time.time()))
-            # Last: a directory with job.json is whole.
-            store.write_bytes(new.path("job.json"), job.to_json())
-            if new is not run:
-                os.rename(new.directory, run.directory)
-        except (OSError, ImportError, ValueError) as error:
-            if isinstance(error, InvalidJobError):
-                raise
-            if not run.is_remote:
-                store.remove(new.directory)
-            if isinstance(error, OSError) and store.exists(run.path("job.json")):
-                raise _taken(run, job, root) from None
-            raise InvalidJobError(f"the store {root!r} cannot be written: {error}") from error
-        return run
-
-    def job(self) -> Job:
-        """What was asked for. Raises RunNotFoundError."""
-        try:
-            return Job.from_json(store.read_bytes(self.path("job.json")))
-        except FileNotFoundError:
-            raise RunNotFoundError(f"no run lives in {self.directory}") from None
-
-    def private(self) -> dict[str, Any]:
-        """The user's environment and the engine's private configuration."""
-        return cast("dict[str, Any]", json.loads(store.read_bytes(self.path("private.json"))))
-
-    def token(self) -> str:
-        """What an agent compares to know that it sees this directory."""
-        return store.read_bytes(self.path("token")).decode()
-
-    def status(self) -> RunStatus:
-        """The last status written. Raises RunNotFoundError."""
-        try:
-            return RunStatus(**json.loads(store.read_bytes(self.path("status.json"))))
-        except FileNotFoundError:
-            raise RunNotFoundError(f"no run lives in {self.directory}") from None
-
-    def write_status(self, status: RunStatus) -> None:
-        """Replaces the status."""
-        store.write_bytes(self.path("status.json"), json.dumps(asdict(status)).encode())
-
-    def request_cancel(self) -> None:
-        """Leaves the request; the driver acts on it."""
-        store.write_bytes(self.path("cancel"), b"")
-
-    def cancel_requested(self) -> bool:
-        """True if somebody asked for the end."""
-        return store.exists(self.path("cancel"))
-
-    def read_lines(self, name: str, position: Position) -> tuple[list[str], Position]:
-        """Complete lines of a growing file after ``position``, and the new position."""
-        if not self.is_remote:
-            return _read_file(self.path(name), position)
-        lines: list[str] = []
-        for piece in store.list_names(self.path(name))[position.piece :]:
-            text = store.read_bytes(self.path(name, piece)).decode()
-            lines += text.split("\n")[:-1]
-            position = Position(position.piece + 1, 0)
-        return lines, position
-
-
-def _taken(run: RunDirectory, job: Job, root: str) -> InvalidJobError:
-    return InvalidJobError(
-        f"run_id {job.run_id!r} exists in {root}: attach to it with "
-        f"RunHandle.attach({run.directory!r}), or choose another run_id"
-    )
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a growing file was read: whole pieces, and bytes of the current one."""
-
-    piece: int = 0
-    offset: int = 0
-
-
-_READ = 4 << 20
-
-
-def _read_file(path: str, position: Position) -> tuple[list[str], Position]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(position.offset)
-            data = file.read(_READ)
-            while data and b"\n" not in data and (more := file.read(_READ)):
-                data += more
-    except FileNotFoundError:
-        return [], position
-    end = data.rfind(b"\n") + 1
-    return data[:end].decode("utf-8", "replace").split("\n")[:-1], Position(0, position.offset + end)
-
-
-class Appender:
-    """Appends lines to a growing file of a run: one file locally, numbered pieces on a URL."""
-
-    def __init__(self, run: RunDirectory, name: str) -> None:
-        self._run = run
-        self._name = name
-        self._file = None if run.is_remote else open(run.path(name), "ab", buffering=0)
-        self._waiting: list[bytes] = []
-        self._piece = 0
-
-    def append(self, lines: list[str]) -> None:
-        """Adds lines; locally they can be read at once."""
-        data = ("\n".join(lines) + "\n").encode("utf-8", "replace")
-        if self._file:
-            self._file.write(data)
-        else:
-            self._waiting.append(data)
-
-    def flush(self) -> None:
-        """Writes what waits for an object store as the next piece."""
-        if self._waiting:
-            piece = self._run.path(self._name, f"{self._piece:08d}")
-            store.write_bytes(piece, b"".join(self._waiting))
-            self._piece += 1
-            self._waiting.clear()
-
-    def close(self) -> None:
-        """Writes what is left."""
-        self.flush()
-        if self._file:
-            self._file.close()
-
-
-def process_namespace() -> str:
-    """Names the boot and the process namespace (Linux), else the host: where a process id is valid."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
-
-
-def process_is_alive(pid: int) -> bool:
-    """True if a process of this host has that id and has not ended (a zombie has)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    def poll(self) -> int | None:
+        """None while it lives."""
 
 
 class RunHandle(Generic[R]):
@@ -280,13 +52,15 @@ class RunHandle(Generic[R]):
         id: The run's name.
     """
 
-    def __init__(self, directory: str, driver: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, directory: str, driver: OwnDriver | None = None) -> None:
         self._run = RunDirectory(directory)
         self._driver = driver
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()
         self._heartbeat = self._heartbeat_seen = 0.0
+        self._lease_interval: float | None = None
+        self._lease_renewed = 0.0
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
@@ -322,14 +96,23 @@ class RunHandle(Generic[R]):
             return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
+    def driver_is_here(self, status: RunStatus) -> bool:
+        """True if the driver is a process that this one can ask."""
+        return self._driver is not None or (
+            status.driver_pid is not None and status.driver_namespace == process_namespace()
+        )
+
     def _driver_died(self, status: RunStatus) -> bool:
-        if self._driver is not None:
-            return self._driver.poll() is not None
-        if status.driver_pid is not None and status.driver_namespace == process_namespace():
-            return not process_is_alive(status.driver_pid)
+        if self._driver is not None and self._driver.poll() is not None:
+            return True
         if status.heartbeat != self._heartbeat:
             self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
-        return driver_is_dead(status.heartbeat, time.time(), time.monotonic() - self._heartbeat_seen)
+        unchanged = time.monotonic() - self._heartbeat_seen
+        if self.driver_is_here(status):
+            # A slow disk may delay the heartbeat of a driver that lives; one that was stopped has lost its agents.
+            state = process_state(status.driver_pid) if status.driver_pid else "?"
+            return state is None or (state in STOPPED and unchanged > DRIVER_DEAD_AFTER)
+        return driver_is_dead(status.heartbeat, time.time(), unchanged)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, however it ends.
@@ -348,8 +131,20 @@ class RunHandle(Generic[R]):
         return True
 
     def _pause(self) -> None:
+        self._renew_lease()
         # An Event, not a sleep: exceptions of signal handlers get out at once.
         self._tick.wait(FOLLOW_INTERVAL_REMOTE if self._run.is_remote else FOLLOW_INTERVAL)
+
+    def _renew_lease(self) -> None:
+        """Tells the driver of a run with an ``orphan_timeout`` that somebody follows it."""
+        if self._lease_interval is None:
+            bound = self._run.job().orphan_timeout
+            self._lease_interval = 0.0 if bound is None else min(LEASE_INTERVAL, bound / 4)
+        if self._lease_interval and time.monotonic() - self._lease_renewed > self._lease_interval:
+            self._lease_renewed = time.monotonic()
+            # A lease that cannot be renewed must not end the follower.
+            with contextlib.suppress(OSError):
+                self._run.renew_lease()
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
         """Waits and returns the handle of rank 0's value.
@@ -377,40 +172,60 @@ class RunHandle(Generic[R]):
             raise ResultError(f"run {self.id} ended as {status.state} without a result")
         return status
 
+    def mark_delivered(self) -> None:
+        """Notes that the result was handed on, so that submitting this run id again trains from scratch.
+
+        Until then another submission of the same id gets this result, and trains nothing.
+        """
+        self._run.mark_delivered(self._run.job().submission)
+
+    def checkpoints(self) -> list[Manifest]:
+        """The committed checkpoints, oldest first."""
+        return list_committed(self._run, self._run.job().fresh_since)
+
     def cancel(self) -> None:
-        """Asks the driver to end the run; no error if it has ended. `wait` for the end."""
+        """Asks the driver to end the run; no error if it has ended, or was asked before. `wait` for the end."""
         if not self._run.status().final:
             self._run.request_cancel()
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Lines that the ranks wrote.
+        """Lines that the ranks wrote, in every attempt.
 
         Args:
             rank: One rank's lines as they were; None gives all ranks' with a ``[rank]`` prefix.
             follow: Go on until the run ends.
         """
         ranks = range(self._run.job().num_processes) if rank is None else [rank]
-        positions = dict.fromkeys(ranks, Position())
+        yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
+
+    def lines(self, positions: dict[int, Position], follow: bool, *, prefix: bool) -> Iterator[str]:
+        """The lines of some ranks from given positions on. What `logs` stands on."""
+        ranks = list(positions)
         for _ in self._looks(follow):
             unread = set(ranks)
             while unread:
+                self._renew_lease()
                 for number in sorted(unread):
                     name = f"logs/rank-{number}.log"
                     lines, positions[number] = self._run.read_lines(name, positions[number])
-                    yield from lines if rank is not None else (f"[{number}] {line}" for line in lines)
+                    yield from (f"[{number}] {line}" for line in lines) if prefix else lines
                     if not lines:
                         unread.discard(number)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """State changes, metrics and failures in the order in which the driver heard of them.
 
-        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"failure"``) and ``time``.
+        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``)
+        and ``time``.
         """
         position = Position()
         for _ in self._looks(follow):
             while True:
                 lines, position = self._run.read_lines("events.jsonl", position)
-                yield from (json.loads(line) for line in lines)
+                for line in lines:
+                    # A line that a full disk tore is no JSON.
+                    with contextlib.suppress(ValueError):
+                        yield json.loads(line)
                 if not lines:
                     break
 
@@ -428,7 +243,3 @@ class RunHandle(Generic[R]):
             for event in self.events()
             if event["type"] == "metric"
         ]
-
-
-CANCEL_TIMEOUT = DRIVER_DEAD_AFTER
-"""Seconds to wait for the end of a run that was cancelled."""

@@ -106,6 +106,32 @@ def write_bytes(location: str, data: bytes) -> None:
         file.write(data)
 
 
+def create(location: str, data: bytes) -> bool:
+    """Writes a file that is not there yet; False, and no change, if it is. Of two callers one wins.
+
+    On an object store this needs conditional writes (S3, GCS and Azure have them). Where fsspec's driver does
+    not offer them, two callers within one moment may both win.
+    """
+    if not is_url(location):
+        try:
+            handle = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        with open(handle, "wb") as file:
+            file.write(data)
+        return True
+    if exists(location):
+        return False
+    filesystem, path = _filesystem(location)
+    try:
+        filesystem.pipe_file(path, data, mode="create")
+    except FileExistsError:
+        return False
+    except TypeError:
+        filesystem.pipe_file(path, data)
+    return True
+
+
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[str]:
     """A temporary path beside local ``path`` that replaces it if the block ends well."""

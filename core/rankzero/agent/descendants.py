@@ -17,6 +17,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT = 5.0
 """Seconds after which a process that SIGKILL did not end (stuck in the kernel) is given up."""
 
+CLEANERS_TIMEOUT = 1.0
+"""Seconds for processes that remove shared memory which killed ranks left."""
+
 _REAP_INTERVAL = 0.01
 
 
@@ -32,9 +35,14 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def signal_on_parent_death(number: signal.Signals) -> None:
+    """Has the kernel send a signal to this process when its parent dies. Linux; elsewhere a no-op."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
 def die_with_parent(parent: int) -> None:
     """SIGKILL for this process when its parent dies. Linux; elsewhere a no-op."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_on_parent_death(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -57,22 +65,32 @@ def find() -> list[int]:
         family |= more
 
 
-def kill_all(sessions: list[int]) -> None:
-    """SIGKILL for every descendant and for the given process groups, until none is left.
+def kill_all() -> None:
+    """SIGKILL for every descendant, until none is left.
 
-    Gives up after `KILL_TIMEOUT`: only a process stuck in the kernel survives that.
+    Processes that clean up after others (Python's resource tracker, torch's shared memory manager) come last and
+    get `CLEANERS_TIMEOUT` to do it: they end by themselves when their clients have. Gives up after `KILL_TIMEOUT`:
+    only a process stuck in the kernel survives that.
     """
-    deadline = time.monotonic() + KILL_TIMEOUT
-    for session in sessions:
-        with contextlib.suppress(OSError):
-            os.killpg(session, signal.SIGKILL)
-    while time.monotonic() < deadline:
-        for pid in find():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    while time.monotonic() < start + KILL_TIMEOUT:
+        family = find()
+        patience = time.monotonic() < start + CLEANERS_TIMEOUT
+        cleaners = {pid for pid in family if patience and _is_cleaner(pid)}
+        for pid in family:
+            if pid not in cleaners:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         if not _reap():
             return
         time.sleep(_REAP_INTERVAL)
+
+
+def _is_cleaner(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        command = file.read()
+        return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
+    return False
 
 
 def _reap() -> bool:

@@ -1,8 +1,8 @@
 """The agent: starts the workers of one task, forwards what they say, leaves nothing behind.
 
-One thread, one selector. It ends when the driver says so, when the driver is gone, or when the
-process that holds it is gone (end of file on standard input), and always takes every descendant
-with it. Ranks are not known here until the driver's ``start``: workers import torch meanwhile.
+One selector loop; the channel has a thread of its own. The agent ends when the driver says so, when the driver is
+lost for good, or when the process that holds it is gone (end of file on standard input), and always takes every
+descendant with it. Ranks are not known here until the driver's ``start``: workers import torch meanwhile.
 """
 
 from __future__ import annotations
@@ -14,62 +14,38 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from typing import IO, Any
 
-from rankzero.agent import descendants
-from rankzero.agent.lines import LineSplitter
+from rankzero.agent import descendants, network
+from rankzero.agent.inputs import Inputs
+from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.agent.worker import EXIT_HANDLERS_TIMEOUT
-from rankzero.channel import frames
 from rankzero.channel.client import ChannelClient, ChannelClosed
-from rankzero.channel.frames import FrameError, Message
-from rankzero.formats import sha256_of
-
-ORPHAN_GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL when driver or task died without saying so."""
+from rankzero.channel.frames import Message
+from rankzero.policy import LOST, PREEMPTED, STOP_GRACE
 
 END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
 """Seconds that committed workers get to run their exit handlers."""
 
-FAREWELL_TIMEOUT = 2.0
-"""Seconds to hand the last frames to the driver."""
+FAREWELL_TIMEOUT = 15.0
+"""Seconds to hand the last log lines to the driver after a success."""
 
-LOG_BUFFER = 64 << 20
-"""Bytes waiting for the driver above which log lines are dropped and counted."""
+STOP_FAREWELL_TIMEOUT = 1.5
+"""The same after a failure or a cancel."""
 
-UPLOAD_WINDOW = 8 << 20
-"""Bytes waiting for the driver above which an upload pauses."""
+STACKS_WAIT = 1.0
+"""Seconds for the workers to write their stacks."""
 
-DRAIN_READS = 1024
-"""Reads after which an ended worker's pipe, which a child may still fill, is left alone."""
+PUMP_INTERVAL = 0.05
+"""Seconds between two looks whether the driver takes lines that wait on disk."""
+
+DRAIN_READS = 16
+"""Reads that empty a pipe of what was written before; a child may go on writing for ever."""
 
 _READ = 1 << 18
-# rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
-_WORKER = (
-    "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
-    "sys.path.append(sys.path.pop(0)); from rankzero.agent.worker import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
-)
-
-
-class Worker:
-    """A started rank, as the agent sees it."""
-
-    def __init__(self, local_rank: int, pid: int, control: socket.socket, output: IO[bytes]) -> None:
-        self.local_rank = local_rank
-        self.pid = pid
-        self.control = control
-        self.output = output
-        self.lines = LineSplitter()
-        self.decoder = frames.Decoder()
-        self.decoder.trust(None)
-        self.alive = True
-        self.outcome: str | None = None
-        self.dropped = 0
 
 
 class Agent:
@@ -78,32 +54,36 @@ class Agent:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._selector = selectors.DefaultSelector()
-        self._workers: list[Worker] = []
-        self._client = ChannelClient(tuple(config["driver"]), config["secret"], config["task"])
-        self._start: Message | None = None
-        self._missing_files: dict[str, str] = {}
-        self._incoming: tuple[IO[bytes], int] | None = None
-        self._upload: IO[bytes] | None = None
-        self._after_upload: list[Message] = []
+        self._ranks: list[Rank] = []
+        hosts, port = config["driver"]
+        self._client = ChannelClient(hosts, port, config["secret"], config["task"])
+        self._inputs: Inputs | None = None
         self._stopping = False
+        self._stopped_early = False
         self._orphaned = False
         self._kill_at: float | None = None
+        self._stacks_at: float | None = None
 
     def run(self) -> None:
         """Runs until everything below this process has ended."""
         descendants.become_subreaper()
+        # A stopped agent whose holder dies wakes up and reads the end of its standard input.
+        descendants.signal_on_parent_death(signal.SIGCONT)
         wakeup, signalled = socket.socketpair()
         for end in (wakeup, signalled):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self._stop(ORPHAN_GRACE))
-        signal.set_wakeup_fd(signalled.fileno())
+        # Handled in the loop: a handler may run while a lock of the channel is held.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
         self._watch(wakeup, lambda: self._on_signal(wakeup))
         self._watch(sys.stdin.fileno(), self._on_stdin)
         try:
+            self._client.start()
+            self._watch(self._client.fileno(), self._on_driver)
             for local_rank in range(self._config["workers"]):
-                self._workers.append(self._start_worker(local_rank))
-            self._connect()
+                self._start_rank(local_rank)
+            self._join()
             while not self._finished():
                 self._step()
         finally:
@@ -119,302 +99,189 @@ class Agent:
             self._selector.unregister(source)
 
     def _step(self) -> None:
-        timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-        for key, _ in self._selector.select(timeout):
+        for key, _ in self._selector.select(self._time_left()):
             key.data()
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
-            self._kill_workers()
-        self._pump()
+            for rank in self._ranks:
+                rank.kill(signal.SIGKILL)
+        if self._stacks_at is not None and now >= self._stacks_at:
+            self._stacks_at = None
+            for rank in self._ranks:
+                self._client.queue({"type": "stack", "local_rank": rank.local_rank, "text": rank.stack()})
+        for rank in self._ranks:
+            rank.output.pump()
 
-    def _pump(self) -> None:
-        """Sends what waits for the driver, and asks to be woken when there is room for more."""
-        try:
-            while self._upload and self._client.unsent_bytes < UPLOAD_WINDOW:
-                self._continue_upload(self._upload)
-                self._client.flush()
-            self._client.flush()
-        except ChannelClosed:
-            self._lose_driver()
-            return
-        events = selectors.EVENT_READ
-        if self._client.unsent_bytes:
-            events |= selectors.EVENT_WRITE
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.modify(self._client.socket, events, self._on_driver)
+    def _time_left(self) -> float | None:
+        times = [at - time.monotonic() for at in (self._kill_at, self._stacks_at) if at is not None]
+        if any(rank.output.waiting for rank in self._ranks):
+            times.append(PUMP_INTERVAL)
+        return max(0.0, min(times)) if times else None
 
     def _finished(self) -> bool:
-        return self._stopping and not any(worker.alive for worker in self._workers)
+        return self._stopping and not any(rank.alive for rank in self._ranks)
 
     # -- the driver ----------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        self._client.connect()
-        self._watch(self._client.socket, self._on_driver)
-        self._send(
+    def _join(self) -> None:
+        hosts, port = self._config["driver"]
+        self._client.queue(
             {
                 "type": "join",
                 "host": self._config["host"],
+                "address": network.address_towards(hosts, port) or self._config["host"],
                 "hostname": socket.gethostname(),
                 "pid": os.getpid(),
                 "python": ".".join(map(str, sys.version_info[:3])),
                 "gpus": self._config["gpus"],
-                "workers": len(self._workers),
+                "workers": len(self._ranks),
             }
         )
 
-    def _send(self, message: Message) -> None:
-        if self._upload:
-            # Nothing may come between the chunks of an upload.
-            self._after_upload.append(message)
-        else:
-            self._client.queue(message)
-
     def _on_driver(self) -> None:
         try:
-            for frame in self._client.receive():
-                if isinstance(frame, bytes):
-                    self._on_file_content(frame)
-                else:
-                    self._on_message(frame)
-        except (ChannelClosed, FrameError):
-            self._lose_driver()
-
-    def _lose_driver(self) -> None:
-        self._unwatch(self._client.socket)
-        self._client.close()
-        self._upload = None
-        self._stop(ORPHAN_GRACE)
+            for message in self._client.receive():
+                self._on_message(message)
+        except ChannelClosed as error:
+            print(f"the driver is lost: {error}", file=sys.stderr, flush=True)
+            self._unwatch(self._client.fileno())
+            self._stop(STOP_GRACE)
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
         if kind == "start":
-            self._on_start(message)
-        elif kind == "go":
-            for worker in self._workers:
-                self._tell(worker, message)
-        elif kind == "file":
-            self._on_file(message)
+            self._inputs = Inputs(message, self._config["scratch"], len(self._ranks))
+            self._inputs.fetch(self._client.fetch)
+            self._start_when_complete()
+        elif kind == "fetched":
+            self._on_fetched(message)
+        elif kind in ("go", "checkpoint", "checkpoint-lost"):
+            for rank in self._ranks:
+                rank.tell(message)
+        elif kind == "dump":
+            for rank in self._ranks:
+                rank.ask_for_stack()
+            self._stacks_at = time.monotonic() + STACKS_WAIT
         elif kind == "stop":
             self._stop(message["grace"])
         elif kind == "end":
             self._await_exits()
 
-    # -- files the workers need ----------------------------------------------------------------
-
-    def _on_start(self, start: Message) -> None:
-        """Finds payload, modules and references, here if the store is shared, else at the driver."""
-        shared = self._is_shared(start["run_directory"], start["run_token"])
-        start["result_directory"] = self._config["scratch"]
-        if shared:
-            start["result_directory"] = os.path.join(start["run_directory"], "result")
-        self._start = start
-        for name, file in start["files"].items():
-            here = file["location"]
-            if not (shared or file["absolute"]) or not _has_size(here, file["size"]):
-                here = os.path.join(self._config["scratch"], name)
-                self._missing_files[name] = here
-                self._send({"type": "fetch", "name": name})
-            file["here"] = here
-        self._start_workers_when_complete()
-
-    @staticmethod
-    def _is_shared(run_directory: str | None, token: str) -> bool:
-        """True if the driver's run directory is the one that this host sees under that path."""
-        if run_directory is None:
-            return False
-        try:
-            with open(os.path.join(run_directory, "token")) as file:
-                return file.read() == token and os.access(os.path.join(run_directory, "result"), os.W_OK)
-        except OSError:
-            return False
-
-    def _on_file(self, message: Message) -> None:
+    def _on_fetched(self, message: Message) -> None:
+        assert self._inputs is not None
         if "error" in message:
             text = f"{message['name']} cannot be had from the driver: {message['error']}"
             facts = {"exception_type": "rankzero.errors.ResultError", "message": text, "exit_code": 1}
-            self._send({"type": "failure", "local_rank": 0, "time": time.time(), **facts})
+            self._client.queue({"type": "failure", "local_rank": 0, "time": time.time(), **facts})
             return
-        path = self._missing_files[message["name"]]
-        self._incoming = open(path, "wb"), message["size"]
-        self._on_file_content(b"")
+        del self._inputs.missing[message["name"]]
+        self._start_when_complete()
 
-    def _on_file_content(self, data: bytes) -> None:
-        assert self._incoming is not None
-        file, left = self._incoming
-        file.write(data)
-        left -= len(data)
-        self._incoming = file, left
-        if left == 0:
-            file.close()
-            self._incoming = None
-            name = next(name for name, path in self._missing_files.items() if path == file.name)
-            del self._missing_files[name]
-            self._start_workers_when_complete()
-
-    def _start_workers_when_complete(self) -> None:
-        if self._missing_files:
+    def _start_when_complete(self) -> None:
+        inputs = self._inputs
+        if inputs is None or inputs.missing:
             return
-        assert self._start is not None
-        files = self._start["files"]
-        modules = None
-        if "modules.zip" in files:
-            if sha256_of(files["modules.zip"]["here"]) != files["modules.zip"]["sha256"]:
-                raise RuntimeError("modules.zip does not carry the checksum that the driver recorded")
-            modules = os.path.join(self._config["scratch"], "modules")
-            with zipfile.ZipFile(files["modules.zip"]["here"]) as archive:
-                archive.extractall(modules)
-        common = {
-            "type": "start",
-            "master_addr": self._start["master_addr"],
-            "payload": files["payload.pkl"]["here"],
-            "payload_sha256": files["payload.pkl"]["sha256"],
-            "modules": modules,
-            "refs": {file["uri"]: file["here"] for file in files.values() if "uri" in file},
-            "result_directory": self._start["result_directory"],
-        }
-        for worker in self._workers:
-            context = self._context(worker)
-            self._tell(worker, {**common, "context": context, "env": _rank_environment(context)})
+        common = inputs.message()
+        for rank in self._ranks:
+            context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
+            env = {**rank_environment(context), **self._interfaces()}
+            rank.tell({**common, "context": context, "env": env, "ports": self._config["ports"]})
 
-    def _context(self, worker: Worker) -> dict[str, Any]:
-        assert self._start is not None
-        return {
-            **self._start["context"],
-            "rank": self._start["first_rank"] + worker.local_rank,
-            "local_rank": worker.local_rank,
-            "local_world_size": len(self._workers),
-            "node_rank": self._start["node_rank"],
-            "use_gpu": self._config["use_gpu"],
-        }
+    def _interfaces(self) -> dict[str, str]:
+        """The interface that the collective libraries shall use, where the user did not choose one."""
+        chosen = {**os.environ, **self._config["env"]}
+        found = network.socket_environment(self._config["host"])
+        return {name: value for name, value in found.items() if name not in chosen}
 
     # -- workers -------------------------------------------------------------------------------
 
-    def _start_worker(self, local_rank: int) -> Worker:
-        ours, theirs = socket.socketpair()
-        read, write = os.pipe()
-        arguments = [self._config["code_path"], str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _WORKER, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=write,
-            stderr=write,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            env=self._worker_environment(),
-        )
-        # Exit statuses are collected by waitpid(-1), since orphaned grandchildren come here too.
-        process.returncode = 0
-        theirs.close()
-        os.close(write)
-        ours.setblocking(False)
-        os.set_blocking(read, False)
-        worker = Worker(local_rank, process.pid, ours, open(read, "rb", buffering=0))
-        self._watch(ours, lambda: self._on_control(worker))
-        self._watch(worker.output, lambda: self._on_output(worker))
-        return worker
+    def _start_rank(self, local_rank: int) -> None:
+        rank = Rank(local_rank, self._config, self._client)
+        self._ranks.append(rank)
+        self._watch(rank.control, lambda: self._on_control(rank))
+        self._watch(rank.pipe, lambda: self._on_output(rank))
+        self._watch(rank.stack_pipe, lambda: self._on_stack(rank))
 
-    def _worker_environment(self) -> dict[str, str]:
-        env = {**os.environ, **self._config["env"], "RANKZERO_SCRATCH": self._config["scratch"]}
-        gpus = self._config["gpus"]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus) if self._config["use_gpu"] else ""
-        cores = self._config["cores"] or os.cpu_count() or 1
-        env.setdefault("PYTHONIOENCODING", "utf-8")
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._config["workers"])))
-        return env
-
-    def _tell(self, worker: Worker, message: Message) -> None:
-        data = frames.encode(message)
-        worker.control.setblocking(True)
-        with contextlib.suppress(OSError):
-            worker.control.sendall(data)
-        worker.control.setblocking(False)
-
-    def _on_control(self, worker: Worker) -> bool:
+    def _on_control(self, rank: Rank) -> bool:
         """Takes one read's worth, so that a worker that never pauses cannot hold the loop.
 
         Returns:
             True if there may be more.
         """
         try:
-            data = worker.control.recv(_READ)
+            data = rank.control.recv(_READ)
         except BlockingIOError:
             return False
         except OSError:
             data = b""
         if not data:
-            self._unwatch(worker.control)
+            self._unwatch(rank.control)
             return False
-        worker.decoder.feed(data)
-        for message in worker.decoder:
+        rank.decoder.feed(data)
+        for message in rank.decoder:
             assert isinstance(message, dict)
-            self._on_worker_message(worker, message)
+            self._on_rank_message(rank, message)
         return True
 
-    def _on_worker_message(self, worker: Worker, message: Message) -> None:
+    def _on_rank_message(self, rank: Rank, message: Message) -> None:
         kind = message["type"]
-        message["local_rank"] = worker.local_rank
-        if kind in ("commit", "failure"):
-            worker.outcome = kind
-            # What the rank printed before its outcome belongs before it for the reader too.
-            self._drain(worker, self._on_output)
-        if kind == "commit" and self._needs_upload(message):
-            result = message["result"]
-            self._send({"type": "upload", "name": "value", "size": result["size"]})
-            self._upload = open(result["path"], "rb")
-        self._send(message)
-
-    def _needs_upload(self, commit: Message) -> bool:
-        scratch = self._config["scratch"]
-        return "result" in commit and os.path.dirname(commit["result"]["path"]) == scratch
-
-    def _continue_upload(self, file: IO[bytes]) -> None:
-        if chunk := file.read(frames.CHUNK):
-            self._client.queue(chunk)
+        message["local_rank"] = rank.local_rank
+        rank.note(message)
+        if kind == "commit":
+            # What the rank printed before belongs before it for the reader too.
+            self._drain(rank, self._on_output)
+            result = message.get("result")
+            if result and os.path.dirname(result["path"]) == self._config["scratch"]:
+                self._client.send_file("value", result["path"], message)
+                return
+        elif kind == "failure":
+            self._drain(rank, self._on_output)
+            message["log_tail"] = rank.output.tail
+        elif kind == "checkpoint" and not message["shared"]:
+            name = f"checkpoint-{message['index']}-{rank.local_rank}"
+            self._client.send_file(name, message["path"], {**message, "upload": name})
             return
-        file.close()
-        self._upload = None
-        waiting, self._after_upload = self._after_upload, []
-        for message in waiting:
-            self._send(message)
+        elif kind == "rendezvous":
+            del message["local_rank"]
+        self._client.queue(message)
 
-    def _on_output(self, worker: Worker) -> bool:
+    def _on_output(self, rank: Rank) -> bool:
         """Takes one read's worth of what a worker printed; True if there may be more."""
-        try:
-            data = worker.output.read(_READ)
-        except (OSError, ValueError):
-            data = b""
+        data = self._read(rank.pipe)
         if data is None:
             return False
         if not data:
-            self._unwatch(worker.output)
-            self._send_lines(worker, worker.lines.finish())
+            rank.output.finish()
             return False
-        self._send_lines(worker, worker.lines.feed(data))
+        rank.output.feed(data)
         return True
 
-    @staticmethod
-    def _drain(worker: Worker, read: Callable[[Worker], bool]) -> None:
-        """Reads what is there, within a bound: a child may go on writing."""
-        for _ in range(DRAIN_READS):
-            if not read(worker):
-                return
+    def _on_stack(self, rank: Rank) -> None:
+        rank.take_stack(self._read(rank.stack_pipe) or b"")
 
-    def _send_lines(self, worker: Worker, lines: list[str]) -> None:
-        if self._client.unsent_bytes > LOG_BUFFER:
-            worker.dropped += len(lines)
-            return
-        if worker.dropped:
-            lines.append(f"rankzero: {worker.dropped} log lines were dropped, the driver was too slow")
-            worker.dropped = 0
-        if lines:
-            self._send({"type": "log", "local_rank": worker.local_rank, "lines": lines})
+    def _read(self, source: IO[bytes]) -> bytes | None:
+        """One read; None if there is nothing now, empty at the end."""
+        try:
+            data = source.read(_READ)
+        except (OSError, ValueError):
+            data = b""
+        if data == b"":
+            self._unwatch(source)
+        return data
+
+    @staticmethod
+    def _drain(rank: Rank, read: Callable[[Rank], bool]) -> None:
+        for _ in range(DRAIN_READS):
+            if not read(rank):
+                return
 
     # -- ending --------------------------------------------------------------------------------
 
     def _on_signal(self, wakeup: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
-            wakeup.recv(_READ)
+            if signal.SIGTERM in wakeup.recv(_READ):
+                self._leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -422,23 +289,24 @@ class Agent:
                 return
             if pid == 0:
                 return
-            for worker in self._workers:
-                if worker.pid == pid:
-                    self._on_exit(worker, status)
+            for rank in self._ranks:
+                if rank.pid == pid:
+                    self._on_exit(rank, status)
 
-    def _on_exit(self, worker: Worker, status: int) -> None:
-        worker.alive = False
-        self._drain(worker, self._on_control)
-        self._drain(worker, self._on_output)
+    def _on_exit(self, rank: Rank, status: int) -> None:
+        rank.alive = False
+        self._drain(rank, self._on_control)
+        self._drain(rank, self._on_output)
         code = os.waitstatus_to_exitcode(status)
-        if worker.outcome is None and not self._stopping:
-            self._send(
+        if rank.outcome is None and not self._stopping:
+            self._client.queue(
                 {
                     "type": "failure",
-                    "local_rank": worker.local_rank,
+                    "local_rank": rank.local_rank,
                     "time": time.time(),
                     "exit_code": code if code >= 0 else None,
                     "signal": _signal_name(-code) if code < 0 else None,
+                    "log_tail": rank.output.tail,
                 }
             )
 
@@ -446,54 +314,54 @@ class Agent:
         if not os.read(sys.stdin.fileno(), _READ):
             self._unwatch(sys.stdin.fileno())
             self._orphaned = True
-            self._stop(ORPHAN_GRACE)
+            self._leave("the process that held its ranks died (executor, driver or JVM)", LOST)
+
+    def _leave(self, why: str, cause: str) -> None:
+        if not self._stopping:
+            self._client.queue({"type": "leaving", "why": why, "cause": cause})
+        self._stop(STOP_GRACE)
 
     def _stop(self, grace: float) -> None:
         """SIGTERM now, SIGKILL after ``grace`` seconds; a second call can only hurry."""
         deadline = time.monotonic() + grace
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+        self._stopped_early = True
         if not self._stopping:
             self._stopping = True
-            for worker in self._workers:
-                if worker.alive:
-                    with contextlib.suppress(OSError):
-                        os.kill(worker.pid, signal.SIGTERM)
+            for rank in self._ranks:
+                rank.kill(signal.SIGTERM)
 
     def _await_exits(self) -> None:
         """All ranks have committed: let them run their exit handlers, and rank 0 go."""
-        for worker in self._workers:
-            self._tell(worker, {"type": "end"})
+        for rank in self._ranks:
+            rank.tell({"type": "end"})
         self._stopping = True
         self._kill_at = time.monotonic() + END_GRACE
 
-    def _kill_workers(self) -> None:
-        for worker in self._workers:
-            if worker.alive:
-                with contextlib.suppress(OSError):
-                    os.killpg(worker.pid, signal.SIGKILL)
-
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
-        descendants.kill_all([worker.pid for worker in self._workers if worker.alive])
-        for worker in self._workers:
+        descendants.kill_all()
+        for rank in self._ranks:
             # A child that held the pipe is gone now; what is in it can be read to the end.
             with contextlib.suppress(Exception):
-                self._drain(worker, self._on_output)
+                self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
-            self._send({"type": "bye"})
-            self._client.socket.settimeout(FAREWELL_TIMEOUT)
-            self._client.flush()
-        self._client.close()
+            self._say_goodbye(STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_TIMEOUT)
         if self._orphaned:
             # Whoever holds this agent would read its log and then remove the directory.
             shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
-
-def _has_size(path: str, size: int) -> bool:
-    try:
-        return os.path.getsize(path) == size
-    except OSError:
-        return False
+    def _say_goodbye(self, timeout: float) -> None:
+        """Hands over the lines that wait, within a bound."""
+        deadline = time.monotonic() + timeout
+        while any(rank.output.waiting for rank in self._ranks) and time.monotonic() < deadline:
+            for rank in self._ranks:
+                rank.output.pump()
+            self._selector.select(PUMP_INTERVAL)
+            self._client.receive()
+        for rank in self._ranks:
+            rank.output.drop_rest()
+        self._client.close(max(0.1, deadline - time.monotonic()))
 
 
 def _signal_name(number: int) -> str:
@@ -501,19 +369,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _rank_environment(context: dict[str, Any]) -> dict[str, str]:
-    """The variables that ``init_process_group`` and the libraries above it read."""
-    return {
-        "RANK": str(context["rank"]),
-        "WORLD_SIZE": str(context["world_size"]),
-        "LOCAL_RANK": str(context["local_rank"]),
-        "LOCAL_WORLD_SIZE": str(context["local_world_size"]),
-        "NODE_RANK": str(context["node_rank"]),
-        "GROUP_RANK": str(context["node_rank"]),
-        "RANKZERO_RUN_ID": str(context["run_id"]),
-    }
 
 
 def main() -> None:

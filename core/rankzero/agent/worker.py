@@ -3,7 +3,10 @@
 ready            torch is imported
 <- start         rank, environment, where the payload lies
 rendezvous       rank 0 only: the port it bound
-<- go            MASTER_ADDR and MASTER_PORT
+<- go            where rank 0 listens: MASTER_ADDR and MASTER_PORT
+beat             every few seconds, from a thread: progress so far
+metric, checkpoint
+<- checkpoint    one was committed
 commit | failure the outcome, before anything else can go wrong
 """
 
@@ -15,21 +18,30 @@ import faulthandler
 import importlib
 import itertools
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from rankzero.agent import network
 from rankzero.agent.descendants import die_with_parent
 from rankzero.channel import frames
 from rankzero.channel.frames import Message
+from rankzero.errors import RetryableError
 
 EXIT_HANDLERS_TIMEOUT = 5.0
 """Seconds that exit handlers and non-daemon threads get after the commit."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Makes a worker write its Python stacks, also while it is blocked in native code."""
+
+MEET_TIMEOUT = 30.0
+"""Seconds for a rank to reach rank 0's rendezvous."""
 
 INLINE_LIMIT = 64 << 10
 """Bytes of JSON up to which a value travels in the commit itself."""
@@ -51,6 +63,8 @@ class Control:
         self._decoder = frames.Decoder()
         self._decoder.trust(None)
         self._lock = threading.Lock()
+        self.ended = threading.Event()
+        """The agent said that every rank has committed."""
 
     def send(self, message: Message) -> None:
         """Sends a message; safe from any thread. A dead agent ends this process anyway."""
@@ -68,11 +82,39 @@ class Control:
                 os._exit(_FAILED)
             self._decoder.feed(data)
 
+    def listen(self, on_checkpoint: Callable[[Message], None]) -> None:
+        """From here on a thread takes the agent's messages."""
 
-def main(control_fd: int, agent_pid: int) -> NoReturn:
+        def take() -> None:
+            while True:
+                message = self.receive()
+                if message["type"] == "end":
+                    self.ended.set()
+                else:
+                    on_checkpoint(message)
+
+        threading.Thread(target=take, name="rankzero-control", daemon=True).start()
+
+    def beat(self, interval: float, progress: Callable[[], int]) -> None:
+        """From here on a thread tells the agent how far this rank is.
+
+        It stays silent while native code holds the interpreter's lock.
+        """
+
+        def tell() -> None:
+            while True:
+                self.send({"type": "beat", "progress": progress()})
+                self.ended.wait(interval)
+
+        threading.Thread(target=tell, name="rankzero-heartbeat", daemon=True).start()
+
+
+def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     """Entry point of the worker process."""
     die_with_parent(agent_pid)
     faulthandler.enable()
+    os.set_inheritable(stack_fd, False)
+    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     control = Control(control_fd)
     try:
         outcome = _work(control)
@@ -82,8 +124,7 @@ def main(control_fd: int, agent_pid: int) -> NoReturn:
     if outcome["type"] == "commit":
         if "result" in outcome:
             # Rank 0 holds the rendezvous store, which its peers may still be reading.
-            while control.receive()["type"] != "end":
-                pass
+            control.ended.wait()
         _run_exit_handlers()
     _flush()
     os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"])
@@ -94,26 +135,68 @@ def _work(control: Control) -> Message:
         import torch
     except ImportError as error:
         return _no_torch(error)
-    control.send({"type": "ready", "torch": torch.__version__})
+    control.send({"type": "ready", "torch": torch.__version__, "main_thread": threading.main_thread().ident})
     start = control.receive()
-    from rankzero.train import context
+    from rankzero.train import checkpoint, context
 
-    session = context.install(context.TrainContext(**start["context"]), control.send)
+    writer = checkpoint.CheckpointWriter(
+        start["checkpoint_directory"],
+        start["context"]["attempt"],
+        start["context"]["rank"],
+        control.send,
+        shared=start["shared"],
+    )
+    session = context.install(context.TrainContext(**start["context"]), control.send, writer)
+    if start["checkpoint"]:
+        writer.committed(start["checkpoint"], start["checkpoint_parts"])
     os.environ.update(start["env"])
     _bind_rendezvous(control, start)
     _separate_process_groups()
-    go = control.receive()
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = go["master_addr"], str(go["master_port"])
+    _meet(control.receive(), start["context"]["rank"])
+    control.listen(writer.on_message)
     if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
             f"{torch.__version__} cannot use CUDA on {socket.gethostname()}: install a CUDA build of torch and "
             'a driver, or choose backend="gloo"'
         )
+    _count_optimizer_steps(session)
+    control.beat(start["beat_interval"], lambda: session.progress)
     value = _call(start)
     if value is None:
         value = session.result
     return _commit(value, start)
+
+
+def _meet(go: Message, rank: int) -> None:
+    """Sets where rank 0 listens: the first of its addresses that this rank can reach.
+
+    Raises:
+        RuntimeError: none of them answers; says which were tried.
+    """
+    hosts, port = go["master_hosts"], go["master_port"]
+    host = hosts[0]
+    if rank != 0:
+        reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
+        if reached is None:
+            raise ConnectionError(
+                f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {' or '.join(hosts)}, port {port}: "
+                "is a firewall between the executors (see ports=), or does the name stand for another host?"
+            )
+        host = reached
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+
+
+def _count_optimizer_steps(session: Any) -> None:
+    """Every step of a torch optimizer is progress."""
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    register = getattr(optimizer, "register_optimizer_step_post_hook", None)
+    if register:
+
+        def count(*_: object) -> None:
+            session.progress += 1
+
+        register(count)
 
 
 _rendezvous: object = None
@@ -130,16 +213,29 @@ def _bind_rendezvous(control: Control, start: Message) -> None:
         return
     import torch.distributed as dist
 
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        start["master_addr"],
-        0,
-        start["context"]["world_size"],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
+    store = _first_free(
+        start["ports"],
+        lambda port: dist.TCPStore(  # type: ignore[attr-defined]
+            start["master_addr"],
+            port,
+            start["context"]["world_size"],
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+        ),
     )
     _rendezvous = store
     control.send({"type": "rendezvous", "port": store.port})
+
+
+def _first_free(ports: list[int] | None, bind: Callable[[int], Any]) -> Any:
+    """What ``bind`` makes of the first port of a range that it can have; of port 0 if there is no range."""
+    if ports is None:
+        return bind(0)
+    for port in range(ports[0], ports[1] + 1):
+        with contextlib.suppress(RuntimeError):
+            return bind(port)
+    raise RuntimeError(f"no port of ports=({ports[0]}, {ports[1]}) is free on {socket.gethostname()}")
 
 
 def _separate_process_groups() -> None:
@@ -260,6 +356,7 @@ def describe_failure(error: BaseException) -> Message:
         "traceback": _user_traceback(error),
         "exit_code": exit_code & 0xFF or _FAILED,
         "collateral": _is_collateral(error),
+        "retryable": isinstance(error, RetryableError),
     }
 
 

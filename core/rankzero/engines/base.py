@@ -62,9 +62,21 @@ class EngineSession(abc.ABC):
     def driver_host(self) -> str:
         """Address under which agents reach the driver."""
 
+    @property
+    def driver_hosts(self) -> list[str]:
+        """All of them, best first: an agent takes the first that proves the run's secret."""
+        return [self.driver_host]
+
     @abc.abstractmethod
     def launch(self, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
         """Starts the agents. ``on_end`` is called once, from another thread, when all have ended."""
+
+    def is_usable(self) -> bool:
+        """False if another attempt needs a new session. Asked between two attempts."""
+        return True
+
+    def refill(self) -> None:  # noqa: B027
+        """Waits for the places that a loss took, before another attempt. Raises InsufficientSlotsError."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -15,6 +15,7 @@ from rankzero.agent.hold import hold
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.errors import EngineError, InsufficientSlotsError, RankZeroError
 from rankzero.job import Job
+from rankzero.policy import LOST
 
 LOOPBACK = "127.0.0.1"
 NVIDIA_SMI_TIMEOUT = 20.0
@@ -108,8 +109,8 @@ class LocalGroup(AgentGroup):
             self._agent.kill()
 
     def explain(self, error: BaseException) -> RankZeroError:
-        """The agent's own words."""
-        return EngineError(str(error))
+        """The agent's own words; lost if something killed it."""
+        return EngineError(str(error), cause=LOST if "ended by signal" in str(error) else None)
 
 
 def local_gpus() -> list[str]:

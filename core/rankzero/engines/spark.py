@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.agent import hold as hold_module
+from rankzero.agent.network import address_towards
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import LOOPBACK, local_gpus, require_local_gpus
 from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError, RankZeroError
 from rankzero.job import Job, check_strings
+from rankzero.policy import LOST, PREEMPTED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -192,6 +194,16 @@ class SparkEngineSession(EngineSession):
         return str(self._context.getConf().get("spark.driver.host"))
 
     @property
+    def driver_hosts(self) -> list[str]:
+        """That one, then what this host's name and its way to the master stand for."""
+        if self._master.startswith("local"):
+            return [LOOPBACK]
+        found = [self.driver_host]
+        if address := re.fullmatch(r"spark://\[?(.+?)\]?:(\d+).*", self._master):
+            found.append(address_towards([address[1]], int(address[2])) or self.driver_host)
+        return list(dict.fromkeys(found))
+
+    @property
     def bind_host(self) -> str:
         """The address that Spark's own driver binds."""
         if self._master.startswith("local"):
@@ -206,10 +218,14 @@ class SparkEngineSession(EngineSession):
             require_local_gpus(self._job.num_processes)
         elif self._job.use_gpu:
             _require_task_gpus(self._job, conf.get(_TASK_GPUS))
-        self._await_slots()
+        self._await_slots(growing=False)
 
-    def _await_slots(self) -> None:
-        """Waits while executors register; a cluster that has stopped growing is what it is."""
+    def _await_slots(self, *, growing: bool) -> None:
+        """Waits while executors register; a cluster that has stopped growing is what it is.
+
+        Args:
+            growing: After a loss: new executors may take their time, up to ``start_timeout``.
+        """
         scala = self._context._jsc.sc()
         profile = scala.resourceProfileManager().defaultResourceProfile()
         deadline = time.monotonic() + self._job.start_timeout
@@ -220,7 +236,8 @@ class SparkEngineSession(EngineSession):
             if slots > most:
                 most, settled = slots, time.monotonic() + SLOTS_SETTLE
             # With no executor at all the cluster may still be starting; `start_timeout` bounds that.
-            complete = _LOCAL.fullmatch(self._master) or (most and time.monotonic() > settled)
+            settling = most and time.monotonic() > settled and not growing
+            complete = _LOCAL.fullmatch(self._master) or settling
             if complete:
                 _require_slots(self._job, slots, f"the cluster at {self._master!r}")
             if time.monotonic() > deadline:
@@ -239,6 +256,17 @@ class SparkEngineSession(EngineSession):
             int(self._context.getConf().get(_TASK_CPUS, "1")),
         )
         return SparkGroup(self._context, self._job, task, on_end)
+
+    def is_usable(self) -> bool:
+        """False if the JVM is gone or the SparkContext was stopped."""
+        try:
+            return not self._context._jsc.sc().isStopped()
+        except Exception:
+            return False
+
+    def refill(self) -> None:
+        """Waits up to ``start_timeout`` for executors to come back."""
+        self._await_slots(growing=True)
 
     def close(self) -> None:
         """Stops the SparkContext if the engine started it."""
@@ -338,11 +366,27 @@ def explain(text: str) -> RankZeroError:
         return _dynamic_allocation_error()
     if found := re.search(r'Cannot run program "([^"]+)"', text):
         return EngineError(f"the executors have no Python at {found[1]!r}: set spark.pyspark.python to one they have")
-    if found := re.search(r"rankzero agent of task \d+ ended by .*", text):
-        return EngineError(_first_lines(text[found.start() :]))
+    if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
+        return EngineError(_first_lines(text[found.start() :]), cause=LOST if found[1] else None)
+    if re.search(_PREEMPTED, text, re.IGNORECASE):
+        return EngineError(f"the cluster took an executor back: {_first_lines(text)}", cause=PREEMPTED)
+    if re.search(_EXECUTOR_LOST, text):
+        return EngineError(f"Spark lost an executor: {_first_lines(text)}", cause=LOST)
+    if re.search(_SESSION_LOST, text):
+        return EngineError(f"the SparkContext or its JVM ended: {_first_lines(text)}", cause=LOST)
     if "cancelled" in text:
         return EngineError(f"the Spark job was cancelled from outside of rankzero: {_first_lines(text)}")
     return EngineError(f"the Spark job failed: {_first_lines(text)}")
+
+
+_PREEMPTED = r"preempt|decommission"
+_EXECUTOR_LOST = (
+    r"ExecutorLostFailure|Executor.{0,40} lost|Lost executor|ExecutorDeadException|worker lost|executor \S+ exited"
+)
+_SESSION_LOST = (
+    r"SparkContext was shut down|stopped SparkContext|Py4JNetworkError|Answer from Java side is empty|"
+    r"Connection refused|Error while receiving|Connection reset by peer"
+)
 
 
 def gpus_per_task(session: SparkSession) -> int:

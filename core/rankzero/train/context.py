@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from rankzero.train.checkpoint import Checkpoint, CheckpointWriter
+
 logger = logging.getLogger(__name__)
 
 MetricValue = bool | int | float | str
@@ -69,16 +71,18 @@ class _Session:
 
     context: TrainContext = field(default_factory=TrainContext)
     send: Callable[[dict[str, Any]], None] | None = None
+    writer: CheckpointWriter | None = None
     result: object = None
+    progress: int = 0
 
 
 _session = _Session()
 
 
-def install(context: TrainContext, send: Callable[[dict[str, Any]], None]) -> _Session:
+def install(context: TrainContext, send: Callable[[dict[str, Any]], None], writer: CheckpointWriter) -> _Session:
     """Makes this process a worker of a run. Called by the worker, not by users."""
     global _session
-    _session = _Session(context, send)
+    _session = _Session(context, send, writer)
     return _session
 
 
@@ -93,27 +97,53 @@ def get_context() -> TrainContext:
     return _session.context
 
 
-def report(metrics: Mapping[str, Any], checkpoint: object = None) -> None:
-    """Reports metrics of this rank. Never waits for other ranks or for the driver.
+def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
+    """Reports metrics of this rank, and optionally a state to go on from. Counts as progress for ``hang_timeout``.
+
+    Never waits for other ranks or for the driver. A checkpoint is written at the speed of the disk, and training
+    goes on while it is committed: when all parts are there it becomes the one that `get_checkpoint` returns and a
+    restart begins with; until then, and if anything fails, the one before it stays.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays.
-        checkpoint: Must be None: checkpoints are not part of this version.
+        checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
+            ranks' are ignored, unless ``sharded``.
+        sharded: The checkpoint consists of one part of every rank, each of which must call this.
 
     Raises:
-        TypeError: a name is not a string, or a value is neither a scalar nor convertible to one.
-        NotImplementedError: a checkpoint was given.
+        TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
+            neither a directory nor a dict.
+        ValueError: sharded and whole checkpoints in one run.
+        ResultError: the checkpoint cannot be written here (a full disk, a value that cannot be pickled).
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.report({"loss": 0.5})
+        >>> rt.report({"loss": 0.4}, checkpoint={"model": {}, "epoch": 1})
     """
-    if checkpoint is not None:
-        raise NotImplementedError(
-            "report(checkpoint=...) is not part of this version of rankzero; "
-            "save the state yourself or return it from the training function"
-        )
     values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
-    if _session.send is None:
+    now = time.time()
+    _session.progress += 1
+    if _session.send is None or _session.writer is None:
         logger.info("metrics: %s", values)
-    else:
-        _session.send({"type": "metric", "metrics": values, "time": time.time()})
+        return
+    _session.send({"type": "metric", "metrics": values, "time": now})
+    if checkpoint is not None:
+        _session.writer.write(checkpoint, values, now, sharded=sharded)
+        _session.progress += 1
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
+
+    Every rank of a new attempt gets the same one.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> checkpoint = rt.get_checkpoint()
+        >>> first_epoch = checkpoint.load()["epoch"] + 1 if checkpoint else 0
+    """
+    return _session.writer.last if _session.writer else None
 
 
 def set_result(value: object) -> None:

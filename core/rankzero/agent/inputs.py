@@ -1,0 +1,118 @@
+"""What the workers of one task need: payload, modules, referenced files, the checkpoint to start from.
+
+Each is taken from where it lies if this host sees it there, else fetched from the driver, once for each task.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+from rankzero.channel.frames import Message
+from rankzero.formats import sha256_of
+
+
+class Inputs:
+    """Finds or fetches the files of a ``start`` message."""
+
+    def __init__(self, start: Message, scratch: str, local_world_size: int) -> None:
+        """Looks which files are here.
+
+        Args:
+            start: The driver's message.
+            scratch: Directory of this task for what must be fetched.
+            local_world_size: Workers of this task, whose parts of a checkpoint are needed.
+        """
+        self._start = start
+        self._scratch = scratch
+        self.shared = self._sees_run_directory()
+        """True if the run directory that the driver uses is the one that this host sees under its path."""
+        first = start["first_rank"]
+        own = {f"checkpoint-{rank}" for rank in range(first, first + local_world_size)}
+        checkpoint = start["checkpoint"]
+        if checkpoint and not checkpoint["sharded"]:
+            own = {"checkpoint-0"}
+        self._here: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        """Name to local path of what must be fetched."""
+        for name, file in start["files"].items():
+            if name.startswith("checkpoint-") and name not in own:
+                continue
+            here = file["location"]
+            if not (self.shared or file.get("absolute")) or not _has_size(here, file["size"]):
+                here = os.path.join(scratch, name)
+                self.missing[name] = here
+            self._here[name] = here
+
+    def _sees_run_directory(self) -> bool:
+        directory = self._start["run_directory"]
+        if directory is None:
+            return False
+        try:
+            with open(os.path.join(directory, "token")) as file:
+                return file.read() == self._start["run_token"] and os.access(directory, os.W_OK)
+        except OSError:
+            return False
+
+    def fetch(self, fetch: Callable[[str, str], None]) -> None:
+        """Asks for what is missing."""
+        for name, path in self.missing.items():
+            fetch(name, path)
+
+    def message(self) -> Message:
+        """What every worker of this task is told. Call it once nothing is missing.
+
+        Raises:
+            RuntimeError: modules.zip is not what the driver recorded.
+        """
+        files = self._start["files"]
+        directory = self._start["run_directory"]
+        return {
+            "type": "start",
+            "master_addr": self._start["master_addr"],
+            "payload": self._here["payload.pkl"],
+            "payload_sha256": files["payload.pkl"]["sha256"],
+            "modules": self._unpack_modules(),
+            "refs": {file["uri"]: self._here[name] for name, file in files.items() if "uri" in file},
+            "result_directory": os.path.join(directory, "result") if self.shared else self._scratch,
+            "checkpoint": self._start["checkpoint"],
+            "checkpoint_parts": {
+                name.removeprefix("checkpoint-"): path
+                for name, path in self._here.items()
+                if name.startswith("checkpoint-")
+            },
+            "checkpoint_directory": os.path.join(directory, "checkpoints") if self.shared else self._scratch,
+            "shared": self.shared,
+            "beat_interval": self._start["beat_interval"],
+        }
+
+    def _unpack_modules(self) -> str | None:
+        if "modules.zip" not in self._here:
+            return None
+        archive_path = self._here["modules.zip"]
+        if sha256_of(archive_path) != self._start["files"]["modules.zip"]["sha256"]:
+            raise RuntimeError("modules.zip does not carry the checksum that the driver recorded")
+        directory = os.path.join(self._scratch, "modules")
+        with zipfile.ZipFile(archive_path) as archive:
+            archive.extractall(directory)
+        return directory
+
+    def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
+        """The fields of one worker's `rankzero.train.TrainContext`."""
+        return {
+            **self._start["context"],
+            "rank": self._start["first_rank"] + local_rank,
+            "local_rank": local_rank,
+            "local_world_size": local_world_size,
+            "node_rank": self._start["node_rank"],
+            "use_gpu": use_gpu,
+        }
+
+
+def _has_size(path: str, size: int) -> bool:
+    try:
+        return os.path.getsize(path) == size
+    except OSError:
+        return False

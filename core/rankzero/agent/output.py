@@ -1,0 +1,109 @@
+"""A rank's lines on their way to the driver: never in the rank's way, and none lost that is not counted.
+
+While the driver takes lines as fast as they come they go straight to it. When more than `HIGH_WATER` bytes wait,
+they go to a file on this host's disk and follow in order as the driver catches up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from typing import IO
+
+from rankzero.agent.lines import LineSplitter
+from rankzero.channel.client import ChannelClient
+from rankzero.policy import LOG_TAIL, LOG_TAIL_WIDTH
+
+HIGH_WATER = 8 << 20
+"""Bytes waiting for the driver above which lines go to disk."""
+
+SPOOL_LIMIT = 8 << 30
+"""Bytes of one rank's lines on disk above which lines are dropped and counted."""
+
+_BLOCK = 1 << 20
+
+
+class RankOutput:
+    """Cuts a rank's output into lines, keeps the last ones, and passes all on."""
+
+    def __init__(self, local_rank: int, client: ChannelClient, scratch: str) -> None:
+        self._local_rank = local_rank
+        self._client = client
+        self._path = os.path.join(scratch, f"rank-{local_rank}.spool")
+        self._splitter = LineSplitter()
+        self._spool: IO[bytes] | None = None
+        self._read = self._written = 0
+        self._dropped = 0
+        self._tail: deque[str] = deque(maxlen=LOG_TAIL)
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines, oldest first."""
+        return list(self._tail)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes on disk that the driver has not been given yet."""
+        return self._written - self._read
+
+    def feed(self, data: bytes) -> None:
+        """Takes what the rank wrote."""
+        self.add(self._splitter.feed(data))
+
+    def finish(self) -> None:
+        """The rank's output has ended."""
+        self.add(self._splitter.finish())
+
+    def add(self, lines: list[str]) -> None:
+        """Takes whole lines."""
+        if not lines:
+            return
+        self._tail.extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
+        if not self.waiting and self._client.bulk_bytes <= HIGH_WATER:
+            self._send(lines)
+        else:
+            self._store(lines)
+
+    def pump(self) -> None:
+        """Gives the driver what waits on disk, as far as it takes it."""
+        while self.waiting and self._spool and self._client.bulk_bytes <= HIGH_WATER:
+            self._spool.seek(self._read)
+            block = self._spool.read(_BLOCK)
+            while not block.endswith(b"\n"):
+                block += self._spool.readline()
+            self._read += len(block)
+            self._send(block.decode("utf-8", "replace").split("\n")[:-1])
+        if self._spool and not self.waiting:
+            self._spool.truncate(0)
+            self._read = self._written = 0
+
+    def drop_rest(self) -> None:
+        """Counts what is still on disk as dropped: there is no time for it any more."""
+        if self.waiting and self._spool:
+            self._spool.seek(self._read)
+            with contextlib.suppress(OSError):
+                self._dropped += sum(1 for _ in self._spool)
+            self._read = self._written
+            self._send([])
+
+    def _send(self, lines: list[str]) -> None:
+        if self._dropped:
+            lines = [*lines, f"rankzero: {self._dropped} log lines were dropped, the driver was too slow"]
+            self._dropped = 0
+        if lines:
+            self._client.queue({"type": "log", "local_rank": self._local_rank, "lines": lines}, bulk=True)
+
+    def _store(self, lines: list[str]) -> None:
+        data = ("\n".join(lines) + "\n").encode("utf-8", "replace")
+        try:
+            if self._written + len(data) > SPOOL_LIMIT:
+                raise OSError("the limit of lines on disk is reached")
+            if self._spool is None:
+                self._spool = open(self._path, "w+b")
+            self._spool.seek(self._written)
+            self._spool.write(data)
+            self._spool.flush()
+            self._written += len(data)
+        except OSError:
+            self._dropped += len(lines)

@@ -1,0 +1,180 @@
+"""One worker as its agent sees it: how it is started, told something, asked where it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import IO, Any
+
+from rankzero.agent.output import RankOutput
+from rankzero.agent.worker import STACK_SIGNAL
+from rankzero.channel import frames
+from rankzero.channel.client import ChannelClient
+from rankzero.channel.frames import Message
+
+SOCKET_PATH_ROOM = 48
+"""Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
+
+# rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
+_WORKER = (
+    "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
+    "sys.path.append(sys.path.pop(0)); from rankzero.agent.worker import main; "
+    "main(*map(int, sys.argv[2:]))"
+)
+
+
+class Rank:
+    """A started worker."""
+
+    def __init__(self, local_rank: int, config: dict[str, Any], client: ChannelClient) -> None:
+        """Starts the worker process, which imports torch and waits for its ``start``.
+
+        Args:
+            local_rank: Index within the task.
+            config: The agent's configuration.
+            client: Where its output goes.
+        """
+        self.local_rank = local_rank
+        self.alive = True
+        self.outcome: str | None = None
+        self.output = RankOutput(local_rank, client, config["scratch"])
+        self.decoder = frames.Decoder()
+        self.decoder.trust(None)
+        self._main_thread = 0
+        self._beat_at = time.monotonic()
+        self._stack = b""
+        self.control, control = socket.socketpair()
+        read, write = os.pipe()
+        stack_read, stack_write = os.pipe()
+        numbers = (control.fileno(), stack_write, os.getpid())
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _WORKER, config["code_path"], *map(str, numbers)],
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write,
+            pass_fds=[control.fileno(), stack_write],
+            start_new_session=True,
+            env=environment(config),
+        )
+        # Exit statuses are collected by waitpid(-1), since orphaned grandchildren come to the agent too.
+        process.returncode = 0
+        self.pid = process.pid
+        control.close()
+        os.close(write)
+        os.close(stack_write)
+        self.control.setblocking(False)
+        self.pipe = _reader(read)
+        self.stack_pipe = _reader(stack_read)
+
+    def tell(self, message: Message) -> None:
+        """Sends a message; a dead worker is ignored."""
+        self.control.setblocking(True)
+        with contextlib.suppress(OSError):
+            self.control.sendall(frames.encode(message))
+        self.control.setblocking(False)
+
+    def kill(self, number: int) -> None:
+        """Sends a signal to the worker, if it lives."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
+
+    def note(self, message: Message) -> None:
+        """Remembers what a message tells of the worker's state."""
+        kind = message["type"]
+        self._beat_at = time.monotonic()
+        if kind == "ready":
+            self._main_thread = message.pop("main_thread")
+        elif kind in ("commit", "failure"):
+            self.outcome = kind
+
+    def ask_for_stack(self) -> None:
+        """Makes the worker write its stacks, which `take_stack` collects."""
+        self._stack = b""
+        self.kill(STACK_SIGNAL)
+
+    def take_stack(self, data: bytes) -> None:
+        """Adds what came out of the stack pipe."""
+        self._stack += data
+
+    def stack(self) -> str:
+        """Where the worker stands, in words or as the Python stack of its main thread, innermost call first.
+
+        The stacks of all its threads go to its log.
+        """
+        if self.outcome == "commit":
+            return "it had returned"
+        if not self.alive:
+            return "its process had ended"
+        text = self._stack.decode(errors="replace")
+        self.output.add(text.splitlines())
+        silence = f"no heartbeat for {time.monotonic() - self._beat_at:.0f} s"
+        lines = _main_stack(text, self._main_thread)
+        if lines:
+            return "\n".join(lines)
+        state = _state_words(self.pid)
+        return f"its process {state}, {silence}"
+
+
+def environment(config: dict[str, Any]) -> dict[str, str]:
+    """The environment that a worker starts with; what depends on its rank comes with ``start``."""
+    scratch = config["scratch"]
+    env = {**os.environ, "RANKZERO_SCRATCH": scratch}
+    temporary = os.path.join(scratch, "tmp")
+    if len(temporary) <= SOCKET_PATH_ROOM:
+        # What a killed rank left there goes with the scratch directory.
+        os.makedirs(temporary, exist_ok=True)
+        env["TMPDIR"] = temporary
+    env.update(config["env"])
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(config["gpus"]) if config["use_gpu"] else ""
+    cores = config["cores"] or os.cpu_count() or 1
+    env.setdefault("PYTHONIOENCODING", "utf-8")
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config["workers"])))
+    return env
+
+
+def rank_environment(context: dict[str, Any]) -> dict[str, str]:
+    """The variables that ``init_process_group`` and the libraries above it read."""
+    return {
+        "RANK": str(context["rank"]),
+        "WORLD_SIZE": str(context["world_size"]),
+        "LOCAL_RANK": str(context["local_rank"]),
+        "LOCAL_WORLD_SIZE": str(context["local_world_size"]),
+        "NODE_RANK": str(context["node_rank"]),
+        "GROUP_RANK": str(context["node_rank"]),
+        "RANKZERO_RUN_ID": str(context["run_id"]),
+    }
+
+
+def _reader(fd: int) -> IO[bytes]:
+    os.set_blocking(fd, False)
+    return open(fd, "rb", buffering=0)
+
+
+def _main_stack(text: str, main_thread: int) -> list[str]:
+    """The lines of the main thread in what faulthandler wrote, without rankzero's own frames."""
+    lines: list[str] = []
+    taking = False
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            taking = int(line.split("0x")[1].split()[0], 16) == main_thread
+        elif taking and line.startswith("  File") and "rankzero/agent/worker.py" not in line:
+            lines.append(line.strip())
+    return lines
+
+
+def _state_words(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "is gone"
+    return {
+        "T": "is stopped (SIGSTOP)",
+        "t": "is stopped by a debugger",
+        "D": "is blocked in the kernel",
+    }.get(state, "does not answer (blocked in native code)")

@@ -1,0 +1,243 @@
+"""Checkpoints as the driver keeps them: commit, list, prune.
+
+    checkpoints/0000-000003/rank-0.safetensors     one file for each rank that gave a part
+    checkpoints/0000-000003/checkpoint.json        written last: with it the checkpoint is committed
+
+The name is attempt and number, so that names in order are checkpoints in order, and no two attempts ever
+write the same file. A folder without ``checkpoint.json`` is no checkpoint and is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rankzero import store
+from rankzero.directory import RunDirectory
+from rankzero.errors import InvalidJobError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+FOLDER = "checkpoints"
+
+COMMIT_TIMEOUT = 600.0
+"""Seconds that a run waits at its end for checkpoints which are on their way to the store."""
+
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints of a run are kept. The newest one always is: a restart needs it.
+
+    Attributes:
+        num_to_keep: How many; None keeps all.
+        metric: Keep the best by this metric of their reports; None keeps the newest. A checkpoint whose
+            report lacks the metric, or has nan, is worse than any other.
+        mode: ``"min"`` or ``"max"``: which values of the metric are better.
+
+    Raises:
+        InvalidJobError: a value is wrong.
+    """
+
+    num_to_keep: int | None = 2
+    metric: str | None = None
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None and (type(self.num_to_keep) is not int or self.num_to_keep < 1):
+            raise InvalidJobError(f"num_to_keep is {self.num_to_keep!r}; it must be a positive integer or None")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise InvalidJobError(f"metric is {self.metric!r}; it must be the name of a reported metric")
+        if self.mode not in MODES:
+            raise InvalidJobError(f'mode is {self.mode!r}; choose "min" or "max"')
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Attributes:
+        id: Its folder's name: attempt and number.
+        attempt: Attempt that wrote it.
+        index: Its number in that attempt, from 0.
+        time: Unix time of rank 0's report.
+        metrics: What rank 0 reported with it.
+        world_size: Number of ranks of the run.
+        sharded: Every rank gave a part of its own; else rank 0's is the whole.
+        parts: By rank (as text, as JSON has it): ``file``, ``format``, ``size`` and ``sha256``.
+    """
+
+    id: str
+    attempt: int
+    index: int
+    time: float
+    metrics: dict[str, Any]
+    world_size: int
+    sharded: bool
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
+    """The committed checkpoints of a run, oldest first.
+
+    Args:
+        run: The run.
+        fresh_since: Attempts before this one do not count.
+    """
+    found = []
+    for name in store.list_names(run.path(FOLDER)):
+        try:
+            manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
+        except (OSError, ValueError, TypeError):
+            continue
+        if manifest.attempt >= fresh_since:
+            found.append(manifest)
+    return found
+
+
+def to_remove(committed: list[Manifest], config: CheckpointConfig) -> list[Manifest]:
+    """Which of the committed checkpoints (oldest first) are not kept."""
+    if config.num_to_keep is None or not committed:
+        return []
+    ranked = sorted(committed, key=lambda manifest: (_score(manifest, config), manifest.id), reverse=True)
+    kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id}
+    return [manifest for manifest in committed if manifest.id not in kept]
+
+
+def _score(manifest: Manifest, config: CheckpointConfig) -> float:
+    if config.metric is None:
+        return 0.0
+    value = manifest.metrics.get(config.metric)
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return -math.inf
+    return value if config.mode == "max" else -value
+
+
+class Committer:
+    """Commits what ranks hand in, in a thread of its own: a slow store delays neither training nor failures."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        world_size: int,
+        config: CheckpointConfig,
+        fresh_since: int,
+        on_commit: Callable[[Manifest], None],
+        on_loss: Callable[[int], None],
+    ) -> None:
+        """Prepares the committer of one attempt.
+
+        Args:
+            run: The run.
+            attempt: Number of the attempt.
+            world_size: Number of ranks: so many parts has a sharded checkpoint.
+            config: What is kept.
+            fresh_since: Attempts before this one do not count.
+            on_commit: Called in the committer's thread after each commit.
+            on_loss: Called there with the number of a checkpoint that could not be committed.
+        """
+        self._run = run
+        self._attempt = attempt
+        self._world_size = world_size
+        self._config = config
+        self._fresh_since = fresh_since
+        self._on_commit = on_commit
+        self._on_loss = on_loss
+        self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
+        self._closed = False
+        self._queue: queue.SimpleQueue[dict[int, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+
+    def newest(self) -> Manifest | None:
+        """The checkpoint that this attempt starts from. Removes what no attempt can commit any more."""
+        committed = list_committed(self._run, self._fresh_since)
+        names = {manifest.id for manifest in committed}
+        for name in store.list_names(self._run.path(FOLDER)):
+            if name not in names:
+                store.remove(self._run.path(FOLDER, name))
+        return committed[-1] if committed else None
+
+    def add(self, rank: int, part: dict[str, Any]) -> None:
+        """Takes one rank's part: the worker's message, with ``uploaded`` if the driver holds the file.
+
+        The checkpoint is committed when rank 0's part is there and, if it is sharded, everybody's.
+        """
+        parts = self._incoming.setdefault(part["index"], {})
+        parts[rank] = part
+        if len(parts) == (self._world_size if part["sharded"] else 1):
+            del self._incoming[part["index"]]
+            if not self._thread.ident:
+                self._thread.start()
+            self._queue.put(parts)
+
+    def close(self, timeout: float) -> None:
+        """Waits for the commits under way; what is not committed after ``timeout`` seconds never will be."""
+        if self._thread.ident:
+            self._queue.put(None)
+            self._thread.join(timeout)
+        self._closed = True
+
+    def _work(self) -> None:
+        while (parts := self._queue.get()) is not None:
+            try:
+                manifest = self._commit(parts)
+            except Exception:
+                # The checkpoint before it is whole, and training must not end for this one.
+                logger.exception("a checkpoint could not be committed")
+                self._on_loss(parts[min(parts)]["index"])
+                continue
+            self._on_commit(manifest)
+            self._prune()
+
+    def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
+        lead = parts[min(parts)]
+        folder = self._run.path(FOLDER, lead["id"])
+        files = {}
+        for rank, part in sorted(parts.items()):
+            if uploaded := part.get("uploaded"):
+                store.make_directory(folder)
+                store.upload(uploaded, store.join(folder, part["file"]))
+            files[str(rank)] = {key: part[key] for key in ("file", "format", "size", "sha256")}
+            if (size := store.size(store.join(folder, part["file"]))) != part["size"]:
+                raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
+        manifest = Manifest(
+            id=lead["id"],
+            attempt=self._attempt,
+            index=lead["index"],
+            time=lead["time"],
+            metrics=lead["metrics"],
+            world_size=self._world_size,
+            sharded=lead["sharded"],
+            parts=files,
+        )
+        if self._closed:
+            raise OSError("the attempt ended before the store had taken it")
+        store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode())
+        return manifest
+
+    def _prune(self) -> None:
+        try:
+            for manifest in to_remove(list_committed(self._run, self._fresh_since), self._config):
+                # The manifest first: what is half removed is no checkpoint.
+                store.remove(self._run.path(FOLDER, manifest.id, MANIFEST))
+                store.remove(self._run.path(FOLDER, manifest.id))
+        except OSError:
+            logger.warning("an old checkpoint could not be removed", exc_info=True)
+
+
+def checkpoint_id(attempt: int, index: int) -> str:
+    """The folder's name of a checkpoint."""
+    return f"{attempt:04d}-{index:06d}"

@@ -1,0 +1,278 @@
+"""The run directory, which is the truth about a run: what lies where, and how it is read and written.
+
+    job.json      what was asked for; a directory without it is no run yet
+    status.json   state, heartbeat, error, result: replaced atomically by the driver
+    submissions/  0, 1, ...: what one submission gave
+        claim         whose submission this is: made once, so that a run id submitted twice starts once
+        payload.pkl   function or script and arguments;  modules.zip  the user's modules
+        private.json  environment and engine configuration of the user (may hold secrets)
+        driver        whose driver this is
+    token         tells an agent that it sees this very directory
+    events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
+    logs/         rank-N.log for every rank
+    checkpoints/  see `rankzero.checkpoint`
+    result/       rank 0's value
+    cancel        a request to end
+    lease         renewed by whoever follows a run with an ``orphan_timeout``
+    delivered     the submission whose result was handed on
+    driver.log    what a detached driver wrote
+
+On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any, cast
+
+from rankzero import store
+from rankzero.errors import RunNotFoundError
+from rankzero.job import Job
+
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run's state at one moment.
+
+    Attributes:
+        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
+            ``"cancelled"``.
+        attempt: Number of the current attempt, from 0.
+        submission: How often the run id was submitted before.
+        heartbeat: Unix time at which the driver last wrote.
+        driver_host: Host of the driver, or None before it started.
+        driver_pid: Its process id.
+        driver_namespace: The process namespace in which that id means something.
+        started: Unix time at which every rank had started, or None.
+        ended: Unix time of the end, or None.
+        error: The error of a run that did not succeed, as JSON.
+        result: The handle of the value, as JSON.
+        value: A small JSON value itself, in a list of one; else empty.
+        metrics: The last value of every metric that rank 0 reported.
+        checkpoint: Id of the newest committed checkpoint, or None.
+    """
+
+    state: str = "pending"
+    attempt: int = 0
+    submission: int = 0
+    heartbeat: float = 0.0
+    driver_host: str | None = None
+    driver_pid: int | None = None
+    driver_namespace: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    error: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
+    value: list[Any] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+    @property
+    def final(self) -> bool:
+        """True if the run has ended."""
+        return self.state in FINAL_STATES
+
+
+class RunDirectory:
+    """Reads and writes one run directory. Holds nothing that is not on disk."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = store.normalize(directory)
+        self.is_remote = store.is_url(self.directory)
+
+    def path(self, *parts: str) -> str:
+        """A location inside."""
+        return store.join(self.directory, *parts)
+
+    def submission_path(self, submission: int, *parts: str) -> str:
+        """A location inside of one submission."""
+        return self.path("submissions", str(submission), *parts)
+
+    def claim(self, submission: int) -> bool:
+        """True for the one caller that may write this submission. Raises OSError."""
+        for part in ("", "logs", "result", "checkpoints", f"submissions/{submission}"):
+            store.make_directory(self.path(part).rstrip("/"))
+        return store.create(self.submission_path(submission, "claim"), secrets.token_hex(8).encode())
+
+    def claim_driver(self, submission: int) -> bool:
+        """True for the one driver of this submission."""
+        return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
+
+    def write_submission(self, job: Job, private: dict[str, Any], files: dict[str, bytes]) -> None:
+        """Writes what a driver needs; the last write makes it a run. For who `claim`ed it. Raises OSError."""
+        for name, data in files.items():
+            store.write_bytes(self.submission_path(job.submission, name), data)
+        store.write_bytes(self.submission_path(job.submission, "private.json"), json.dumps(private).encode())
+        if not store.exists(self.path("token")):
+            store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
+        for request in ("cancel", "delivered"):
+            store.remove(self.path(request))
+        # Before job.json: nobody may take an earlier submission's end for this one's.
+        self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
+        store.write_bytes(self.path("job.json"), job.to_json())
+
+    def job(self) -> Job:
+        """What was asked for. Raises RunNotFoundError."""
+        try:
+            return Job.from_json(store.read_bytes(self.path("job.json")))
+        except FileNotFoundError:
+            raise RunNotFoundError(f"no run lives in {self.directory}") from None
+
+    def private(self) -> dict[str, Any]:
+        """The user's environment and the engine's private configuration."""
+        path = self.submission_path(self.job().submission, "private.json")
+        return cast("dict[str, Any]", json.loads(store.read_bytes(path)))
+
+    def token(self) -> str:
+        """What an agent compares to know that it sees this directory."""
+        return store.read_bytes(self.path("token")).decode()
+
+    def status(self) -> RunStatus:
+        """The last status written. Raises RunNotFoundError."""
+        try:
+            return RunStatus(**json.loads(store.read_bytes(self.path("status.json"))))
+        except FileNotFoundError:
+            raise RunNotFoundError(f"no run lives in {self.directory}") from None
+
+    def write_status(self, status: RunStatus) -> None:
+        """Replaces the status."""
+        store.write_bytes(self.path("status.json"), json.dumps(asdict(status)).encode())
+
+    def request_cancel(self) -> None:
+        """Leaves the request; the driver acts on it."""
+        store.write_bytes(self.path("cancel"), b"")
+
+    def end_of(self, name: str) -> Position:
+        """Where a growing file ends now, for `read_lines`."""
+        if self.is_remote:
+            return Position(len(store.list_names(self.path(name))), 0)
+        with contextlib.suppress(FileNotFoundError):
+            return Position(0, store.size(self.path(name)))
+        return Position()
+
+    def cancel_requested(self) -> bool:
+        """True if somebody asked for the end."""
+        return store.exists(self.path("cancel"))
+
+    def mark_delivered(self, submission: int) -> None:
+        """Notes that this submission's result was handed on."""
+        store.write_bytes(self.path("delivered"), str(submission).encode())
+
+    def is_delivered(self, submission: int) -> bool:
+        """True if `mark_delivered` was called for it."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.path("delivered")) == str(submission).encode()
+        return False
+
+    def renew_lease(self) -> None:
+        """Says that somebody follows this run."""
+        store.write_bytes(self.path("lease"), secrets.token_hex(8).encode())
+
+    def lease(self) -> bytes:
+        """What the last follower wrote; empty if nobody has."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.path("lease"))
+        return b""
+
+    def read_lines(self, name: str, position: Position) -> tuple[list[str], Position]:
+        """Complete lines of a growing file after ``position``, and the new position."""
+        if not self.is_remote:
+            return _read_file(self.path(name), position)
+        lines: list[str] = []
+        for piece in store.list_names(self.path(name))[position.piece :]:
+            text = store.read_bytes(self.path(name, piece)).decode()
+            lines += text.split("\n")[:-1]
+            position = Position(position.piece + 1, 0)
+        return lines, position
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a growing file was read: whole pieces, and bytes of the current one."""
+
+    piece: int = 0
+    offset: int = 0
+
+
+_READ = 4 << 20
+
+
+def _read_file(path: str, position: Position) -> tuple[list[str], Position]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(position.offset)
+            data = file.read(_READ)
+            while data and b"\n" not in data and (more := file.read(_READ)):
+                data += more
+    except FileNotFoundError:
+        return [], position
+    end = data.rfind(b"\n") + 1
+    return data[:end].decode("utf-8", "replace").split("\n")[:-1], Position(0, position.offset + end)
+
+
+class Appender:
+    """Appends lines to a growing file of a run: one file locally, numbered pieces on a URL.
+
+    A line that was torn (by a full disk, or by the death of the driver before this one) ends where it was torn.
+    """
+
+    def __init__(self, run: RunDirectory, name: str) -> None:
+        self._run = run
+        self._name = name
+        self._file: IO[bytes] | None = None
+        self._torn = False
+        self._waiting: list[bytes] = []
+        self._piece = len(store.list_names(run.path(name))) if run.is_remote else 0
+
+    def append(self, lines: list[str]) -> None:
+        """Adds lines; locally they can be read at once. Raises OSError when there is no room for them."""
+        data = ("\n".join(lines) + "\n").encode("utf-8", "replace") if lines else b""
+        if self._run.is_remote:
+            if sum(map(len, self._waiting)) + len(data) > WAITING_LIMIT:
+                raise OSError(f"{self._run.directory} takes no lines, and {WAITING_LIMIT} bytes wait already")
+            self._waiting.append(data)
+            return
+        if self._file is None:
+            path = self._run.path(self._name)
+            self._file = open(path, "ab", buffering=0)
+            self._torn = _ends_torn(path)
+        rest = memoryview(b"\n" + data if self._torn else data)
+        while rest:
+            written = self._file.write(rest)
+            self._torn = rest[written - 1] != _NEWLINE if written else self._torn
+            rest = rest[written:]
+
+    def flush(self) -> None:
+        """Writes what waits for an object store as the next piece."""
+        if self._waiting:
+            piece = self._run.path(self._name, f"{self._piece:08d}")
+            store.write_bytes(piece, b"".join(self._waiting))
+            self._piece += 1
+            self._waiting.clear()
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self.flush()
+        if self._file:
+            self._file.close()
+
+
+WAITING_LIMIT = 64 << 20
+"""Bytes of lines that may wait for an object store which does not take them."""
+
+_NEWLINE = ord("\n")
+
+
+def _ends_torn(path: str) -> bool:
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

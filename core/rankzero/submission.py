@@ -1,0 +1,120 @@
+"""Submitting a run id: one submitter starts it, whatever else happens; an existing run is taken up.
+
+What dies where: after `RunDirectory.claim` and before ``job.json`` the claim is void after `CLAIM_TIMEOUT` and
+the next submitter takes the next number; after ``job.json`` and before the driver's first heartbeat the run
+counts as one whose driver died, and the next submission continues it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankzero import policy
+from rankzero.directory import RunDirectory, RunStatus
+from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.job import Job
+from rankzero.run import RunHandle
+
+logger = logging.getLogger(__name__)
+
+CLAIM_TIMEOUT = 20.0
+"""Seconds after which a submitter that claimed a run and did not write it counts as dead."""
+
+_LOOK = 0.05
+
+
+@dataclass(frozen=True)
+class Existing:
+    """A run that is there already.
+
+    Attributes:
+        job: What its last submission asked for.
+        status: Its state now, ``"failed"`` if its driver died.
+        meaning: `policy.ATTACH`, `policy.CONTINUE` or `policy.FRESH`.
+    """
+
+    job: Job
+    status: RunStatus
+    meaning: str
+
+
+def look(run: RunDirectory) -> Existing | None:
+    """What submitting this run id would mean now; None if there is no such run.
+
+    A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
+    """
+    try:
+        job = run.job()
+    except RunNotFoundError:
+        return None
+    handle: RunHandle[object] = RunHandle(run.directory)
+    status = handle.status()
+    seen, deadline = status.heartbeat, time.monotonic() + 2 * policy.DRIVER_DEAD_AFTER
+    tick = threading.Event()
+    while not (status.final or handle.driver_is_here(status)) and time.monotonic() < deadline:
+        if status.heartbeat != seen or time.time() - status.heartbeat < policy.HEARTBEAT_INTERVAL:
+            break
+        tick.wait(_LOOK)
+        status = handle.status()
+    return Existing(job, status, policy.on_resubmit(status.state, run.is_delivered(job.submission)))
+
+
+def submit(
+    run: RunDirectory,
+    make_job: Callable[[int, int, int], Job],
+    private: dict[str, object],
+    files: dict[str, bytes],
+) -> bool:
+    """Makes this the next submission of the run, unless there is one that lives or waits to be delivered.
+
+    Args:
+        run: Its directory, which may not be there yet.
+        make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
+        private: The user's environment and the engine's private configuration.
+        files: Payload and modules, by name.
+
+    Returns:
+        True if the caller must start a driver; False if somebody else did: attach.
+
+    Raises:
+        InvalidJobError: the store cannot be written.
+    """
+    try:
+        number, tick = 0, threading.Event()
+        while True:
+            existing = look(run)
+            if existing and existing.meaning == policy.ATTACH:
+                state = existing.status.state
+                logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
+                return False
+            if existing:
+                number = max(number, existing.job.submission + 1)
+            if run.claim(number):
+                break
+            # Another submitter is at it, and writes job.json next, unless it died.
+            deadline = time.monotonic() + CLAIM_TIMEOUT
+            while _submission_of(run) < number and time.monotonic() < deadline:
+                tick.wait(_LOOK)
+            if _submission_of(run) < number:
+                number += 1
+        first_attempt = fresh_since = 0
+        if existing:
+            first_attempt = existing.status.attempt + 1
+            fresh_since = first_attempt if existing.meaning == policy.FRESH else existing.job.fresh_since
+        run.write_submission(make_job(number, first_attempt, fresh_since), private, files)
+        return True
+    except (OSError, ImportError, ValueError) as error:
+        if isinstance(error, InvalidJobError):
+            raise
+        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+
+
+def _submission_of(run: RunDirectory) -> int:
+    try:
+        return run.job().submission
+    except RunNotFoundError:
+        return -1
