@@ -34,7 +34,7 @@ def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote:
     assert sorted(handle.logs()) == [f"[{rank}] got {5 << 20} bytes" for rank in range(2)]
     assert [row["size"] for row in handle.metrics()] == [5 << 20] * 2
     ref = handle.result_ref()
-    assert ref.uri == "memory://bucket/runs/far/result/value.safetensors"
+    assert ref.uri == "memory://bucket/runs/far/result/value-0.safetensors"
     assert handle.status().state == "succeeded"
 
 

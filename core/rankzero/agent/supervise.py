@@ -61,6 +61,7 @@ class Agent:
         self._stopping = False
         self._stopped_early = False
         self._orphaned = False
+        self._lost: str | None = None
         self._kill_at: float | None = None
         self._stacks_at: float | None = None
 
@@ -88,6 +89,8 @@ class Agent:
                 self._step()
         finally:
             self._end_everything()
+        if self._lost and not self._orphaned:
+            sys.exit(f"the driver is lost: {self._lost}")
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class Agent:
             for message in self._client.receive():
                 self._on_message(message)
         except ChannelClosed as error:
-            print(f"the driver is lost: {error}", file=sys.stderr, flush=True)
+            self._lost = str(error)
             self._unwatch(self._client.fileno())
             self._stop(STOP_GRACE)
 

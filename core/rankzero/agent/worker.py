@@ -112,7 +112,8 @@ class Control:
 def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     """Entry point of the worker process."""
     die_with_parent(agent_pid)
-    faulthandler.enable()
+    # The crashing thread alone: the stacks of all would push the last words of the rank out of the log tail.
+    faulthandler.enable(all_threads=False)
     os.set_inheritable(stack_fd, False)
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     control = Control(control_fd)
