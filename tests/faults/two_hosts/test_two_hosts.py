@@ -3,14 +3,16 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.two_hosts.conftest import INTERFACE, Cluster, Host, wait_for
+from tests.faults.two_hosts.conftest import INTERFACE, Cluster, wait_for
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
+
+Submit = Callable[..., RunHandle[Any]]
 
 WAIT = 90.0
 """Seconds for a run to start or to end on a busy machine."""
@@ -25,7 +27,7 @@ ORPHANED_WITHIN = 20.0
 """Seconds after which nothing is left of a run without a driver, and others know."""
 
 SHORT_CUT = 8.0
-"""Seconds that a connection may be cut and nothing is lost."""
+"""Seconds for which a host may be cut off and nothing is lost."""
 
 LARGE = 50_000_000
 """Bytes of a value that crosses the network."""
@@ -35,6 +37,22 @@ LARGE = 50_000_000
 def launcher(cluster: Cluster, marker: str) -> Launcher:
     """Two ranks, one on each host."""
     return Launcher(2, engine=cluster.engine(), store=cluster.shared, env={"MARK": marker}, start_timeout=WAIT)
+
+
+@pytest.fixture
+def submit(cluster: Cluster, marker: str) -> Iterator[Callable[..., RunHandle[Any]]]:
+    """`Cluster.submit`; a run that its test leaves behind is cancelled."""
+    handles: list[RunHandle[Any]] = []
+
+    def submitted(launcher: Launcher, function: Callable[..., Any], *args: Any) -> RunHandle[Any]:
+        handles.append(cluster.submit(launcher, function, *args))
+        return handles[-1]
+
+    yield submitted
+    for handle in handles:
+        handle.cancel()
+    for handle in handles:
+        handle.wait(WAIT)
 
 
 def own_address() -> str:
@@ -68,14 +86,13 @@ def reduce(run_directory: str) -> list[Any]:
     return [total.sum().item(), everyone]
 
 
-@pytest.mark.parametrize("store", ["shared", "hidden"])
-def test_ranks_on_two_hosts_reduce(cluster: Cluster, launcher: Launcher, store: str) -> None:
-    directory: Path = getattr(cluster, store)
-    handle = cluster.submit(launcher.options(store=directory, run_id="reduce"), reduce, str(directory / "reduce"))
+def test_ranks_on_two_hosts_reduce(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
+    apart = launcher.options(store=cluster.hidden, run_id="reduce")
+    handle = submit(apart, reduce, str(cluster.hidden / "reduce"))
     total, ranks = handle.result(WAIT)
     assert total == 3000.0
     assert {rank["address"] for rank in ranks} == {cluster.a.address, cluster.b.address}
-    assert {rank["sees"] for rank in ranks} == {store == "shared"}
+    assert {rank["sees"] for rank in ranks} == {False}
     assert {rank["gloo"] for rank in ranks} == {INTERFACE}
     assert {rank["nccl"] for rank in ranks} == {f"={INTERFACE}"}
 
@@ -87,10 +104,12 @@ def large() -> dict[str, Any]:
     return {"tensor": torch.arange(LARGE // 8)}
 
 
-def test_a_large_value_crosses_from_a_host_without_the_store(cluster: Cluster, launcher: Launcher) -> None:
+def test_a_large_value_crosses_from_a_host_without_the_store(
+    cluster: Cluster, launcher: Launcher, submit: Submit
+) -> None:
     # With one core to place, Spark takes the worker that has most of them: that of host b.
     alone = launcher.options(num_processes=1, store=cluster.hidden, engine=cluster.engine(cores_max="1"))
-    handle = cluster.submit(alone, large)
+    handle = submit(alone, large)
     tensor = handle.result(WAIT)["tensor"]
     assert tensor.shape == (LARGE // 8,)
     assert bool((tensor[1:] - tensor[:-1] == 1).all())
@@ -131,15 +150,10 @@ def until_both_train(cluster: Cluster, handle: RunHandle[Any]) -> None:
     time.sleep(1.0)
 
 
-def assert_names(error: BaseException, host: Host) -> None:
-    text = str(error)
-    assert host.name in text or host.address in text, text
-
-
 def test_an_executor_that_is_killed_is_named_and_its_ranks_end(
-    cluster: Cluster, launcher: Launcher, marker: str
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
 ) -> None:
-    handle = cluster.submit(launcher, train_together)
+    handle = submit(launcher, train_together)
     until_both_train(cluster, handle)
     (rank,) = cluster.b.processes(marker)
     killed_at = time.time()
@@ -148,7 +162,7 @@ def test_an_executor_that_is_killed_is_named_and_its_ranks_end(
     with pytest.raises((EngineError, WorkerFailedError)) as caught:
         handle.result(WAIT)
     print(f"ranks gone after {gone:.1f} s, known after {ended_at(handle) - killed_at:.1f} s: {caught.value!r}")
-    assert_names(caught.value, cluster.b)
+    assert cluster.b.name in str(caught.value)
     assert ended_at(handle) - killed_at < LOST_WITHIN
 
 
@@ -201,9 +215,9 @@ def follow(cluster: Cluster, handle: RunHandle[Any], output: Path, how: str) -> 
 
 
 def test_another_host_follows_a_run_and_cancels_it(
-    cluster: Cluster, launcher: Launcher, marker: str, tmp_path: Path
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
 ) -> None:
-    handle = cluster.submit(launcher, train_apart, 600.0)
+    handle = submit(launcher, train_apart, 600.0)
     follower = follow(cluster, handle, tmp_path / "followed", "cancel")
     assert follower.wait(WAIT) == 0, (tmp_path / "followed").read_text()
     first, *lines, last = followed(tmp_path / "followed")
@@ -215,9 +229,9 @@ def test_another_host_follows_a_run_and_cancels_it(
 
 
 def test_a_killed_driver_leaves_no_rank_and_every_host_knows(
-    cluster: Cluster, launcher: Launcher, marker: str, tmp_path: Path
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
 ) -> None:
-    handle = cluster.submit(launcher, train_together)
+    handle = submit(launcher, train_together)
     follower = follow(cluster, handle, tmp_path / "followed", "watch")
     until_both_train(cluster, handle)
     killed_at = time.time()
@@ -240,8 +254,8 @@ def driver_of(cluster: Cluster, handle: RunHandle[Any]) -> int:
     raise AssertionError("no driver runs on host a")
 
 
-def test_a_short_cut_costs_nothing(cluster: Cluster, launcher: Launcher) -> None:
-    handle = cluster.submit(launcher.options(store=cluster.hidden), train_apart, SHORT_CUT + 8.0)
+def test_a_short_cut_costs_nothing(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
+    handle = submit(launcher.options(store=cluster.hidden), train_apart, SHORT_CUT + 6.0)
     until_both_train(cluster, handle)
     with cluster.network.without(cluster.b):
         time.sleep(SHORT_CUT)
@@ -254,12 +268,10 @@ def test_a_short_cut_costs_nothing(cluster: Cluster, launcher: Launcher) -> None
         assert reported == printed == list(range(1, len(printed) + 1))
 
 
-@pytest.mark.parametrize("train", [train_together, train_apart])
 def test_a_host_that_is_cut_off_for_good_is_named_and_no_rank_is_left(
-    cluster: Cluster, launcher: Launcher, marker: str, train: Any
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
 ) -> None:
-    arguments = () if train is train_together else (600.0,)
-    handle = cluster.submit(launcher, train, *arguments)
+    handle = submit(launcher, train_together)
     until_both_train(cluster, handle)
     assert cluster.b.processes(marker)
     with cluster.network.without(cluster.b) as cut_at:
@@ -276,4 +288,4 @@ def test_a_host_that_is_cut_off_for_good_is_named_and_no_rank_is_left(
         with pytest.raises((EngineError, WorkerFailedError)) as caught:
             handle.result(0.0)
         print(f"known after {ended_at(handle) - cut_at:.1f} s: {caught.value!r}")
-        assert_names(caught.value, cluster.b)
+        assert cluster.b.name in str(caught.value)
