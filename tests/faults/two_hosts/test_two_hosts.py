@@ -1,7 +1,10 @@
 """Ranks on two hosts: they find each other, and whatever is cut or killed, the run ends and says where."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,9 +60,6 @@ def submit(cluster: Cluster, marker: str) -> Iterator[Callable[..., RunHandle[An
 
 def own_address() -> str:
     """This host's address on the switch."""
-    import json
-    import subprocess
-
     shown = subprocess.run(["ip", "-json", "-4", "addr", "show", INTERFACE], capture_output=True, check=True)
     return str(json.loads(shown.stdout)[0]["addr_info"][0]["local"])
 
@@ -200,8 +200,6 @@ say(state=status.state, error=status.error)
 
 
 def followed(output: Path) -> Iterator[dict[str, Any]]:
-    import json
-
     for line in output.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
@@ -209,8 +207,6 @@ def followed(output: Path) -> Iterator[dict[str, Any]]:
 
 def follow(cluster: Cluster, handle: RunHandle[Any], output: Path, how: str) -> Any:
     """Attaches on host b, which has other processes and another name than the driver's host."""
-    import sys
-
     return cluster.b.start(sys.executable, "-c", FOLLOW, handle.directory, how, output=output)
 
 
