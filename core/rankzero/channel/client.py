@@ -1,106 +1,120 @@
-"""The agent's end of the channel: a blocking handshake, then non-blocking frames.
+"""The agent's end of the channel: what the agent's own thread calls, none of which blocks.
 
 Standard library only: this module travels to executors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
-from collections import deque
-from collections.abc import Iterator
+import threading
+from collections.abc import Sequence
 
-from rankzero.channel import auth, frames
-from rankzero.channel.frames import Decoder, FrameError, Message
+from rankzero.channel import limits
+from rankzero.channel.exchange import ChannelClosed, Exchange
+from rankzero.channel.frames import Message
+from rankzero.channel.keeper import Keeper
+from rankzero.channel.session import BULK, CONTROL, LOGS, message_body
 
-CONNECT_TIMEOUT = 20.0
-"""Seconds to reach the driver and finish the handshake."""
-
-_RECEIVE = 1 << 18
-
-
-class ChannelClosed(ConnectionError):
-    """The driver closed the connection or is gone."""
+__all__ = ["ChannelClient", "ChannelClosed"]
 
 
 class ChannelClient:
-    """A connection to the driver. After `connect` the socket is non-blocking."""
+    """An agent's session with the driver; one thread of its own does all the work.
 
-    def __init__(self, address: tuple[str, int], secret: str, task: int) -> None:
-        self._address = address
-        self._secret = secret
-        self._task = task
-        self._decoder = Decoder()
-        self._unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        self._sealer: frames.Sealer | None = None
-        self.socket: socket.socket
+    Example:
+        >>> client = ChannelClient(["driver.example", "10.0.0.7"], 40400, secret, task=0)
+        >>> client.start()
+        >>> client.queue({"type": "join"})
+        >>> selector.register(client.fileno(), selectors.EVENT_READ)
+        >>> messages = client.receive()
+        >>> client.close(timeout=2.0)
+    """
 
-    def connect(self) -> None:
-        """Connects and proves the secret. Raises ConnectionError, TimeoutError or FrameError."""
-        self.socket = socket.create_connection(self._address, timeout=CONNECT_TIMEOUT)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        challenge = self._receive_one("challenge")
-        driver_nonce, agent_nonce = str(challenge["nonce"]), auth.new_nonce()
+    def __init__(self, hosts: Sequence[str], port: int, secret: str, task: int) -> None:
+        """Prepares the client; `start` begins to connect.
 
-        def proof(side: bytes) -> str:
-            return auth.proof(self._secret, side, driver_nonce, agent_nonce, self._task)
+        Args:
+            hosts: Names and addresses under which the driver may be reached, the likeliest first.
+            port: The driver's port.
+            secret: The run's secret, hex.
+            task: This agent's number.
+        """
+        self._exchange = Exchange()
+        keeper = Keeper(self._exchange, hosts, port, secret, task)
+        self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
-        answer = {"type": "answer", "task": self._task, "nonce": agent_nonce}
-        self.socket.sendall(frames.encode({**answer, "proof": proof(auth.TO_DRIVER)}))
-        auth.check(proof(auth.TO_AGENT), self._receive_one("welcome"))
-        self._sealer, incoming = auth.sealers(self._secret, driver_nonce, agent_nonce)
-        self._decoder.trust(incoming)
-        self.socket.setblocking(False)
+    def start(self) -> None:
+        """Starts the thread, which looks for the driver for `limits.CONNECT_TIMEOUT` seconds. Returns at once."""
+        self._thread.start()
 
-    def _receive_one(self, expected: str) -> Message:
-        while True:
-            for message in self._decoder:
-                if not isinstance(message, dict) or message["type"] != expected:
-                    raise FrameError(f"expected {expected!r} in the handshake")
-                return message
-            data = self.socket.recv(frames.MAX_HANDSHAKE_FRAME)
-            if not data:
-                raise ChannelClosed("the driver closed the connection during the handshake")
-            self._decoder.feed(data)
+    def fileno(self) -> int:
+        """A descriptor, always the same, that is readable whenever `receive` has something to say."""
+        return self._exchange.readable.fileno()
 
-    def queue(self, frame: Message | bytes) -> None:
-        """Puts a frame in line; `flush` sends as much as the socket takes."""
-        data = frames.encode(frame, self._sealer)
-        self._unsent.append(memoryview(data))
-        self.unsent_bytes += len(data)
+    def receive(self) -> list[Message]:
+        """All messages that have arrived, perhaps none; never blocks.
 
-    def flush(self) -> None:
-        """Sends without blocking. Raises ChannelClosed when the driver is gone."""
-        while self._unsent:
-            try:
-                sent = self.socket.send(self._unsent[0])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise ChannelClosed(f"the driver cannot be reached: {error}") from None
-            self.unsent_bytes -= sent
-            rest = self._unsent[0][sent:]
-            if rest:
-                self._unsent[0] = rest
-            else:
-                self._unsent.popleft()
+        Raises:
+            ChannelClosed: The driver is lost for good, for the reason given, and everything that
+                arrived before has been given out.
+        """
+        return self._exchange.collect()
 
-    def receive(self) -> Iterator[Message | bytes]:
-        """The frames that have arrived. Raises ChannelClosed at end of stream."""
-        try:
-            data = self.socket.recv(_RECEIVE)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise ChannelClosed(f"the driver cannot be reached: {error}") from None
-        if not data:
-            raise ChannelClosed("the driver closed the connection")
-        self._decoder.feed(data)
-        yield from self._decoder
+    def queue(self, message: Message, *, bulk: bool = False) -> None:
+        """Sends a message as soon as the driver can be reached. From any thread; never blocks.
 
-    def close(self) -> None:
-        """Closes the socket; never raises."""
-        with contextlib.suppress(OSError, AttributeError):
-            self.socket.close()
+        Args:
+            message: A JSON object with a ``type``.
+            bulk: True for what may wait behind other messages, such as log lines.
+
+        Raises:
+            FrameError: It is too large, or its type is one that the channel makes up.
+        """
+        if bulk:
+            self._exchange.queue_bulk(LOGS, message_body(BULK, message))
+        else:
+            self._exchange.queue(message_body(CONTROL, message))
+        self._exchange.wake()
+
+    def send_file(self, name: str, path: str, then: Message) -> None:
+        """Streams a file to the driver, one after the other, and then sends a message.
+
+        Args:
+            name: What the driver is to call it: a plain file name.
+            path: The local file. If it cannot be read, the driver hears why instead.
+            then: The message that follows its last byte.
+
+        Raises:
+            FrameError: The message is too large, or its type is one that the channel makes up.
+        """
+        message_body(CONTROL, then)
+        self._exchange.add_upload(name, path, then)
+        self._exchange.wake()
+
+    def fetch(self, name: str, path: str) -> None:
+        """Asks the driver for a file that it offers.
+
+        Ends with a message ``{"type": "fetched", "name", "path"}``, or with ``"error"`` in place of
+        ``"path"``; then there is no file.
+
+        Args:
+            name: What the driver calls it.
+            path: Where it goes; written as it comes.
+        """
+        self._exchange.add_fetch(name, path)
+        self._exchange.wake()
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of bulk messages that were queued and that the driver has not acknowledged."""
+        return self._exchange.session.bulk_bytes
+
+    def close(self, timeout: float) -> None:
+        """Delivers what is queued, files too, and ends the thread. Never raises.
+
+        Args:
+            timeout: Seconds until what the driver has not acknowledged is given up.
+        """
+        self._exchange.close_within(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout + limits.JOIN_TIMEOUT)
+        self._exchange.close()

@@ -1,7 +1,7 @@
 """Frames: length, optional MAC, one type byte, body. JSON for messages, raw bytes for file content.
 
 Layout: ``uint32 length`` (big endian, of what follows) | ``16 bytes MAC`` (only on an
-authenticated channel) | ``1 byte type`` (``J`` JSON object, ``B`` bytes) | body.
+authenticated channel) | ``1 byte type`` (``J`` JSON object, ``B`` bytes; `session` adds its own) | rest.
 The MAC is keyed BLAKE2b over direction, frame number and body, so a frame cannot be forged,
 changed, reordered or replayed. Standard library only: this module travels to executors.
 """
@@ -9,9 +9,9 @@ changed, reordered or replayed. Standard library only: this module travels to ex
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 MAX_FRAME = 64 << 20
@@ -51,17 +51,50 @@ class Sealer:
         return digest.digest()
 
 
-def encode(frame: Message | bytes, sealer: Sealer | None = None) -> bytes:
-    """One frame as bytes: a dict becomes JSON, bytes stay as they are."""
-    body = b"B" + frame if isinstance(frame, bytes) else b"J" + json.dumps(frame, separators=(",", ":")).encode()
+def check_size(body: bytes) -> bytes:
+    """The body itself. Raises FrameError when no peer would accept a frame of its size."""
     if len(body) + _MAC_SIZE > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
-    mac = sealer.mac(body) if sealer else b""
-    return _LENGTH.pack(len(mac) + len(body)) + mac + body
+    return body
+
+
+def pack(body: bytes, sealer: Sealer | None = None) -> bytes:
+    """A body, whose first byte is its type, as it goes over the wire."""
+    mac = sealer.mac(check_size(body)) if sealer else b""
+    return b"".join((_LENGTH.pack(len(mac) + len(check_size(body))), mac, body))
+
+
+def dump(message: Message) -> bytes:
+    """A message as JSON, without its type byte."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def parse(data: bytes) -> Message:
+    """The message in JSON bytes. Raises FrameError unless it is an object with a ``type``."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame is not JSON: {error}") from None
+    return check_message(message)
+
+
+def check_message(message: object) -> Message:
+    """The same object. Raises FrameError unless it is a dictionary with a ``type``."""
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise FrameError("a frame is not a JSON object with a 'type'")
+    return message
+
+
+def encode(frame: Message | bytes, sealer: Sealer | None = None) -> bytes:
+    """One frame as bytes: a dict becomes JSON, bytes stay as they are."""
+    return pack(b"B" + frame if isinstance(frame, bytes) else b"J" + dump(frame), sealer)
 
 
 class Decoder:
-    """Takes bytes as they arrive, in pieces of any size, and gives whole frames."""
+    """Takes bytes as they arrive, in pieces of any size, and gives whole frames.
+
+    Iterating gives messages and bytes; `next_body` gives whole bodies for those who know more types.
+    """
 
     def __init__(self, limit: int = MAX_HANDSHAKE_FRAME, sealer: Sealer | None = None) -> None:
         self._buffer = bytearray()
@@ -77,39 +110,38 @@ class Decoder:
         """Adds received bytes."""
         self._buffer += data
 
-    def __iter__(self) -> Iterator[Message | bytes]:
-        return self
+    def next_body(self) -> bytes | None:
+        """The next frame's type byte and body, or None until more has arrived.
 
-    def __next__(self) -> Message | bytes:
+        Raises:
+            FrameError: The length is out of bounds or the MAC is wrong.
+        """
         buffer = self._buffer
         if len(buffer) < _LENGTH.size:
-            raise StopIteration
+            return None
         (length,) = _LENGTH.unpack_from(buffer)
         if not 0 < length <= self._limit:
             raise FrameError(f"frame length {length} is outside 1..{self._limit}")
         end = _LENGTH.size + length
         if len(buffer) < end:
-            raise StopIteration
-        frame = bytes(buffer[_LENGTH.size : end])
+            return None
+        start = _LENGTH.size + (_MAC_SIZE if self._sealer else 0)
+        with memoryview(buffer) as view:
+            mac, body = bytes(view[_LENGTH.size : start]), bytes(view[start:end])
         del buffer[:end]
-        return self._open(frame)
+        if self._sealer and not hmac.compare_digest(mac, self._sealer.mac(body)):
+            raise FrameError("a frame carries a wrong MAC")
+        return body
 
-    def _open(self, frame: bytes) -> Message | bytes:
-        import hmac
+    def __iter__(self) -> Decoder:
+        return self
 
-        body = frame
-        if self._sealer:
-            mac, body = frame[:_MAC_SIZE], frame[_MAC_SIZE:]
-            if not hmac.compare_digest(mac, self._sealer.mac(body)):
-                raise FrameError("a frame carries a wrong MAC")
+    def __next__(self) -> Message | bytes:
+        body = self.next_body()
+        if body is None:
+            raise StopIteration
         if body[:1] == b"B":
             return body[1:]
         if body[:1] != b"J":
             raise FrameError(f"unknown frame type {body[:1]!r}")
-        try:
-            message = json.loads(body[1:])
-        except (ValueError, RecursionError) as error:
-            raise FrameError(f"a frame is not JSON: {error}") from None
-        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-            raise FrameError("a frame is not a JSON object with a 'type'")
-        return message
+        return parse(body[1:])

@@ -1,38 +1,39 @@
 """The driver's end of the channel: one thread, one asyncio loop, any number of agents.
 
-A peer that does not prove the secret in time is dropped and has no effect on the others.
-Messages are handed to ``on_message(task, message)`` in the server's thread, in order per agent.
-File content goes both ways in chunks: agents fetch what `serve` offers, and what they upload
-lands in `upload_directory` under the name it is announced with.
+A peer that does not prove the secret in time is dropped and has no effect on the others. An agent's
+session outlives its connections: what is sent while it is away arrives when it is back. One sweep
+looks after the liveness of all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import os
-import socket
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
-from rankzero import store
-from rankzero.channel import auth, frames
-from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
+from rankzero.channel import limits
+from rankzero.channel.auth import Hello
+from rankzero.channel.connection import Connection
+from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.listen import listen
+from rankzero.channel.peer import OnMessage, Peer
+from rankzero.channel.session import CONTROL, message_body
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT = 10.0
-"""Seconds a new connection has to prove the secret."""
+DISCONNECTED = "disconnected"
+"""Type of the message that the server makes up when an agent's connection ends or goes silent."""
 
-CLOSE_TIMEOUT = 5.0
-"""Seconds to end the server's thread."""
+RECONNECTED = "reconnected"
+"""Type of the message that the server makes up when a disconnected agent is back."""
 
 LOST = "lost"
-"""Type of the message that the server makes up when an agent's connection ends."""
+"""Type of the message that the server makes up when an agent is gone for good without a farewell."""
 
 
 class ChannelServer:
@@ -42,208 +43,263 @@ class ChannelServer:
         self,
         secret: str,
         bind_host: str,
-        on_message: Callable[[int, Message], None],
+        on_message: OnMessage,
         *,
         served: dict[str, str] | None = None,
         upload_directory: str = ".",
+        ports: tuple[int, int] | None = None,
+        can_take: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepares the server; `start` opens the port.
 
         Args:
             secret: The run's secret, hex.
-            bind_host: Address to bind; the port is chosen by the system.
-            on_message: Called in the server's thread for every message of an agent.
+            bind_host: Address or name to bind; ``"::"`` takes IPv4 too.
+            on_message: Called in the server's thread for every message of an agent, in order.
             served: Name to location of the files that agents may fetch.
             upload_directory: Local directory that receives uploads.
+            ports: First and last port to try; None lets the system choose.
+            can_take: While it gives False, agents may send no further bulk (logs, uploads) than
+                `limits.BULK_WINDOW`; other messages are not held up.
         """
         self._secret = secret
         self._bind_host = bind_host
+        self._ports = ports
         self._on_message = on_message
         self._served = served or {}
         self._upload_directory = upload_directory
+        self._can_take = can_take
         self._loop = asyncio.new_event_loop()
-        self._connections: dict[int, _Connection] = {}
+        self._peers: dict[int, Peer] = {}
+        self._unproved: dict[Connection, None] = {}
+        self._place_free = asyncio.Event()
+        self._withheld: set[Peer] = set()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
         self._stopped = threading.Event()
 
     def start(self) -> int:
-        """Opens the port, starts the thread, returns the port."""
-        infos = socket.getaddrinfo(self._bind_host, 0, type=socket.SOCK_STREAM)
-        listener = socket.socket(infos[0][0], socket.SOCK_STREAM)
-        listener.bind((self._bind_host, 0))
-        listener.listen(1024)
-        listener.setblocking(False)
-        port = int(listener.getsockname()[1])
-        self._listener = listener
+        """Opens the port, starts the thread, returns the port.
+
+        Raises:
+            OSError: No port of the range is free, or the host is not one of this machine's.
+        """
+        self._listener = listen(self._bind_host, self._ports)
         self._thread.start()
-        return port
+        return int(self._listener.getsockname()[1])
 
     def send(self, task: int, message: Message) -> None:
-        """Queues a message for one agent; a lost agent is ignored. From any thread."""
-        self._loop.call_soon_threadsafe(self._send, task, message)
+        """Queues a message for one agent, who may be disconnected; a lost one is ignored. From any thread."""
+        body = message_body(CONTROL, message)
+        self._call(lambda: self._queue([peer] if (peer := self._peers.get(task)) else [], body))
 
     def broadcast(self, message: Message) -> None:
-        """Queues a message for every connected agent. From any thread."""
-        self._loop.call_soon_threadsafe(self._broadcast, message)
+        """Queues a message for every agent that has joined, also for disconnected ones. From any thread."""
+        body = message_body(CONTROL, message)
+        self._call(lambda: self._queue(list(self._peers.values()), body))
 
     def close(self) -> None:
-        """Closes every connection and ends the thread, within `CLOSE_TIMEOUT`."""
+        """Says farewell to every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
         if not self._thread.ident:
             return
+        self._call(self._begin_close)
+        if threading.current_thread() is not self._thread:
+            self._stopped.wait(limits.CLOSE_TIMEOUT)
+
+    def _call(self, act: Callable[[], None]) -> None:
+        # After the end there is nobody to tell.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._stopped.wait(CLOSE_TIMEOUT)
+            self._loop.call_soon_threadsafe(act)
+
+    @staticmethod
+    def _queue(peers: list[Peer], body: bytes) -> None:
+        for peer in peers:
+            if peer.is_live:
+                peer.queue(body)
+
+    # -- the thread ----------------------------------------------------------------------------
 
     def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        executor = ThreadPoolExecutor(limits.FILE_THREADS, "rankzero-channel-files")
+        loop.set_default_executor(executor)
         try:
-            server = self._loop.run_until_complete(
-                asyncio.start_server(self._accept, sock=self._listener, limit=frames.CHUNK * 2)
-            )
-            self._loop.run_forever()
-            server.close()
-            tasks = asyncio.all_tasks(self._loop)
+            self._acceptor = loop.create_task(self._accept())
+            self._sweep()
+            loop.run_forever()
+            tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
-            self._loop.close()
+            executor.shutdown(wait=False, cancel_futures=True)
+            loop.close()
             self._stopped.set()
 
-    def _send(self, task: int, message: Message) -> None:
-        if connection := self._connections.get(task):
-            connection.write(message)
+    def _begin_close(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._acceptor.cancel()
+        for connection in list(self._unproved):
+            connection.drop("the server closes")
+        for peer in self._peers.values():
+            if peer.is_live:
+                peer.say_farewell()
+        self._loop.call_later(limits.FAREWELL_TIMEOUT, self._loop.stop)
+        self._stop_when_alone()
 
-    def _broadcast(self, message: Message) -> None:
-        for connection in self._connections.values():
-            connection.write(message)
+    def _stop_when_alone(self) -> None:
+        if self._is_closing and not any(peer.connection for peer in self._peers.values()):
+            self._loop.stop()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = -1
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                connection = await self._handshake(reader, writer)
-            task = connection.task
-            if task in self._connections:
-                raise FrameError(f"agent {task} is connected already")
-            self._connections[task] = connection
-            await self._serve(connection)
-        except asyncio.CancelledError:
-            logger.debug("channel: closed while a connection was open")
-        except (FrameError, TimeoutError, OSError) as error:
-            level = logging.WARNING if task < 0 else logging.DEBUG
-            logger.log(level, "channel: dropped a connection: %s", error or type(error).__name__)
-        finally:
-            writer.close()
-            if task >= 0 and self._connections.get(task) is connection:
-                del self._connections[task]
-                self._on_message(task, {"type": LOST})
+    async def _accept(self) -> None:
+        with self._listener:
+            await self._accept_forever()
 
-    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Connection:
-        driver_nonce = auth.new_nonce()
-        writer.write(frames.encode({"type": "challenge", "nonce": driver_nonce}))
-        connection = _Connection(reader, writer)
-        answer = await connection.read()
-        if not isinstance(answer, dict) or answer["type"] != "answer":
-            raise FrameError("the peer did not answer the challenge")
-        agent_nonce, task = answer.get("nonce"), answer.get("task")
-        if not isinstance(agent_nonce, str) or type(task) is not int or task < 0:
-            raise FrameError("the answer to the challenge is malformed")
-        expected = auth.proof(self._secret, auth.TO_DRIVER, driver_nonce, agent_nonce, task)
-        auth.check(expected, answer)
-        welcome = auth.proof(self._secret, auth.TO_AGENT, driver_nonce, agent_nonce, task)
-        writer.write(frames.encode({"type": "welcome", "proof": welcome}))
-        connection.trust(task, *auth.sealers(self._secret, driver_nonce, agent_nonce))
-        return connection
-
-    async def _serve(self, connection: _Connection) -> None:
+    async def _accept_forever(self) -> NoReturn:
         while True:
-            message = await connection.read()
-            if isinstance(message, bytes):
-                raise FrameError("file content that was not announced")
-            if message["type"] == "fetch":
-                await self._send_file(connection, str(message.get("name")))
-            elif message["type"] == "upload":
-                message = await self._receive_file(connection, message)
-                self._on_message(connection.task, message)
-            else:
-                self._on_message(connection.task, message)
-
-    async def _send_file(self, connection: _Connection, name: str) -> None:
-        location = self._served.get(name)
-        if location is None:
-            connection.write({"type": "file", "name": name, "error": "no such file is offered"})
-            return
-        try:
-            size = store.size(location)
-        except OSError as error:
-            connection.write({"type": "file", "name": name, "error": f"{location}: {error}"})
-            return
-        connection.write({"type": "file", "name": name, "size": size})
-        try:
-            with store.open_read(location) as file:
-                while chunk := file.read(frames.CHUNK):
-                    connection.write(chunk)
-                    await connection.writer.drain()
-        except OSError as error:
-            raise FrameError(f"{location} cannot be read: {error}") from None
-
-    async def _receive_file(self, connection: _Connection, message: Message) -> Message:
-        """Writes an announced upload beside its final name; the driver renames it when it commits."""
-        size, name = message.get("size"), message.get("name")
-        if type(size) is not int or not isinstance(name, str) or os.path.basename(name) != name:
-            raise FrameError("a malformed upload")
-        path = Path(self._upload_directory) / f".upload-{connection.task}-{name}"
-        digest = hashlib.sha256()
-        problem: OSError | None = None
-        with contextlib.ExitStack() as stack:
+            while len(self._unproved) >= limits.MAX_UNPROVED:
+                await self._make_room()
             try:
-                file = stack.enter_context(open(path, "wb", buffering=0))
+                accepted, _ = await self._loop.sock_accept(self._listener)
             except OSError as error:
-                problem = error
-            while size > 0:
-                chunk = await connection.read()
-                if not isinstance(chunk, bytes) or len(chunk) > size:
-                    raise FrameError("an upload was cut short or is too long")
-                digest.update(chunk)
-                size -= len(chunk)
-                # After a full disk the rest is still taken off the wire: the channel must go on.
-                if problem is None:
-                    try:
-                        written = 0
-                        while written < len(chunk):
-                            written += file.write(chunk[written:])
-                    except OSError as error:
-                        problem = error
-        if problem is not None:
-            return {**message, "type": "uploaded", "path": None, "error": str(problem)}
-        return {**message, "type": "uploaded", "path": str(path), "sha256": digest.hexdigest()}
+                logger.warning("channel: cannot accept a connection: %s", error)
+                await asyncio.sleep(limits.ACCEPT_RETRY)
+                continue
+            try:
+                await self._loop.connect_accepted_socket(self._new_connection, accepted)
+            except OSError:
+                accepted.close()
 
+    def _new_connection(self) -> Connection:
+        return Connection(self, self._secret)
 
-class _Connection:
-    """One agent's socket: whole frames in, sealed frames out."""
+    async def _make_room(self) -> None:
+        oldest = next(iter(self._unproved))
+        left = oldest.made + limits.UNPROVED_GRACE - time.monotonic()
+        if left <= 0:
+            oldest.drop("too many connections that prove nothing")
+            self._unproved.pop(oldest, None)
+            return
+        self._place_free.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._place_free.wait(), left)
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self.writer = writer
-        self._decoder = Decoder()
-        self._frames: Iterator[Any] = iter(self._decoder)
-        self._sealer: Sealer | None = None
-        self.task = -1
+    def _sweep(self) -> None:
+        self._loop.call_later(limits.PING_INTERVAL / 4, self._sweep)
+        now = time.monotonic()
+        for connection in list(self._unproved):
+            if now - connection.made >= limits.HANDSHAKE_TIMEOUT:
+                connection.drop("it did not prove the secret in time")
+        for peer in list(self._peers.values()):
+            if peer.connection is not None:
+                if now - peer.heard >= limits.SILENCE:
+                    peer.connection.drop(f"agent {peer.task} was silent for {limits.SILENCE:g} s")
+                elif now - peer.pinged >= limits.PING_INTERVAL:
+                    peer.pinged = now
+                    peer.session.ping()
+                    peer.pump()
+            elif peer.is_live and now - peer.heard >= limits.LOST_AFTER:
+                self.lose(peer, f"nothing was heard from agent {peer.task} for {limits.LOST_AFTER:g} s")
 
-    def trust(self, task: int, incoming: Sealer, outgoing: Sealer) -> None:
-        self.task = task
-        self._sealer = outgoing
-        self._decoder.trust(incoming)
+    # -- what connections and peers need -------------------------------------------------------
 
-    async def read(self) -> Message | bytes:
-        while True:
-            for frame in self._decoder:
-                return frame
-            data = await self._reader.read(frames.CHUNK)
-            if not data:
-                raise ConnectionResetError("the peer closed the connection")
-            self._decoder.feed(data)
+    def on_made(self, connection: Connection) -> None:
+        """Takes note of a connection that has proved nothing yet."""
+        self._unproved[connection] = None
 
-    def write(self, frame: Message | bytes) -> None:
-        self.writer.write(frames.encode(frame, self._sealer))
+    def admit(self, connection: Connection, hello: Hello) -> Peer | str:
+        """Gives a connection that has proved the secret to its agent.
+
+        Returns:
+            The agent, or the words with which it is refused.
+
+        Raises:
+            FrameError: The answer is older than one that has been taken.
+        """
+        peer = self._peers.get(hello.task)
+        if peer is None or peer.name != hello.session:
+            if peer is not None and peer.is_live:
+                return f"another agent serves task {hello.task}"
+            if hello.resume:
+                return "its session is not known here"
+            peer = self._peers[hello.task] = self._new_peer(hello)
+        if hello.number <= peer.number:
+            raise FrameError("an answer that is older than the last")
+        if peer.is_lost:
+            return "it was given up as lost"
+        if not peer.session.can_resume(hello.received):
+            self.lose(peer, f"agent {peer.task} broke the channel's rules: it cannot have {hello.received} frames")
+            return "its count of received frames is impossible"
+        if peer.connection is not None:
+            peer.connection.drop(f"agent {peer.task} made a new connection")
+            self._disconnect(peer, peer.connection)
+        is_back = peer.number >= 0
+        peer.number, peer.connection, peer.heard = hello.number, connection, time.monotonic()
+        peer.session.resume(hello.received)
+        self._forget_unproved(connection)
+        if is_back and peer.is_live and not self._is_closing:
+            peer.made_up(RECONNECTED, "the agent made a new connection")
+        return peer
+
+    def _new_peer(self, hello: Hello) -> Peer:
+        return Peer(hello.task, hello.session, self._on_message, self._served, self._upload_directory, self._grant)
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """Gives an agent up for good."""
+        was_live, peer.is_lost = peer.is_live, True
+        if peer.connection is not None:
+            peer.connection.drop(reason)
+            peer.connection = None
+        peer.end()
+        self._withheld.discard(peer)
+        if was_live and not self._is_closing:
+            peer.made_up(LOST, reason)
+
+    def on_end(self, connection: Connection) -> None:
+        """Takes note of a closed connection."""
+        self._forget_unproved(connection)
+        if connection.peer is not None:
+            self._disconnect(connection.peer, connection)
+        self._stop_when_alone()
+
+    def _disconnect(self, peer: Peer, connection: Connection) -> None:
+        if peer.connection is not connection:
+            return
+        peer.connection = None
+        if peer.is_live and not self._is_closing:
+            peer.made_up(DISCONNECTED, connection.reason)
+
+    def _forget_unproved(self, connection: Connection) -> None:
+        self._unproved.pop(connection, None)
+        self._place_free.set()
+
+    def _grant(self, peer: Peer, size: int) -> None:
+        """Gives credit for accepted bulk now, or when the driver can take more."""
+        if not peer.withheld and self._driver_can_take():
+            peer.session.grant(size)
+            peer.pump()
+            return
+        peer.withheld += size
+        if not self._withheld:
+            self._loop.call_later(limits.TAKE_INTERVAL, self._grant_withheld)
+        self._withheld.add(peer)
+
+    def _grant_withheld(self) -> None:
+        if not self._driver_can_take():
+            self._loop.call_later(limits.TAKE_INTERVAL, self._grant_withheld)
+            return
+        for peer in list(self._withheld):
+            peer.session.grant(peer.withheld)
+            peer.withheld = 0
+            peer.pump()
+        self._withheld.clear()
+
+    def _driver_can_take(self) -> bool:
+        try:
+            return self._can_take()
+        except Exception:
+            logger.exception("channel: can_take failed")
+            return True
