@@ -1,5 +1,6 @@
 """A server, its agents, and a network between them that can be cut, silenced and healed."""
 
+import contextlib
 import os
 import queue
 import select
@@ -172,6 +173,9 @@ class Proxy:
 
     def close(self) -> None:
         self._closed = True
+        # A thread in accept() would keep a closed listener listening.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.heal()
         self.cut()
