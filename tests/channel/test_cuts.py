@@ -282,9 +282,7 @@ def test_an_impossible_count_ends_the_session(serving: Any, bare: Callable[..., 
         [b'L{"type":"log","text":"' + b"x" * (limits.BULK_WINDOW // 2) + b'"}'] * 4,
     ],
 )
-def test_an_agent_that_breaks_the_rules_is_lost_and_the_others_are_served(
-    serve: Any, bodies: list[bytes]
-) -> None:
+def test_an_agent_that_breaks_the_rules_is_lost_and_the_others_are_served(serve: Any, bodies: list[bytes]) -> None:
     serving = serve(can_take=lambda: False)
     good, bad = serving.client(1), Bare(serving)
     # The last of them may find the door closed.

@@ -36,6 +36,7 @@ class Exchange:
         self._uploads: deque[Iterator[bytes]] = deque()
         self._fetches: dict[int, Fetch] = {}
         self._streams = 0
+        self._is_woken = False
         self._inbox: list[Message] = []
         self._reason: str | None = None
 
@@ -46,7 +47,7 @@ class Exchange:
         with self._lock:
             messages, self._inbox = self._inbox, []
             if self._reason is None:
-                drain(self.readable)
+                _drain(self.readable)
             elif not messages:
                 raise ChannelClosed(self._reason)
             return messages
@@ -81,7 +82,11 @@ class Exchange:
 
     def wake(self) -> None:
         """Has the channel's thread look again."""
-        # Full means that it will wake anyway; closed, that it has ended.
+        with self._lock:
+            if self._is_woken:
+                return
+            self._is_woken = True
+        # Closed means that it has ended.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
 
@@ -107,6 +112,12 @@ class Exchange:
     def received(self) -> int:
         """Numbered frames that have arrived."""
         return self.session.received
+
+    def woke(self) -> None:
+        """Takes the wake-up call; what comes after this needs a new one."""
+        with self._lock:
+            self._is_woken = False
+            _drain(self.woken)
 
     def resume(self, received: int) -> None:
         """Starts a new connection. Raises FrameError if the driver's count is impossible."""
@@ -183,8 +194,7 @@ class Exchange:
             self._notify.send(b"x")
 
 
-def drain(end: socket.socket) -> None:
-    """Takes all wake-up calls at once."""
+def _drain(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while end.recv(limits.READ_SIZE):
             pass

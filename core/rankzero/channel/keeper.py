@@ -16,7 +16,7 @@ from typing import NoReturn
 from rankzero.channel import auth, dial, frames, limits
 from rankzero.channel.auth import Hello
 from rankzero.channel.dial import Address, Link, RefusedError
-from rankzero.channel.exchange import Exchange, drain
+from rankzero.channel.exchange import Exchange
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import ACK, CONTENT, CONTROL, OWN, message_body, split_content
 
@@ -87,7 +87,7 @@ class Keeper:
                 if connection in ready:
                     return
                 if ready:
-                    drain(self._exchange.woken)
+                    self._exchange.woke()
                 if time.monotonic() >= deadline:
                     raise TimeoutError("no answer in time")
 
@@ -161,7 +161,7 @@ class Keeper:
                 until = min(pinged + limits.PING_INTERVAL, self._heard + limits.SILENCE, self._exchange.give_up_at)
                 for ready, mask in selector.select(max(0.0, until - time.monotonic())):
                     if ready.fileobj is not link.socket:
-                        drain(self._exchange.woken)
+                        self._exchange.woke()
                     elif mask & selectors.EVENT_READ:
                         is_whole = self._receive(link)
                 self._look_at_the_end()
