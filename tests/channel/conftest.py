@@ -22,6 +22,14 @@ from rankzero.channel.server import ChannelServer
 TIMEOUT = 20.0
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Soak tests run only when they are asked for."""
+    if "soak" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
+
+
 class Serving:
     """A running server, what it was told, and the agents that were made for it."""
 
@@ -30,7 +38,7 @@ class Serving:
         self.secret = auth.new_secret()
         self.directory = directory
         self.offered = directory / "offered"
-        self.offered.write_bytes(os.urandom((5 << 20) + 3))
+        self.offered.write_bytes(os.urandom((1 << 20) + 3))
         self.clients: list[ChannelClient] = []
         options.setdefault("served", {"payload": str(self.offered), "missing": str(directory / "missing")})
         self.server = ChannelServer(

@@ -132,7 +132,8 @@ class Peer:
             raise FrameError(f"unknown word {kind!r} of the channel")
 
     def say_farewell(self) -> None:
-        """Tells the agent that the session has ended well."""
+        """Tells the agent that the session has ended well, and that everything has arrived."""
+        self.session.ping()
         self.queue(message_body(OWN, {"type": "farewell"}))
 
     def _begin_fetch(self, stream: object, name: object) -> None:
