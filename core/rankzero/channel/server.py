@@ -144,7 +144,7 @@ class ChannelServer:
         self._is_closing = True
         self._acceptor.cancel()
         for connection in list(self._unproved):
-            connection.drop("the server closes")
+            connection.close()
         for peer in self._peers.values():
             if peer.is_live:
                 peer.say_farewell()
