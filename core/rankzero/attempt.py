@@ -439,16 +439,18 @@ class Attempt:
         return group.explain(error)
 
     def _lost(self, task: int, agent: _AgentState, group: AgentGroup) -> RankZeroError:
-        if self._engine_ended and self._engine_error:
-            return self._engine_failed(group)
         first = agent.first_rank or 0
         ranks = policy.name_ranks(range(first, first + agent.join["workers"]))
         why = agent.why_left or "its connection broke and did not come back"
         others = policy.group_others(self._failures, Failure(rank=-1, host=""))
-        text = [f"task {task} on {agent.name} ({ranks}) was lost: {why}"]
+        text, cause = [f"task {task} on {agent.name} ({ranks}) was lost: {why}"], agent.cause
+        if self._engine_ended and self._engine_error:
+            explained = group.explain(self._engine_error)
+            text.append(str(explained))
+            cause = getattr(explained, "cause", None) or cause
         if others:
             text += ["Then failed:", *(f"  {line}" for line in others)]
-        return EngineError("\n".join(text), cause=agent.cause)
+        return EngineError("\n".join(text), cause=cause)
 
     def _look_for_hang(self, now: float) -> None:
         bound = self._job.hang_timeout
