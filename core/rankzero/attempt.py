@@ -192,15 +192,22 @@ class Attempt:
             self._take_all()
             raise
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, policy.END_TIMEOUT)
+        self._await_agents(group, policy.END_PATIENCE, patient=True)
         self._committer.close(COMMIT_TIMEOUT)
         self._take_all()
 
-    def _await_agents(self, group: AgentGroup, timeout: float) -> None:
-        """Takes the agents' last words until they have ended; then ends the engine's part."""
+    def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
+        """Takes the agents' last words until they have ended; then ends the engine's part.
+
+        Args:
+            group: The agents.
+            timeout: Seconds to wait.
+            patient: Count from the last message: lines that waited for a slow driver are still to come.
+        """
         deadline = time.monotonic() + timeout
         while not self._engine_ended and time.monotonic() < deadline:
-            self._take(TICK)
+            if self._take(TICK) and patient:
+                deadline = time.monotonic() + timeout
         if not self._engine_ended:
             logger.warning("agents did not end within %s s; cancelling them at the engine", timeout)
             group.cancel()
