@@ -43,7 +43,7 @@ STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
 
 PUMP_INTERVAL = 0.05
-"""Seconds between two looks whether the driver takes lines that wait on disk."""
+"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what it is told."""
 
 DRAIN_READS = 16
 """Reads that empty a pipe of what was written before; a child may go on writing for ever."""
@@ -118,10 +118,11 @@ class Agent:
                 self._client.queue({"type": "stack", "local_rank": rank.local_rank, "text": rank.stack()})
         for rank in self._ranks:
             rank.output.pump()
+            rank.flush()
 
     def _time_left(self) -> float | None:
         times = [at - time.monotonic() for at in (self._kill_at, self._stacks_at) if at is not None]
-        if any(rank.output.waiting for rank in self._ranks):
+        if any(rank.output.waiting or rank.flush() for rank in self._ranks):
             times.append(PUMP_INTERVAL)
         return max(0.0, min(times)) if times else None
 
