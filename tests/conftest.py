@@ -35,6 +35,15 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
     return left
 
 
+def describe(pid: int) -> str:
+    """Id, state and command line of a process, for a message."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"{pid} {state} {Path(f'/proc/{pid}/cmdline').read_text()[-300:]!r}"
+    except OSError:
+        return f"{pid} (gone)"
+
+
 def is_own_jvm(pid: int) -> bool:
     """True for the Spark gateway that pyspark started in this process."""
     try:
@@ -52,7 +61,8 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
     yield marker
     # The JVM of a SparkSession of this very process ends with it, not before.
-    assert [pid for pid in wait_until_gone(marker) if not is_own_jvm(pid)] == [], "processes outlived the suite"
+    left = [describe(pid) for pid in wait_until_gone(marker) if not is_own_jvm(pid)]
+    assert left == [], "processes outlived the suite"
 
 
 @pytest.fixture

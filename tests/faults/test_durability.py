@@ -1,6 +1,6 @@
 """A submitted run belongs to its directory: one driver at a time, anybody who attaches, nobody for too long."""
 
-import multiprocessing
+import json
 import os
 import signal
 import subprocess
@@ -66,24 +66,22 @@ def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_pa
     assert starts(tmp_path) == 2
 
 
-def follow(directory: str, results: Any) -> None:
-    handle: RunHandle[str] = RunHandle.attach(directory)
-    lines = list(handle.logs(follow=True))
-    results.put((lines, handle.result(WAIT)))
+FOLLOW = """
+import json, sys
+from rankzero import RunHandle
+handle = RunHandle.attach(sys.argv[1])
+print(json.dumps([list(handle.logs(follow=True)), handle.result()]))
+"""
 
 
 def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     handle = single.submit(count_and_wait, str(tmp_path))
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    followers = [context.Process(target=follow, args=(handle.directory, results)) for _ in range(2)]
-    for follower in followers:
-        follower.start()
+    command = [sys.executable, "-c", FOLLOW, handle.directory]
+    followers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     follow_until_started(handle)
     (tmp_path / "go").touch()
-    assert [results.get(timeout=WAIT) for _ in followers] == [(["[0] started"], "attempt 0")] * 2
-    for follower in followers:
-        follower.join(WAIT)
+    outputs = [follower.communicate(timeout=WAIT)[0] for follower in followers]
+    assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
 def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
