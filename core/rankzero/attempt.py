@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.checkpoint import COMMIT_TIMEOUT, FOLDER, CheckpointConfig, Committer, Manifest
 from rankzero.directory import RunDirectory
-from rankzero.engines.base import AgentGroup, EngineSession
+from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import (
     EngineError,
     HangError,
@@ -40,6 +41,7 @@ BACKLOG = 256
 ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
 CHECKPOINT_LOST = "checkpoint-lost"
+RESULT_STORED = "result-stored"
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Attempt:
         self._result: ResultRef | None = None
         self._uploads: dict[tuple[int, str], Message] = {}
         self._value: list[Any] = []
+        self._returned: set[int] = set()
         self._ready: set[tuple[int, int]] = set()
         self._rendezvous = False
         self._progress: dict[int, tuple[int, float]] = {}
@@ -141,6 +144,7 @@ class Attempt:
                 "secret": secret,
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
+                "grace": self._job.stop_grace,
                 "env": env,
             }
             group = self._session.launch(agent_config, self._on_engine_end)
@@ -188,13 +192,11 @@ class Attempt:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
-            self._committer.close(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
-            self._take_all()
+            self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._server.broadcast({"type": "end"})
         self._await_agents(group, policy.END_PATIENCE, patient=True)
-        self._committer.close(COMMIT_TIMEOUT)
-        self._take_all()
+        self._await_commits(COMMIT_TIMEOUT)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
         """Takes the agents' last words until they have ended; then ends the engine's part.
@@ -208,11 +210,31 @@ class Attempt:
         while not self._engine_ended and time.monotonic() < deadline:
             if self._take(TICK) and patient:
                 deadline = time.monotonic() + timeout
+            if patient and self._is_called_off():
+                self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
+                deadline, patient = time.monotonic() + self._job.stop_grace + policy.STOP_MARGIN, False
         if not self._engine_ended:
-            logger.warning("agents did not end within %s s; cancelling them at the engine", timeout)
-            group.cancel()
+            logger.warning("agents did not end in time; cancelling them at the engine")
+            within(policy.STOP_MARGIN, group.cancel)
             self._server.close()
             group.wait(policy.STOP_MARGIN)
+
+    def _await_commits(self, timeout: float) -> None:
+        """Waits for checkpoints on their way to the store, less long once the run is called off."""
+        deadline = time.monotonic() + timeout
+        while self._committer.is_busy and time.monotonic() < deadline:
+            self._take(TICK)
+            if self._is_called_off():
+                deadline = min(deadline, time.monotonic() + policy.STOP_MARGIN)
+        self._committer.close(0.0 if self._committer.is_busy else TICK)
+        self._take_all()
+
+    def _is_called_off(self) -> bool:
+        try:
+            self._watch.check()
+        except RunCancelledError:
+            return True
+        return False
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -253,6 +275,8 @@ class Attempt:
             self._server.broadcast({"type": "checkpoint", "manifest": manifest.to_json()})
         elif kind == CHECKPOINT_LOST:
             self._server.broadcast(message)
+        elif kind == RESULT_STORED:
+            self._on_result_stored(message)
         else:
             assert kind == INTERRUPT
 
@@ -284,6 +308,10 @@ class Attempt:
             self._note_start()
         elif kind == "checkpoint":
             self._on_checkpoint_part(rank, task, message)
+        elif kind == "checkpoint-failed":
+            self._committer.drop(message["index"])
+        elif kind == "returned":
+            self._returned.add(rank)
         elif kind == "stack":
             self._stacks[rank] = message["text"]
         elif kind == "commit":
@@ -350,6 +378,11 @@ class Attempt:
 
     def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
         hosts = list(dict.fromkeys([agent.join["host"], agent.join["address"]]))
+        if len({other.name for other in self._agents.values()}) > 1:
+            # A loopback address stands for another host on every other one.
+            hosts = [
+                host for host in hosts if not host.startswith("127.") and host not in ("::1", "localhost")
+            ] or hosts
         self._server.broadcast({"type": "go", "master_hosts": hosts, "master_port": message["port"]})
         self._rendezvous = True
         self._note_start()
@@ -358,11 +391,10 @@ class Attempt:
         """The attempt has started when every rank has imported torch and rank 0 has opened the rendezvous."""
         if self._rendezvous and len(self._ready) == self._job.num_processes and self.started_at is None:
             self.started_at = time.monotonic()
-            self._progress = dict.fromkeys(range(self._job.num_processes), (0, self.started_at))
             self._recorder.update(state="running", started=self._recorder.status.started or time.time())
 
     def _on_beat(self, rank: int, progress: int) -> None:
-        if self.started_at is not None and self._progress[rank][0] != progress:
+        if rank not in self._progress or self._progress[rank][0] != progress:
             self._progress[rank] = progress, time.monotonic()
 
     def _on_checkpoint_part(self, rank: int, task: int, message: Message) -> None:
@@ -378,25 +410,39 @@ class Attempt:
         self._committer.add(rank, part)
 
     def _on_commit(self, rank: int, task: int, message: Message) -> None:
-        if "result" in message:
-            try:
-                self._store_result(task, message["result"])
-            except (OSError, ResultError) as error:
-                self._broken = ResultError(f"rank 0 returned, but its value could not be stored: {error}")
-                return
-        self._committed.add(rank)
-
-    def _store_result(self, task: int, result: dict[str, Any]) -> None:
-        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
+        if "result" not in message:
+            self._committed.add(rank)
+            return
+        self._returned.add(rank)
+        result = message["result"]
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.get("sha256") != result["sha256"]:
-                raise ResultError(str(uploaded.get("error", "the upload was damaged on its way")))
+                self._broken = _not_stored(uploaded.get("error", "the upload was damaged on its way"))
+                return
             path = uploaded["path"]
-        store.upload(path, uri)
+        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
+
+        def put() -> None:
+            error = _upload(path, uri)
+            self._messages.put((DRIVER, {"type": RESULT_STORED, "rank": rank, "result": result, "error": error}))
+
+        if self._run.is_remote:
+            # In the thread that talks to the store: the driver goes on looking for failures and cancels.
+            self._committer.do(put)
+        else:
+            put()
+
+    def _on_result_stored(self, message: Message) -> None:
+        if message["error"]:
+            self._broken = _not_stored(message["error"])
+            return
+        result = message["result"]
+        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
         self._result = ResultRef(uri, result["format"], result["sha256"], result["size"], summary)
         self._value = [result["value"]] if "value" in result else []
+        self._committed.add(message["rank"])
 
     def _on_failure(self, rank: int, agent: _AgentState, message: Message) -> None:
         if rank in self._committed:
@@ -461,7 +507,11 @@ class Attempt:
 
     def _look_for_hang(self, now: float) -> None:
         bound = self._job.hang_timeout
-        if bound is None:
+        if bound is None or len(self._progress) < self._job.num_processes:
+            return
+        if self._returned - self._committed:
+            # A value is on its way: however long that takes, nobody hangs.
+            self._progress = {rank: (count, now) for rank, (count, _) in self._progress.items()}
             return
         if not policy.is_hung((when for _, when in self._progress.values()), now, bound):
             self._stacks_deadline = None
@@ -529,3 +579,28 @@ _FAILURE_FACTS = (
     "cause",
     "retryable",
 )
+
+
+def _not_stored(error: object) -> ResultError:
+    return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
+
+
+RESULT_PATIENCE = 30.0
+"""Seconds for which a store that refuses the result is asked again."""
+
+_RESULT_INTERVAL = 0.5
+
+
+def _upload(path: str, uri: str) -> str | None:
+    """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
+    deadline = time.monotonic() + RESULT_PATIENCE
+    pause = threading.Event()
+    while True:
+        try:
+            store.upload(path, uri)
+            return None
+        except Exception as error:
+            # Drivers of object stores have exceptions of their own.
+            if not store.is_url(uri) or time.monotonic() > deadline:
+                return f"{type(error).__name__}: {error}"
+        pause.wait(_RESULT_INTERVAL)

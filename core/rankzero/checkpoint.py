@@ -95,24 +95,28 @@ def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
     Args:
         run: The run.
         fresh_since: Attempts before this one do not count.
+
+    Raises:
+        OSError: the store cannot be read (or an error of its fsspec driver).
     """
     found = []
     for name in store.list_names(run.path(FOLDER)):
         try:
             manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
-        except (OSError, ValueError, TypeError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            # Every other error is the store's, and says nothing of the checkpoint.
             continue
         if manifest.attempt >= fresh_since:
             found.append(manifest)
     return found
 
 
-def to_remove(committed: list[Manifest], config: CheckpointConfig) -> list[Manifest]:
-    """Which of the committed checkpoints (oldest first) are not kept."""
+def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str | None = None) -> list[Manifest]:
+    """Which of the committed checkpoints (oldest first) are not kept. ``in_use`` names one that always is."""
     if config.num_to_keep is None or not committed:
         return []
     ranked = sorted(committed, key=lambda manifest: (_score(manifest, config), manifest.id), reverse=True)
-    kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id}
+    kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, in_use}
     return [manifest for manifest in committed if manifest.id not in kept]
 
 
@@ -158,16 +162,22 @@ class Committer:
         self._on_loss = on_loss
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._closed = False
-        self._queue: queue.SimpleQueue[dict[int, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._working = False
+        self._in_use: str | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
 
     def newest(self) -> Manifest | None:
-        """The checkpoint that this attempt starts from. Removes what no attempt can commit any more."""
+        """The checkpoint that this attempt starts from. Removes what no attempt can commit any more.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
         committed = list_committed(self._run, self._fresh_since)
-        names = {manifest.id for manifest in committed}
         for name in store.list_names(self._run.path(FOLDER)):
-            if name not in names:
+            if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
                 store.remove(self._run.path(FOLDER, name))
+        self._in_use = committed[-1].id if committed else None
         return committed[-1] if committed else None
 
     def add(self, rank: int, part: dict[str, Any]) -> None:
@@ -178,29 +188,56 @@ class Committer:
         parts = self._incoming.setdefault(part["index"], {})
         parts[rank] = part
         if len(parts) == (self._world_size if part["sharded"] else 1):
+            for index in sorted(index for index in self._incoming if index < part["index"]):
+                self.drop(index)
             del self._incoming[part["index"]]
-            if not self._thread.ident:
-                self._thread.start()
-            self._queue.put(parts)
+            self.do(lambda: self._commit_parts(parts))
+
+    def drop(self, index: int) -> None:
+        """A part of this checkpoint will not come."""
+        self._incoming.pop(index, None)
+        self._on_loss(index)
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Has the committer's thread do something after what it was given before."""
+        if not self._thread.ident:
+            self._thread.start()
+        self._queue.put(action)
 
     def close(self, timeout: float) -> None:
-        """Waits for the commits under way; what is not committed after ``timeout`` seconds never will be."""
+        """Ends the thread; what is not committed after ``timeout`` seconds never will be."""
         if self._thread.ident:
             self._queue.put(None)
             self._thread.join(timeout)
         self._closed = True
 
+    @property
+    def is_busy(self) -> bool:
+        """True while something that was given is not done."""
+        return self._thread.is_alive() and (self._working or not self._queue.empty())
+
     def _work(self) -> None:
-        while (parts := self._queue.get()) is not None:
+        while True:
+            self._working = False
+            action = self._queue.get()
+            self._working = True
+            if action is None:
+                return
             try:
-                manifest = self._commit(parts)
+                action()
             except Exception:
-                # The checkpoint before it is whole, and training must not end for this one.
-                logger.exception("a checkpoint could not be committed")
-                self._on_loss(parts[min(parts)]["index"])
-                continue
-            self._on_commit(manifest)
-            self._prune()
+                logger.exception("the committer failed")
+
+    def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
+        try:
+            manifest = self._commit(parts)
+        except Exception:
+            # The checkpoint before it is whole, and training must not end for this one.
+            logger.exception("a checkpoint could not be committed")
+            self._on_loss(parts[min(parts)]["index"])
+            return
+        self._on_commit(manifest)
+        self._prune()
 
     def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
         lead = parts[min(parts)]
@@ -210,6 +247,7 @@ class Committer:
             if uploaded := part.get("uploaded"):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]))
+                store.remove(uploaded)
             files[str(rank)] = {key: part[key] for key in ("file", "format", "size", "sha256")}
             if (size := store.size(store.join(folder, part["file"]))) != part["size"]:
                 raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
@@ -230,11 +268,14 @@ class Committer:
 
     def _prune(self) -> None:
         try:
-            for manifest in to_remove(list_committed(self._run, self._fresh_since), self._config):
+            committed = list_committed(self._run)
+            current = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
+            delivered = [manifest for manifest in committed if manifest.attempt < self._fresh_since]
+            for manifest in [*delivered, *to_remove(current, self._config, self._in_use)]:
                 # The manifest first: what is half removed is no checkpoint.
                 store.remove(self._run.path(FOLDER, manifest.id, MANIFEST))
                 store.remove(self._run.path(FOLDER, manifest.id))
-        except OSError:
+        except Exception:
             logger.warning("an old checkpoint could not be removed", exc_info=True)
 
 

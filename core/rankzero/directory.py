@@ -107,15 +107,21 @@ class RunDirectory:
         """True for the one driver of this submission."""
         return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
 
-    def write_submission(self, job: Job, private: dict[str, Any], files: dict[str, bytes]) -> None:
-        """Writes what a driver needs; the last write makes it a run. For who `claim`ed it. Raises OSError."""
+    def newest_claim(self) -> int:
+        """Number of the newest submission that somebody claimed; -1 if there is none."""
+        return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
+
+    def write_files(self, submission: int, private: dict[str, Any], files: dict[str, bytes]) -> None:
+        """Writes what a driver needs beside the job. For who `claim`ed the submission. Raises OSError."""
         for name, data in files.items():
-            store.write_bytes(self.submission_path(job.submission, name), data)
-        store.write_bytes(self.submission_path(job.submission, "private.json"), json.dumps(private).encode())
+            store.write_bytes(self.submission_path(submission, name), data)
+        store.write_bytes(self.submission_path(submission, "private.json"), json.dumps(private).encode())
+
+    def write_submission(self, job: Job) -> None:
+        """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
         if not store.exists(self.path("token")):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
-        for request in ("cancel", "delivered"):
-            store.remove(self.path(request))
+        store.remove(self.path("cancel"))
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
         store.write_bytes(self.path("job.json"), job.to_json())
@@ -188,10 +194,11 @@ class RunDirectory:
         if not self.is_remote:
             return _read_file(self.path(name), position)
         lines: list[str] = []
-        for piece in store.list_names(self.path(name))[position.piece :]:
-            text = store.read_bytes(self.path(name, piece)).decode()
-            lines += text.split("\n")[:-1]
-            position = Position(position.piece + 1, 0)
+        with contextlib.suppress(FileNotFoundError):
+            while len(lines) < _MANY_LINES:
+                text = store.read_bytes(self.path(name, _piece(position.piece))).decode("utf-8", "replace")
+                lines += text.split("\n")[:-1]
+                position = Position(position.piece + 1, 0)
         return lines, position
 
 
@@ -252,12 +259,13 @@ class Appender:
             rest = rest[written:]
 
     def flush(self) -> None:
-        """Writes what waits for an object store as the next piece."""
-        if self._waiting:
-            piece = self._run.path(self._name, f"{self._piece:08d}")
-            store.write_bytes(piece, b"".join(self._waiting))
+        """Writes what waits for an object store as the next piece. Lines may be added meanwhile; one caller only."""
+        if data := b"".join(self._waiting):
+            count = len(self._waiting)
+            piece = self._run.path(self._name, _piece(self._piece))
+            store.write_bytes(piece, data)
             self._piece += 1
-            self._waiting.clear()
+            del self._waiting[:count]
 
     def close(self) -> None:
         """Writes what is left."""
@@ -265,6 +273,12 @@ class Appender:
         if self._file:
             self._file.close()
 
+
+def _piece(number: int) -> str:
+    return f"{number:08d}"
+
+
+_MANY_LINES = 100_000
 
 WAITING_LIMIT = 64 << 20
 """Bytes of lines that may wait for an object store which does not take them."""

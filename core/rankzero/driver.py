@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from rankzero.agent import descendants
 from rankzero.attempt import Attempt
 from rankzero.directory import RunDirectory
-from rankzero.engines.base import Engine, EngineSession
+from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
     EngineError,
     HangError,
@@ -63,6 +64,7 @@ class Driver:
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._session: EngineSession | None = None
         self._started_at: float | None = None
+        self._closed_cleanly = True
 
     def run(self) -> None:
         """Never raises for a run that failed: the status says so.
@@ -84,6 +86,11 @@ class Driver:
             assert attempt.outcome is not None
             result, value = attempt.outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
+
+    @property
+    def left_nothing(self) -> bool:
+        """False if an engine session did not close: a JVM that was stopped may still be there."""
+        return self._closed_cleanly
 
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
@@ -133,13 +140,16 @@ class Driver:
                 break
             with contextlib.suppress(queue.Empty):
                 self.inbox.queue.get(timeout=min(left, TICK))
-        if self._session and not self._session.is_usable():
+        session = self._session
+        answers: list[bool] = []
+        # A JVM that was stopped does not answer at all.
+        if session and not (within(CLOSE_TIMEOUT, lambda: answers.append(session.is_usable())) and answers == [True]):
             self._close_session()
 
     def _close_session(self) -> None:
         session, self._session = self._session, None
         if session:
-            _within(CLOSE_TIMEOUT, session.close)
+            self._closed_cleanly = within(CLOSE_TIMEOUT, session.close)
 
     def _open(self, deadline: float) -> EngineSession:
         """An open engine with room for the job."""
@@ -185,23 +195,6 @@ def _restart_cause(error: BaseException) -> str | None:
     if isinstance(error, HangError):
         return HANG
     return error.cause if isinstance(error, (WorkerFailedError, EngineError)) else None
-
-
-def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Runs an action in a thread and gives it up after a bound."""
-    done = threading.Event()
-
-    def act() -> None:
-        try:
-            action()
-        except Exception:
-            logger.warning("an engine session did not close cleanly", exc_info=True)
-        finally:
-            done.set()
-
-    threading.Thread(target=act, name="rankzero-close", daemon=True).start()
-    if not done.wait(seconds):
-        logger.warning("an engine session did not close within %s s", seconds)
 
 
 class DriverThread(threading.Thread):
@@ -267,6 +260,8 @@ def main() -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        if not driver.left_nothing:
+            descendants.kill_all()
         # Nothing that a JVM or a stuck thread does may hold a driver whose run has ended.
         os._exit(code)
 

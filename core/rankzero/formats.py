@@ -120,7 +120,8 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     """Writes a directory tree as one uncompressed tar file; returns like `write`."""
     with open(path, "wb") as file:
         sink = _HashingWriter(file)
-        with tarfile.open(fileobj=sink, mode="w|") as archive:
+        # Links are followed: what they point to may not be there where the checkpoint is opened.
+        with tarfile.open(fileobj=sink, mode="w|", dereference=True) as archive:
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
@@ -130,11 +131,14 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
 def read_directory(path: str, sha256: str, target: str) -> None:
     """Unpacks what `write_directory` wrote into ``target``. Raises ResultError if the checksum differs."""
     _verify(path, sha256)
-    with tarfile.open(path) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(target, filter="data")
-        else:
-            archive.extractall(target)
+    try:
+        with tarfile.open(path) as archive:
+            if hasattr(tarfile, "data_filter"):
+                archive.extractall(target, filter="data")
+            else:
+                archive.extractall(target)
+    except tarfile.TarError as error:
+        raise ResultError(f"{path} cannot be unpacked: {error}") from error
 
 
 def read(path: str, file_format: str, sha256: str | None) -> Any:

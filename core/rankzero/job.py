@@ -39,6 +39,7 @@ class Job:
         stop_grace: Seconds between SIGTERM and SIGKILL.
         ports: First and last port that rankzero may listen on, or None.
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
+        owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
         first_attempt: Number of this submission's first attempt.
         fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
@@ -64,6 +65,7 @@ class Job:
     stop_grace: float = STOP_GRACE
     ports: list[int] | None = None
     checkpoints: dict[str, Any] = field(default_factory=dict)
+    owner: dict[str, Any] | None = None
     submission: int = 0
     first_attempt: int = 0
     fresh_since: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rankzero.checkpoint import CheckpointConfig
 from rankzero.directory import RunDirectory
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
+from rankzero.liveness import is_gone, this_process
 from rankzero.policy import STOP_GRACE
 from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
 
 STORE_VARIABLE = "RANKZERO_STORE"
 DEFAULT_STORE = "~/.rankzero/runs"
@@ -150,7 +154,11 @@ class Launcher:
         """
         handle = start_owned(self, print_line, train, args, kwargs)
         value = handle.result()
-        handle.mark_delivered()
+        try:
+            handle.mark_delivered()
+        except Exception:
+            # The value is here; the next run of this id may get it again instead of training.
+            logger.warning("run %s could not be marked as delivered", handle.id, exc_info=True)
         return value
 
     @overload
@@ -203,9 +211,22 @@ def start_owned(
         BaseException: whatever interrupted this thread, after the run was ended.
     """
     engine = _engine_of(launcher)
-    run, started = _prepare(launcher, engine, train, args, kwargs, detached=engine.prefers_own_process)
+    patience = launcher.stop_grace + CANCEL_TIMEOUT
+
+    def prepare() -> tuple[RunDirectory, bool]:
+        return _prepare(
+            launcher, engine, train, args, kwargs, detached=engine.prefers_own_process, owner=this_process()
+        )
+
+    run, started = prepare()
     if not started:
         handle: RunHandle[Any] = RunHandle(run.directory)
+        owner = run.job().owner
+        if owner and is_gone(owner) and not handle.status().final:
+            # A retry right after the death of the process that ran it: its ranks are on their way out.
+            handle.wait(patience)
+            run, started = prepare()
+    if not started:
         if not handle.status().final:
             raise InvalidJobError(
                 f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
@@ -213,17 +234,18 @@ def start_owned(
             )
         # It succeeded, and whoever waited for it died before it could hand the result on.
         return handle
-    with _process_driver(run) if engine.prefers_own_process else _thread_driver(run, engine) as handle:
+    ends = {rank: run.end_of(f"logs/rank-{rank}.log") for rank in range(launcher.num_processes)}
+    driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
+    with driver as handle:
         if on_start:
             on_start(handle)
-        ends = {rank: run.end_of(f"logs/rank-{rank}.log") for rank in range(launcher.num_processes)}
         for line in handle.lines(ends, follow=True, prefix=True):
             on_line(line)
     return handle
 
 
 @contextlib.contextmanager
-def _process_driver(run: RunDirectory) -> Iterator[RunHandle[Any]]:
+def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a process of its own, which ends its run when this process, or the block, does."""
     theirs, ours = os.pipe()
     handle: RunHandle[Any] | None = None
@@ -237,11 +259,11 @@ def _process_driver(run: RunDirectory) -> Iterator[RunHandle[Any]]:
         # After an interrupt this is what ends the run, at once, wherever its directory lies.
         os.close(ours)
         if handle:
-            handle.wait(CANCEL_TIMEOUT)
+            handle.wait(patience)
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, engine: Engine) -> Iterator[RunHandle[Any]]:
+def _thread_driver(run: RunDirectory, engine: Engine, patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a thread of this process, which ends its run when the block does."""
     from rankzero.driver import Driver, DriverThread
 
@@ -255,7 +277,7 @@ def _thread_driver(run: RunDirectory, engine: Engine) -> Iterator[RunHandle[Any]
         )
         raise
     finally:
-        thread.join(CANCEL_TIMEOUT)
+        thread.join(patience)
     if thread.error:
         raise thread.error
 
@@ -285,6 +307,7 @@ def _prepare(
     kwargs: dict[str, Any],
     *,
     detached: bool,
+    owner: dict[str, Any] | None = None,
 ) -> tuple[RunDirectory, bool]:
     """Checks everything, then writes the run directory. Nothing has started when this raises.
 
@@ -318,6 +341,7 @@ def _prepare(
         stop_grace=launcher.stop_grace,
         ports=list(launcher.ports) if launcher.ports else None,
         checkpoints=asdict(launcher.checkpoints),
+        owner=owner,
     )
     engine.check(job)
     root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from typing import Any
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 STOPPED = frozenset("tT")
@@ -15,6 +16,16 @@ def process_namespace() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
+
+
+def this_process() -> dict[str, Any]:
+    """What `is_gone` needs to know of this process."""
+    return {"pid": os.getpid(), "start": process_start(os.getpid()), "namespace": process_namespace()}
+
+
+def is_gone(process: dict[str, Any]) -> bool:
+    """True if a process that `this_process` described has ended; False if it lives or cannot be asked from here."""
+    return process["namespace"] == process_namespace() and process_state(process["pid"], process["start"]) is None
 
 
 def process_start(pid: int) -> str | None:

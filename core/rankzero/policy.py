@@ -38,6 +38,9 @@ STACKS_WINDOW = 3.0
 RESTART_DELAY_LIMIT = 60.0
 """Longest pause in seconds before a restart."""
 
+DRIVER_STALE_AFTER = 120.0
+"""Seconds without a heartbeat after which it counts more than a process that is still there."""
+
 LOG_TAIL = 20
 """Log lines of a rank that are kept for an error message."""
 
@@ -252,15 +255,18 @@ def on_resubmit(state: str, delivered: bool) -> str:
 
     Args:
         state: The run's state, ``"failed"`` if its driver died.
-        delivered: Its result was handed on.
+        delivered: The result of the submission that ``job.json`` names was handed on.
 
     Returns:
         `ATTACH` to a run that lives or whose result waits; `CONTINUE` a failed or cancelled one from its last
         checkpoint; train `FRESH` after a delivered one.
     """
-    if state == "succeeded":
-        return FRESH if delivered else ATTACH
-    return CONTINUE if state in ("failed", "cancelled") else ATTACH
+    if state not in ("succeeded", "failed", "cancelled"):
+        return ATTACH
+    if delivered:
+        # Also if a submission after it died half-way.
+        return FRESH
+    return ATTACH if state == "succeeded" else CONTINUE
 
 
 def order_tasks(hosts: Sequence[str]) -> list[int]:

@@ -51,6 +51,7 @@ class Recorder:
             driver_start=process_start(os.getpid()),
         )
         self._heart = threading.Thread(target=self._beat, name="rankzero-heartbeat", daemon=True)
+        self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
     def update(self, **changes: Any) -> None:
         """Changes the status and writes it; a change of state is an event too."""
@@ -64,6 +65,8 @@ class Recorder:
             self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
         if not self._heart.ident:
             self._heart.start()
+            if self._run.is_remote:
+                self._flusher.start()
 
     def _write(self, changes: dict[str, Any]) -> None:
         with self._lock:
@@ -75,14 +78,18 @@ class Recorder:
         while not self._finished.wait(HEARTBEAT_INTERVAL):
             try:
                 self._check_superseded()
-                with self._lock:
-                    if self._finished.is_set():
-                        return
-                    for lines in (self._events, *self._logs.values()):
-                        lines.flush()
                 self._write({})
             except Exception:
                 logger.warning("the heartbeat could not be written", exc_info=True)
+
+    def _flush(self) -> None:
+        """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits."""
+        while not self._finished.wait(HEARTBEAT_INTERVAL):
+            for lines in (self._events, *list(self._logs.values())):
+                try:
+                    lines.flush()
+                except Exception as error:
+                    logger.warning("lines wait for the store: %s", error)
 
     def _check_superseded(self) -> None:
         """A driver that was held up for so long that others declared it dead must not write over its heir."""
@@ -127,8 +134,10 @@ class Recorder:
             self._check_superseded()
         except Exception:
             logger.warning("cannot tell whether another submission took over", exc_info=True)
+        self._finished.set()
+        if self._flusher.ident:
+            self._flusher.join(FINISH_TIMEOUT)
         with self._lock:
-            self._finished.set()
             for lines in (self._events, *self._logs.values()):
                 lines.close()
         deadline = time.monotonic() + FINISH_TIMEOUT

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
 from rankzero.checkpoint import Manifest, list_committed
 from rankzero.directory import Position, RunDirectory, RunStatus
-from rankzero.errors import EngineError, ResultError, error_from_json
+from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
 from rankzero.liveness import STOPPED, process_namespace, process_state
-from rankzero.policy import DRIVER_DEAD_AFTER, driver_is_dead
+from rankzero.policy import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, driver_is_dead
 from rankzero.result import ResultRef
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 FOLLOW_INTERVAL = 0.05
 """Seconds between two looks at a run directory on a local disk."""
 
 FOLLOW_INTERVAL_REMOTE = 1.0
 """Seconds between two looks at a run directory on an object store."""
+
+STORE_PATIENCE = DRIVER_DEAD_AFTER
+"""Seconds for which a follower tries again to read a store that fails."""
 
 LEASE_INTERVAL = 10.0
 """Longest time in seconds between two renewals of a followed run's lease."""
@@ -55,6 +60,8 @@ class RunHandle(Generic[R]):
     def __init__(self, directory: str, driver: OwnDriver | None = None) -> None:
         self._run = RunDirectory(directory)
         self._driver = driver
+        self._submission = self._run.job().submission if driver else -1
+        self._delivered = -1
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()
@@ -78,11 +85,11 @@ class RunHandle(Generic[R]):
 
     def status(self) -> RunStatus:
         """The run's state now. A run whose driver died is reported as failed."""
-        status = self._run.status()
+        status = self._patiently(self._run.status)
         if status.final or not self._driver_died(status):
             return status
         # It may have written its last word between the two looks.
-        status = self._run.status()
+        status = self._patiently(self._run.status)
         if status.final:
             return status
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
@@ -96,12 +103,34 @@ class RunHandle(Generic[R]):
             return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
+    def _patiently(self, read: Callable[[], T]) -> T:
+        """Reads the store, again while it fails for a moment: a follower's trouble must not end a training.
+
+        Raises:
+            RunNotFoundError: there is no run.
+            Exception: the store's, after `STORE_PATIENCE` seconds.
+        """
+        deadline = time.monotonic() + STORE_PATIENCE
+        while True:
+            try:
+                return read()
+            except RunNotFoundError:
+                raise
+            except Exception:
+                if time.monotonic() > deadline:
+                    raise
+            self._tick.wait(FOLLOW_INTERVAL_REMOTE)
+
     def driver_lives(self, status: RunStatus) -> bool | None:
         """True or False if this process can ask the driver; None where only the heartbeat can tell."""
-        if self._driver is not None and self._driver.poll() is not None:
-            return False
-        if self._driver is not None and status.driver_pid is None:
-            return True
+        if self._driver is not None and status.submission == self._submission:
+            if self._driver.poll() is not None:
+                return False
+            if status.driver_pid is None:
+                return True
+        if time.time() - status.heartbeat > DRIVER_STALE_AFTER:
+            # Its process may live on without it: a notebook in which the driver was a thread.
+            return None
         if status.driver_pid is not None and status.driver_namespace == process_namespace():
             state = process_state(status.driver_pid, status.driver_start)
             # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
@@ -147,7 +176,7 @@ class RunHandle(Generic[R]):
         if self._lease_interval and time.monotonic() - self._lease_renewed > self._lease_interval:
             self._lease_renewed = time.monotonic()
             # A lease that cannot be renewed must not end the follower.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._run.renew_lease()
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
@@ -174,6 +203,7 @@ class RunHandle(Generic[R]):
             raise error_from_json(status.error)
         if status.result is None:
             raise ResultError(f"run {self.id} ended as {status.state} without a result")
+        self._delivered = status.submission
         return status
 
     def mark_delivered(self) -> None:
@@ -181,7 +211,8 @@ class RunHandle(Generic[R]):
 
         Until then another submission of the same id gets this result, and trains nothing.
         """
-        self._run.mark_delivered(self._run.job().submission)
+        number = self._delivered if self._delivered >= 0 else self._run.job().submission
+        self._run.mark_delivered(number)
 
     def checkpoints(self) -> list[Manifest]:
         """The committed checkpoints, oldest first."""
@@ -211,7 +242,8 @@ class RunHandle(Generic[R]):
                 self._renew_lease()
                 for number in sorted(unread):
                     name = f"logs/rank-{number}.log"
-                    lines, positions[number] = self._run.read_lines(name, positions[number])
+                    read = functools.partial(self._run.read_lines, name, positions[number])
+                    lines, positions[number] = self._patiently(read)
                     yield from (f"[{number}] {line}" for line in lines) if prefix else lines
                     if not lines:
                         unread.discard(number)
@@ -225,7 +257,8 @@ class RunHandle(Generic[R]):
         position = Position()
         for _ in self._looks(follow):
             while True:
-                lines, position = self._run.read_lines("events.jsonl", position)
+                read = functools.partial(self._run.read_lines, "events.jsonl", position)
+                lines, position = self._patiently(read)
                 for line in lines:
                     # A line that a full disk tore is no JSON.
                     with contextlib.suppress(ValueError):

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rankzero import policy
+from rankzero import policy, store
+from rankzero.checkpoint import FOLDER
 from rankzero.directory import RunDirectory, RunStatus
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
@@ -60,7 +61,11 @@ def look(run: RunDirectory) -> Existing | None:
             break
         tick.wait(_LOOK)
         status = handle.status()
-    return Existing(job, status, policy.on_resubmit(status.state, run.is_delivered(job.submission)))
+    meaning = policy.on_resubmit(status.state, run.is_delivered(job.submission))
+    if meaning == policy.ATTACH and status.result and not store.exists(status.result["uri"]):
+        logger.warning("the result of run %s is gone, so it goes on from its last checkpoint", run.directory)
+        meaning = policy.CONTINUE
+    return Existing(job, status, meaning)
 
 
 def submit(
@@ -94,7 +99,12 @@ def submit(
             if existing:
                 number = max(number, existing.job.submission + 1)
             if run.claim(number):
-                break
+                run.write_files(number, private, files)
+                if run.newest_claim() == number:
+                    break
+                # This took so long that another submitter thought us dead: it is its run now.
+                number += 1
+                continue
             # Another submitter is at it, and writes job.json next, unless it died.
             deadline = time.monotonic() + CLAIM_TIMEOUT
             while _submission_of(run) < number and time.monotonic() < deadline:
@@ -103,14 +113,20 @@ def submit(
                 number += 1
         first_attempt = fresh_since = 0
         if existing:
-            first_attempt = existing.status.attempt + 1
+            first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
             fresh_since = first_attempt if existing.meaning == policy.FRESH else existing.job.fresh_since
-        run.write_submission(make_job(number, first_attempt, fresh_since), private, files)
+        run.write_submission(make_job(number, first_attempt, fresh_since))
         return True
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, InvalidJobError):
             raise
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+
+
+def _last_attempt(run: RunDirectory) -> int:
+    """The highest attempt that left a checkpoint: a status that could not be written may lag behind."""
+    numbers = [name.partition("-")[0] for name in store.list_names(run.path(FOLDER))]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
 def _submission_of(run: RunDirectory) -> int:

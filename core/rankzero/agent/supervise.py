@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -25,7 +26,7 @@ from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.agent.worker import EXIT_HANDLERS_TIMEOUT
 from rankzero.channel.client import ChannelClient, ChannelClosed
 from rankzero.channel.frames import Message
-from rankzero.policy import LOST, PREEMPTED, STOP_GRACE
+from rankzero.policy import LOST, PREEMPTED
 
 END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
 """Seconds that committed workers get to run their exit handlers."""
@@ -153,7 +154,7 @@ class Agent:
         except ChannelClosed as error:
             self._lost = str(error)
             self._unwatch(self._client.fileno())
-            self._stop(STOP_GRACE)
+            self._stop(self._config["grace"])
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -240,11 +241,14 @@ class Agent:
             self._drain(rank, self._on_output)
             result = message.get("result")
             if result and os.path.dirname(result["path"]) == self._config["scratch"]:
+                self._client.queue({"type": "returned", "local_rank": rank.local_rank})
                 self._client.send_file("value", result["path"], message)
                 return
         elif kind == "failure":
             self._drain(rank, self._on_output)
             message["log_tail"] = rank.output.tail
+            # What a rank does when it is told to go explains nothing.
+            message["collateral"] = message["collateral"] or self._stopped_early
         elif kind == "checkpoint" and not message["shared"]:
             name = f"checkpoint-{message['index']}-{rank.local_rank}"
             self._client.send_file(name, message["path"], {**message, "upload": name})
@@ -326,7 +330,7 @@ class Agent:
     def _leave(self, why: str, cause: str) -> None:
         if not self._stopping:
             self._client.queue({"type": "leaving", "why": why, "cause": cause})
-        self._stop(STOP_GRACE)
+        self._stop(self._config["grace"])
 
     def _stop(self, grace: float) -> None:
         """SIGTERM now, SIGKILL after ``grace`` seconds; a second call can only hurry."""
@@ -354,27 +358,35 @@ class Agent:
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
             self._say_goodbye()
-        if self._orphaned:
+        if self._orphaned or self._holder_is_gone():
             # Whoever holds this agent would read its log and then remove the directory.
             shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
+    @staticmethod
+    def _holder_is_gone() -> bool:
+        """True if standard input has ended by now."""
+        readable, _, _ = select.select([sys.stdin], [], [], 0)
+        return bool(readable) and not os.read(sys.stdin.fileno(), _READ)
+
     def _say_goodbye(self) -> None:
         """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped."""
-        now = time.monotonic()
-        patience = STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_PATIENCE
-        limit = now + (STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_LIMIT)
-        left, progress_at = self._waiting(), now
-        while left and now < min(limit, progress_at + patience):
+        deadline = progress_at = now = time.monotonic()
+        deadline += STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_LIMIT
+        left = self._waiting()
+        while left and now < min(deadline, progress_at + FAREWELL_PATIENCE):
             for rank in self._ranks:
                 rank.output.pump()
-            self._selector.select(PUMP_INTERVAL)
-            self._client.receive()
+            for key, _ in self._selector.select(PUMP_INTERVAL):
+                key.data()
             now = time.monotonic()
+            if self._stopped_early:
+                # A stop, or the end of who holds this agent, may come meanwhile.
+                deadline = min(deadline, now + STOP_FAREWELL_TIMEOUT)
             if (waiting := self._waiting()) != left:
                 left, progress_at = waiting, now
         for rank in self._ranks:
             rank.output.drop_rest()
-        self._client.close(max(0.1, min(STOP_FAREWELL_TIMEOUT, limit - now)))
+        self._client.close(STOP_FAREWELL_TIMEOUT)
 
     def _waiting(self) -> int:
         """Bytes of lines that the driver has not taken."""

@@ -18,6 +18,7 @@ import faulthandler
 import importlib
 import itertools
 import os
+import queue
 import signal
 import socket
 import sys
@@ -36,6 +37,12 @@ from rankzero.errors import ResultError, RetryableError
 
 EXIT_HANDLERS_TIMEOUT = 5.0
 """Seconds that exit handlers and non-daemon threads get after the commit."""
+
+MAX_OUTGOING = 10_000
+"""Messages that may wait for the agent before the next one has to."""
+
+ROOM_INTERVAL = 0.1
+"""Seconds between two looks whether there is room for the next."""
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its Python stacks, also while it is blocked in native code."""
@@ -62,14 +69,34 @@ class Control:
         self._socket = socket.socket(fileno=fd)
         self._decoder = frames.Decoder()
         self._decoder.trust(None)
-        self._lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._room = threading.Event()
+        threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
         self.ended = threading.Event()
         """The agent said that every rank has committed."""
 
     def send(self, message: Message) -> None:
-        """Sends a message; safe from any thread. A dead agent ends this process anyway."""
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(frames.encode(message))
+        """Sends a message; safe from any thread, and from a signal handler that interrupts this very call."""
+        while self._outgoing.qsize() > MAX_OUTGOING:
+            self._room.clear()
+            self._room.wait(ROOM_INTERVAL)
+        self._outgoing.put(frames.encode(message))
+
+    def flush(self) -> None:
+        """Waits until everything was sent. A dead agent ends this process anyway."""
+        sent = threading.Event()
+        self._outgoing.put(sent)
+        sent.wait()
+
+    def _write(self) -> None:
+        while True:
+            item = self._outgoing.get()
+            self._room.set()
+            if isinstance(item, bytes):
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(item)
+            else:
+                item.set()
 
     def receive(self) -> Message:
         """Waits for the agent's next message; the agent's death ends this process."""
@@ -122,6 +149,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     except BaseException as error:
         outcome = describe_failure(error)
     control.send(outcome)
+    control.flush()
     if outcome["type"] == "commit":
         if "result" in outcome:
             # Rank 0 holds the rendezvous store, which its peers may still be reading.
@@ -162,7 +190,7 @@ def _work(control: Control) -> Message:
             'a driver, or choose backend="gloo"'
         )
     _count_optimizer_steps(session)
-    control.beat(start["beat_interval"], lambda: session.progress)
+    control.beat(start["beat_interval"], session.count_progress)
     value = _call(start)
     if value is None:
         value = session.result

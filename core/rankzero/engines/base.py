@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
+
+logger = logging.getLogger(__name__)
 
 AgentConfig = dict[str, Any]
 OnEnd = Callable[[BaseException | None], None]
@@ -100,3 +103,25 @@ class AgentGroup(abc.ABC):
     @abc.abstractmethod
     def explain(self, error: BaseException) -> RankZeroError:
         """The typed error for what ended the agents early."""
+
+
+def within(seconds: float, action: Callable[[], None]) -> bool:
+    """Runs an engine's action in a thread and gives it up after a bound; False if it took longer.
+
+    A call into a JVM that was stopped never comes back.
+    """
+    done = threading.Event()
+
+    def act() -> None:
+        try:
+            action()
+        except Exception:
+            logger.warning("the engine failed", exc_info=True)
+        finally:
+            done.set()
+
+    threading.Thread(target=act, name="rankzero-engine", daemon=True).start()
+    if done.wait(seconds):
+        return True
+    logger.warning("the engine did not answer within %s s", seconds)
+    return False

@@ -25,7 +25,7 @@ from rankzero.agent import hold as hold_module
 from rankzero.agent.network import address_towards
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import CUT_OFF, LOOPBACK, local_gpus, require_local_gpus
-from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError, RankZeroError
+from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError, RankZeroError, StartTimeoutError
 from rankzero.job import Job, check_strings
 from rankzero.policy import LOST, PREEMPTED
 
@@ -42,6 +42,8 @@ SLOTS_INTERVAL = 0.1
 
 ERROR_LIMIT = 2000
 """Characters of Spark's own text that an error quotes."""
+
+_SLOTS_SHARE = 0.9
 
 _LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:\s*,\s*\d+)?\])?")
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]")
@@ -228,7 +230,8 @@ class SparkEngineSession(EngineSession):
         """
         scala = self._context._jsc.sc()
         profile = scala.resourceProfileManager().defaultResourceProfile()
-        deadline = time.monotonic() + self._job.start_timeout
+        # Before the driver's own deadline, which can only say that the engine did not answer.
+        deadline = time.monotonic() + self._job.start_timeout * _SLOTS_SHARE
         settled = time.monotonic() + SLOTS_SETTLE
         most = 0
         tick = threading.Event()
@@ -241,7 +244,11 @@ class SparkEngineSession(EngineSession):
             if complete:
                 _require_slots(self._job, slots, f"the cluster at {self._master!r}")
             if time.monotonic() > deadline:
-                return
+                raise StartTimeoutError(
+                    f"the cluster at {self._master!r} offered {slots} of {self._job.num_tasks} task slots within "
+                    f"start_timeout={self._job.start_timeout} s: add executors, or wait longer",
+                    missing=[f"task {task}" for task in range(slots, self._job.num_tasks)],
+                )
             tick.wait(SLOTS_INTERVAL)
 
     def launch(self, config: AgentConfig, on_end: OnEnd) -> SparkGroup:

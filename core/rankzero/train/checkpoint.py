@@ -113,6 +113,9 @@ class CheckpointWriter:
         self._next = 0
         self._sharded: bool | None = None
         self._staged: dict[int, str] = {}
+        self._kept: str | None = None
+        self.busy = False
+        """A checkpoint is being written: slow, but no hang."""
         self._changed = threading.Condition()
         self._last: Checkpoint | None = None
 
@@ -140,6 +143,15 @@ class CheckpointWriter:
                 self._next = 1
             return
         index, self._next = self._next, self._next + 1
+        self.busy = True
+        try:
+            self._write_part(index, value, directory, metrics, when, sharded)
+        finally:
+            self.busy = False
+
+    def _write_part(
+        self, index: int, value: object, directory: str | None, metrics: dict[str, Any], when: float, sharded: bool
+    ) -> None:
         if not self._shared:
             self._await_room()
         file_format = formats.DIRECTORY if directory else formats.choose(value)
@@ -150,6 +162,7 @@ class CheckpointWriter:
             os.makedirs(folder, exist_ok=True)
             size, sha256 = self._write_file(directory, value, file_format, path)
         except OSError as error:
+            self._send({"type": "checkpoint-failed", "index": index})
             raise ResultError(f"checkpoint {name} of rank {self._rank} cannot be written: {error}") from error
         facts = {"format": file_format, "size": size, "sha256": sha256, "path": path, "shared": self._shared}
         with self._changed:
@@ -194,12 +207,19 @@ class CheckpointWriter:
             self._forget(message["index"])
 
     def committed(self, manifest: Mapping[str, Any], here: Mapping[str, str]) -> None:
-        """Notes the newest committed checkpoint.
+        """Notes the newest committed checkpoint, or the one that the attempt starts from.
+
+        A rank that has given none in this attempt keeps the one it started from: all ranks resume from the same.
 
         Args:
             manifest: The fields of `rankzero.checkpoint.Manifest`.
             here: By rank, as text: local files of parts.
         """
+        own = manifest["attempt"] == self._attempt
+        if own:
+            self._forget(manifest["index"])
+        if own and self._next == 0:
+            return
         found = dict(here)
         for rank, part in manifest["parts"].items():
             path = os.path.join(self._directory, manifest["id"], part["file"])
@@ -214,16 +234,17 @@ class CheckpointWriter:
             manifest["parts"],
             found,
         )
-        if manifest["attempt"] == self._attempt:
-            self._forget(manifest["index"])
 
     def _forget(self, index: int) -> None:
         """This checkpoint is settled: earlier staged ones are of no use to anybody."""
         with self._changed:
             for number in [number for number in self._staged if number <= index]:
-                path = self._staged.pop(number)
-                if number < index and not self._shared:
-                    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+                folder = os.path.dirname(self._staged.pop(number))
+                if not self._shared:
+                    # The newest stays for `get_checkpoint`, until the next.
+                    old, self._kept = (self._kept, folder) if number == index else (folder, self._kept)
+                    if old:
+                        shutil.rmtree(old, ignore_errors=True)
             self._changed.notify_all()
 
 

@@ -75,6 +75,12 @@ class _Session:
     result: object = None
     progress: int = 0
 
+    def count_progress(self) -> int:
+        """How far this rank is; writing a checkpoint is progress, however long it takes."""
+        if self.writer and self.writer.busy:
+            self.progress += 1
+        return self.progress
+
 
 _session = _Session()
 
