@@ -1,6 +1,6 @@
 """A process that submits a training, to be killed: ``python -m tests.faults.submitter '{"how": "run", ...}'``.
 
-Writes ``submitted`` into the training's folder when the run is there, and prints the value as JSON.
+Writes the value as JSON into ``value``, or the error into ``error``, in the training's folder.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from typing import Any
 from tests.faults.kit import ProxyEngine
 from tests.faults.trainings import note, train
 
-from rankzero import Launcher
+from rankzero import Launcher, RankZeroError
 
 
 def main() -> None:
     asked: dict[str, Any] = json.loads(sys.argv[1])
     options = asked["launcher"]
-    if target := asked.get("proxy"):
-        options["engine"] = ProxyEngine(target["port"], target["file"])
+    if proxy := asked.get("proxy"):
+        options["engine"] = ProxyEngine(proxy["port"], proxy["file"])
     launcher = Launcher(**options)
     folder = Path(asked["train"]["folder"])
-    if asked["how"] == "run":
-        note(folder / "submitted", "")
-        value = launcher.run(train, **asked["train"])
-    else:
-        handle = launcher.submit(train, **asked["train"])
-        note(folder / "submitted", "")
-        value = handle.result()
-        handle.mark_delivered()
-    print(json.dumps(value))
+    try:
+        if asked["how"] == "run":
+            value = launcher.run(train, **asked["train"])
+        else:
+            handle = launcher.submit(train, **asked["train"])
+            note(folder / "submitted", "")
+            value = handle.result()
+            handle.mark_delivered()
+    except RankZeroError as error:
+        note(folder / "error", json.dumps(error.to_json()))
+        sys.exit(1)
+    note(folder / "value", json.dumps(value))
 
 
 if __name__ == "__main__":

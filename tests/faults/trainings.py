@@ -118,6 +118,8 @@ def train(
         rt.report({"step": step}, checkpoint={**state, **held})
         if context.rank == 0:
             note(Path(folder, "reported"), str(step))
+            with open(Path(folder, "reports"), "a") as file:
+                file.write(f"{context.attempt} {step} {time.time()}\n")
     if holds("half"):
         arrive(folder, moment)
     if holds("committed"):
