@@ -53,16 +53,109 @@ def test_ranks_are_numbered_host_by_host(hosts: list[str], order: list[int]) -> 
 
 
 def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
-    echoes = [Failure(rank, "a", order=rank, exception_type="E", message="gone", collateral=True) for rank in (0, 3, 2)]
-    assert policy.group_others([RAISED, *echoes], RAISED) == ["rank 0, 2, 3: E: gone (a consequence)"]
+    echoes = [
+        Failure(rank, "a", order=rank, exception_type="E", message=f"peer {rank} is gone", collateral=True)
+        for rank in (0, 3, 2)
+    ]
+    assert policy.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is gone (a consequence)"]
+
+
+def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
+    same = [Failure(rank, "a", order=rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
+    assert policy.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
+    assert policy.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 1, 2, 3], "ranks 1-3, 5"), (range(64), "ranks 0-63")],
+)
+def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
+    assert policy.name_ranks(ranks) == name
 
 
 def test_the_message_leads_with_rank_host_and_cause() -> None:
-    text = policy.failure_message(KILLED, ["rank 0: E"], ["last words"], "/store/run")
+    text = policy.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last words"], "/store/run")
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last words" in text
+    assert "The same failure: ranks 5, 6" in text
     assert "rank 0: E" in text
     assert text.endswith("/store/run/logs")
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (RAISED, None),
+        (Failure(0, "a", exit_code=9), None),
+        (Failure(0, "a", exception_type="rankzero.errors.RetryableError", retryable=True), policy.RETRYABLE),
+        (KILLED, policy.KILLED),
+        (Failure(0, "a", signal="SIGSEGV"), policy.KILLED),
+        (Failure(0, "a", signal="SIGTERM"), policy.PREEMPTED),
+        (ECHO, policy.LOST),
+    ],
+)
+def test_what_a_restart_is_decided_by(failure: Failure, cause: str | None) -> None:
+    assert failure.restart_cause == cause
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "max_preemptions", "causes", "pauses"),
+    [
+        (0, 0, ["killed"], [None]),
+        (3, 0, ["killed", "lost", "hang", "retryable"], [0, 1, 3, None]),
+        (1, 1, ["preempted", "killed", "preempted"], [0, 0, None]),
+        (9, 9, [None], [None]),
+        (20, 0, ["lost"] * 9, [0, 1, 3, 7, 15, 31, 60, 60, 60]),
+    ],
+)
+def test_restarts_and_preemptions_have_budgets_of_their_own(
+    max_restarts: int, max_preemptions: int, causes: list[str | None], pauses: list[float | None]
+) -> None:
+    budget = policy.Restarts(max_restarts, max_preemptions)
+    for cause, expected in zip(causes, pauses, strict=True):
+        after = budget.after(cause)
+        assert (after and after[1]) == expected
+        if after:
+            budget = after[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "delivered", "meaning"),
+    [
+        ("pending", False, policy.ATTACH),
+        ("running", False, policy.ATTACH),
+        ("succeeded", False, policy.ATTACH),
+        ("succeeded", True, policy.FRESH),
+        ("failed", False, policy.CONTINUE),
+        ("cancelled", False, policy.CONTINUE),
+    ],
+)
+def test_what_submitting_an_existing_run_means(state: str, delivered: bool, meaning: str) -> None:
+    assert policy.on_resubmit(state, delivered) == meaning
+
+
+def test_a_run_hangs_when_its_last_progress_is_too_old() -> None:
+    assert not policy.is_hung([10.0, 3.0], 14.0, 5.0)
+    assert policy.is_hung([10.0, 3.0], 15.1, 5.0)
+
+
+COLLECTIVE = "File \"torch/distributed/distributed_c10d.py\", line 3000 in all_reduce\nFile \"train.py\", line 9 in step"
+ELSEWHERE = "File \"train.py\", line 7 in load"
+
+
+def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
+    stacks = {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}
+    missing = policy.not_in_collective(stacks)
+    assert missing == [1]
+    text = policy.hang_message(5.0, stacks, missing, "/store/run")
+    assert "rank 1 had not joined the collective in which ranks 0, 2 waited" in text
+    assert text.index("rank 1 stood at:") < text.index("ranks 0, 2 stood at:")
+    assert text.count("all_reduce") == 1
+
+
+def test_nobody_is_missing_where_nobody_waits() -> None:
+    assert policy.not_in_collective({0: ELSEWHERE, 1: ELSEWHERE}) == []
 
 
 @pytest.mark.parametrize(

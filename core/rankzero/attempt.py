@@ -454,10 +454,12 @@ class Attempt:
         bound = self._job.hang_timeout
         if bound is None:
             return
-        if self._stacks_deadline is None:
-            if policy.is_hung((when for _, when in self._progress.values()), now, bound):
-                self._stacks_deadline = now + policy.STACKS_WINDOW
-                self._server.broadcast({"type": "dump"})
+        if not policy.is_hung((when for _, when in self._progress.values()), now, bound):
+            self._stacks_deadline = None
+        elif self._stacks_deadline is None:
+            self._stacks.clear()
+            self._stacks_deadline = now + policy.STACKS_WINDOW
+            self._server.broadcast({"type": "dump"})
         elif now > self._stacks_deadline or len(self._stacks) == self._job.num_processes:
             raise self._hung(bound)
 

@@ -96,22 +96,26 @@ class RunHandle(Generic[R]):
             return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
-    def driver_is_here(self, status: RunStatus) -> bool:
-        """True if the driver is a process that this one can ask."""
-        return self._driver is not None or (
-            status.driver_pid is not None and status.driver_namespace == process_namespace()
-        )
+    def driver_lives(self, status: RunStatus) -> bool | None:
+        """True or False if this process can ask the driver; None where only the heartbeat can tell."""
+        if self._driver is not None and self._driver.poll() is not None:
+            return False
+        if self._driver is not None and status.driver_pid is None:
+            return True
+        if status.driver_pid is not None and status.driver_namespace == process_namespace():
+            state = process_state(status.driver_pid)
+            # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
+            return None if state in STOPPED else state is not None
+        return None
 
     def _driver_died(self, status: RunStatus) -> bool:
-        if self._driver is not None and self._driver.poll() is not None:
-            return True
         if status.heartbeat != self._heartbeat:
             self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
         unchanged = time.monotonic() - self._heartbeat_seen
-        if self.driver_is_here(status):
-            # A slow disk may delay the heartbeat of a driver that lives; one that was stopped has lost its agents.
-            state = process_state(status.driver_pid) if status.driver_pid else "?"
-            return state is None or (state in STOPPED and unchanged > DRIVER_DEAD_AFTER)
+        lives = self.driver_lives(status)
+        if lives is not None:
+            # A slow disk may delay the heartbeat of a driver that lives.
+            return not lives
         return driver_is_dead(status.heartbeat, time.time(), unchanged)
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -55,7 +55,7 @@ def look(run: RunDirectory) -> Existing | None:
     status = handle.status()
     seen, deadline = status.heartbeat, time.monotonic() + 2 * policy.DRIVER_DEAD_AFTER
     tick = threading.Event()
-    while not (status.final or handle.driver_is_here(status)) and time.monotonic() < deadline:
+    while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
         if status.heartbeat != seen or time.time() - status.heartbeat < policy.HEARTBEAT_INTERVAL:
             break
         tick.wait(_LOOK)

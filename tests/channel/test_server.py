@@ -1,212 +1,272 @@
-"""The server takes agents that prove the secret, drops everybody else, and goes on serving."""
+"""Messages and files go both ways, and the server makes up its own words about who is there."""
 
 import hashlib
 import os
-import queue
-import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rankzero.channel import auth, frames
-from rankzero.channel import server as server_module
+from rankzero.channel import limits
 from rankzero.channel.client import ChannelClient, ChannelClosed
 from rankzero.channel.frames import FrameError, Message
-from rankzero.channel.server import LOST, ChannelServer
+from rankzero.channel.server import DISCONNECTED, LOST
 
-TIMEOUT = 5.0
-
-
-class Serving:
-    def __init__(self, directory: Path) -> None:
-        self.inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
-        self.secret = auth.new_secret()
-        self.offered = directory / "offered"
-        self.offered.write_bytes(os.urandom(3 << 20))
-        self.server = ChannelServer(
-            self.secret,
-            "127.0.0.1",
-            lambda task, message: self.inbox.put((task, message)),
-            served={"payload": str(self.offered)},
-            upload_directory=str(directory),
-        )
-        self.address = ("127.0.0.1", self.server.start())
-
-    def client(self, task: int = 0, secret: str | None = None) -> ChannelClient:
-        client = ChannelClient(self.address, secret or self.secret, task)
-        client.connect()
-        return client
-
-    def next(self) -> tuple[int, Message]:
-        return self.inbox.get(timeout=TIMEOUT)
+Receive = Callable[..., list[Message]]
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    serving = Serving(tmp_path)
-    yield serving
+def sha256(path: str | Path) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def write(path: Path, size: int) -> str:
+    path.write_bytes(os.urandom(size))
+    return str(path)
+
+
+def test_messages_go_both_ways_in_order(serving: Any, receive: Receive) -> None:
+    first, second = serving.client(0), serving.client(1)
+    for task, client in enumerate((first, second)):
+        client.queue({"type": "join"})
+        assert serving.next() == (task, {"type": "join"})
+    for number in range(100):
+        first.queue({"type": "count", "n": number})
+    assert [serving.next()[1]["n"] for _ in range(100)] == list(range(100))
+    serving.server.broadcast({"type": "go"})
+    serving.server.send(1, {"type": "start"})
+    serving.server.send(7, {"type": "nobody"})
+    assert receive(first, lambda got: got) == [{"type": "go"}]
+    assert receive(second, lambda got: len(got) == 2) == [{"type": "go"}, {"type": "start"}]
+
+
+def test_what_was_queued_before_there_is_a_driver_arrives(serving: Any) -> None:
+    client = ChannelClient([serving.host], serving.port, serving.secret, 0)
+    client.queue({"type": "early"})
+    client.start()
+    assert serving.next() == (0, {"type": "early"})
+    client.close(5.0)
+
+
+def test_close_delivers_everything_and_is_not_a_loss(serving: Any, tmp_path: Path, fast: None) -> None:
+    path = write(tmp_path / "value", 5 << 20)
+    client = serving.client()
+    for number in range(200):
+        client.queue({"type": "log", "n": number, "text": "x" * 50_000}, bulk=True)
+    client.send_file("value", path, {"type": "commit"})
+    client.queue({"type": "bye"})
+    client.close(20.0)
+    seen = [message for _, message in iter_queue(serving)]
+    assert [message["n"] for message in seen if message["type"] == "log"] == list(range(200))
+    types = [message["type"] for message in seen if message["type"] != "log"]
+    assert types == ["bye", "uploaded", "commit"]
+    with pytest.raises(ChannelClosed):
+        client.receive()
+    other = serving.client(1)
+    other.queue({"type": "later"})
+    # Longer than it takes to be lost: the other agent's word is the only one.
+    time.sleep(limits.LOST_AFTER + 0.5)
+    assert serving.next() == (1, {"type": "later"})
+    assert serving.inbox.empty()
+
+
+def iter_queue(serving: Any) -> list[tuple[int, Message]]:
+    return [serving.inbox.get_nowait() for _ in range(serving.inbox.qsize())]
+
+
+def test_close_without_a_driver_ends_in_time() -> None:
+    client = ChannelClient(["127.0.0.1"], 1, "00" * 32, 0)
+    client.start()
+    client.queue({"type": "join"})
+    begun = time.monotonic()
+    client.close(0.3)
+    assert time.monotonic() - begun < 5.0
+    never_started = ChannelClient(["127.0.0.1"], 1, "00" * 32, 0)
+    never_started.close(1.0)
+
+
+def test_an_agent_that_dies_is_disconnected_and_then_lost(serving: Any, fast: None) -> None:
+    client = serving.client(3)
+    client.queue({"type": "join"})
+    assert serving.next() == (3, {"type": "join"})
+    client._exchange.give_up_at = 0.0
+    client._exchange.wake()
+    assert serving.next()[1]["type"] == DISCONNECTED
+    task, lost = serving.next()
+    assert (task, lost["type"]) == (3, LOST)
+    again = serving.client(3)
+    again.queue({"type": "join"})
+    assert serving.next() == (3, {"type": "join"})
+
+
+def test_a_driver_that_closes_is_noticed_at_once_after_its_last_words(serving: Any, receive: Receive) -> None:
+    client = serving.client()
+    client.queue({"type": "join"})
+    serving.next()
+    serving.server.send(0, {"type": "stop"})
+    serving.server.close()
+    assert receive(client, lambda got: got) == [{"type": "stop"}]
+    with pytest.raises(ChannelClosed, match="the driver closed the channel"):
+        receive(client, lambda got: got)
+    serving.server.send(0, {"type": "too late"})
     serving.server.close()
 
 
-def receive(client: ChannelClient, until: Callable[[list[Any]], bool]) -> list[Any]:
-    got: list[Any] = []
-    deadline = time.monotonic() + TIMEOUT
-    while not until(got):
-        assert time.monotonic() < deadline, f"only got {len(got)} frames"
-        select.select([client.socket], [], [], 0.1)
-        got += list(client.receive())
-    return got
+def test_files_are_fetched_at_once_and_missing_ones_end_in_words(
+    serving: Any, receive: Receive, tmp_path: Path
+) -> None:
+    client = serving.client()
+    names = ["payload", "payload", "missing", "/etc/passwd"]
+    for number, name in enumerate(names):
+        client.fetch(name, str(tmp_path / f"got-{number}"))
+    client.fetch("payload", str(tmp_path / "no-such-directory" / "file"))
+    got = receive(client, lambda got: len(got) == 5)
+    good = [message for message in got if "path" in message]
+    assert sorted(message["path"] for message in good) == [str(tmp_path / "got-0"), str(tmp_path / "got-1")]
+    assert {sha256(message["path"]) for message in good} == {sha256(serving.offered)}
+    errors = {message["error"] for message in got if "error" in message}
+    assert "no such file is offered" in errors
+    assert sum("No such file" in error for error in errors) == 2
+    assert not (tmp_path / "got-2").exists()
 
 
-def send(client: ChannelClient, *frames_to_send: Message | bytes) -> None:
-    for frame in frames_to_send:
-        client.queue(frame)
-    deadline = time.monotonic() + TIMEOUT
-    while client.unsent_bytes and time.monotonic() < deadline:
-        select.select([], [client.socket], [], 0.1)
-        client.flush()
+def test_a_slow_store_stalls_nobody(serving: Any, receive: Receive, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rankzero import store
+
+    release = threading.Event()
+    monkeypatch.setattr(store, "size", lambda location: release.wait(30.0) and os.path.getsize(location))
+    client, other = serving.client(0), serving.client(1)
+    client.fetch("payload", str(serving.directory / "got"))
+    for each in (client, other):
+        each.queue({"type": "alive"})
+    assert {serving.next()[0], serving.next()[0]} == {0, 1}
+    release.set()
+    assert receive(client, lambda got: got)[0]["path"]
 
 
-def test_messages_go_both_ways(serving: Serving) -> None:
-    first, second = serving.client(0), serving.client(1)
-    send(first, {"type": "join", "n": 1})
-    assert serving.next() == (0, {"type": "join", "n": 1})
-    serving.server.broadcast({"type": "go"})
-    serving.server.send(1, {"type": "start"})
-    assert receive(first, lambda got: len(got) == 1) == [{"type": "go"}]
-    assert receive(second, lambda got: len(got) == 2) == [{"type": "go"}, {"type": "start"}]
-    first.close()
-    assert serving.next() == (0, {"type": LOST})
-    second.close()
+def test_an_upload_lands_whole_and_hashed_before_what_follows(serving: Any, tmp_path: Path) -> None:
+    client = serving.client(2)
+    paths = [write(tmp_path / "a", (3 << 20) + 5), write(tmp_path / "b", 0), write(tmp_path / "c", 10)]
+    for path in paths:
+        client.send_file("value", path, {"type": "commit", "of": path})
+        assert serving.next() == (
+            2,
+            {
+                "type": "uploaded",
+                "name": "value",
+                "path": str(tmp_path / ".upload-2-value"),
+                "sha256": sha256(path),
+                "size": os.path.getsize(path),
+            },
+        )
+        assert sha256(tmp_path / ".upload-2-value") == sha256(path)
+        assert serving.next() == (2, {"type": "commit", "of": path})
 
 
-def test_a_wrong_secret_is_dropped_and_the_others_are_served(serving: Serving) -> None:
-    good = serving.client(0)
-    with pytest.raises((ChannelClosed, FrameError, ConnectionError)):
-        serving.client(1, secret=auth.new_secret())
-    send(good, {"type": "join"})
-    assert serving.next() == (0, {"type": "join"})
-    good.close()
+def test_several_uploads_go_one_after_the_other(serving: Any, tmp_path: Path) -> None:
+    client = serving.client()
+    paths = {f"file-{n}": write(tmp_path / f"file-{n}", n << 20) for n in range(4)}
+    for name, path in paths.items():
+        client.send_file(name, path, {"type": "then", "name": name})
+    for name, path in paths.items():
+        uploaded, then = serving.next()[1], serving.next()[1]
+        assert (uploaded["sha256"], then["name"]) == (sha256(path), name)
 
 
-def test_an_agent_finds_out_a_false_driver() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        client = ChannelClient(listener.getsockname(), auth.new_secret(), 0)
-        import threading
-
-        def pretend() -> None:
-            peer, _ = listener.accept()
-            peer.sendall(frames.encode({"type": "challenge", "nonce": "00"}))
-            peer.recv(4096)
-            peer.sendall(frames.encode({"type": "welcome", "proof": "00" * 32}))
-
-        threading.Thread(target=pretend, daemon=True).start()
-        with pytest.raises(FrameError, match="did not prove"):
-            client.connect()
-        client.close()
+def test_a_file_that_cannot_be_read_is_an_error_and_then_what_follows(serving: Any, tmp_path: Path) -> None:
+    client = serving.client()
+    client.send_file("value", str(tmp_path / "nothing"), {"type": "commit"})
+    uploaded = serving.next()[1]
+    assert uploaded["path"] is None
+    assert "cannot be read" in uploaded["error"]
+    assert serving.next()[1] == {"type": "commit"}
 
 
-def test_a_replayed_answer_is_refused(serving: Serving) -> None:
-    """What was recorded from one handshake proves nothing in the next: the nonce differs."""
-    client_nonce = auth.new_nonce()
-
-    def answer(peer: socket.socket, proof: str) -> bytes:
-        peer.sendall(frames.encode({"type": "answer", "task": 3, "nonce": client_nonce, "proof": proof}))
-        peer.settimeout(TIMEOUT)
-        return peer.recv(4096)
-
-    with socket.create_connection(serving.address) as peer:
-        challenge = frames.Decoder()
-        challenge.feed(peer.recv(4096))
-        nonce = next(challenge)["nonce"]  # type: ignore[index,call-overload]
-        proof = auth.proof(serving.secret, auth.TO_DRIVER, nonce, client_nonce, 3)
-        assert b"welcome" in answer(peer, proof)
-    assert serving.next() == (3, {"type": LOST})
-    with socket.create_connection(serving.address) as peer:
-        peer.recv(4096)
-        assert answer(peer, proof) == b""
+@pytest.mark.parametrize("name", ["../value", "/etc/x", "a/b", ".hidden", "", "a\0b", "\ud800"])
+def test_an_upload_cannot_leave_its_directory(serving: Any, name: str, tmp_path: Path) -> None:
+    client = serving.client()
+    before = sorted(tmp_path.parent.rglob("*"))
+    client.send_file(name, str(serving.offered), {"type": "commit"})
+    uploaded = serving.next()[1]
+    assert uploaded["path"] is None
+    assert uploaded["error"]
+    assert serving.next()[1] == {"type": "commit"}
+    assert sorted(tmp_path.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00\x00\x00\x02J{",
-        b"\xff\xff\xff\xff",
-        frames.encode({"type": "answer"}),
-        frames.encode({"type": "answer", "task": -1, "nonce": "00", "proof": "00"}),
-        frames.encode({"type": "answer", "task": True, "nonce": "00", "proof": "00"}),
-        frames.encode({"type": "answer", "task": 0, "nonce": "00", "proof": "\u00e9"}),
-        frames.encode(b"bytes"),
-    ],
-)
-def test_malformed_peers_are_dropped_without_effect(serving: Serving, garbage: bytes) -> None:
-    good = serving.client(0)
-    with socket.create_connection(serving.address) as peer:
-        peer.settimeout(TIMEOUT)
-        peer.recv(4096)
-        peer.sendall(garbage)
-        assert peer.recv(4096) == b""
-    send(good, {"type": "join"})
-    assert serving.next() == (0, {"type": "join"})
-    good.close()
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_after_a_full_disk_the_channel_goes_on(serving: Any, tmp_path: Path) -> None:
+    (tmp_path / ".upload-0-value").symlink_to("/dev/full")
+    client = serving.client()
+    client.send_file("value", write(tmp_path / "value", 12 << 20), {"type": "commit"})
+    uploaded = serving.next()[1]
+    assert uploaded["path"] is None
+    assert "No space" in uploaded["error"]
+    assert serving.next()[1] == {"type": "commit"}
 
 
-def test_a_peer_that_says_nothing_is_dropped(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT", 0.2)
-    with socket.create_connection(serving.address) as peer:
-        peer.settimeout(TIMEOUT)
-        peer.recv(4096)
-        assert peer.recv(4096) == b""
+@pytest.mark.parametrize("kind", ["disconnected", "reconnected", "lost", "uploaded", "fetched"])
+def test_what_the_channel_makes_up_cannot_be_sent(serving: Any, kind: str) -> None:
+    client = serving.client()
+    for bulk in (True, False):
+        with pytest.raises(FrameError, match="made up by the channel"):
+            client.queue({"type": kind}, bulk=bulk)
+    with pytest.raises(FrameError, match="made up by the channel"):
+        client.send_file("value", "/etc/hostname", {"type": kind})
+    with pytest.raises(FrameError, match="made up by the channel"):
+        serving.server.broadcast({"type": kind})
 
 
-def test_a_second_agent_of_the_same_task_is_refused(serving: Serving) -> None:
-    first = serving.client(0)
-    second = serving.client(0)
-    with pytest.raises(ChannelClosed):
-        receive(second, lambda got: bool(got))
-    send(first, {"type": "join"})
-    assert serving.next() == (0, {"type": "join"})
-    first.close()
+def test_a_driver_that_fails_on_a_message_gets_the_next(serve: Any, tmp_path: Path) -> None:
+    from rankzero.channel.server import ChannelServer
+
+    seen: list[str] = []
+    arrived = threading.Event()
+
+    def on_message(task: int, message: Message) -> None:
+        seen.append(message["type"])
+        if message["type"] == "bad":
+            raise RuntimeError("the driver's own error")
+        arrived.set()
+
+    secret = "ab" * 32
+    server = ChannelServer(secret, "127.0.0.1", on_message)
+    client = ChannelClient(["127.0.0.1"], server.start(), secret, 0)
+    client.start()
+    client.queue({"type": "bad"})
+    client.queue({"type": "good"})
+    assert arrived.wait(10.0)
+    assert seen == ["bad", "good"]
+    client.close(5.0)
+    server.close()
 
 
-def test_files_are_fetched_in_chunks(serving: Serving) -> None:
-    client = serving.client(0)
-    send(client, {"type": "fetch", "name": "payload"}, {"type": "fetch", "name": "/etc/passwd"})
-    expected = serving.offered.read_bytes()
-
-    def complete(got: list[Any]) -> bool:
-        return sum(len(frame) for frame in got if isinstance(frame, bytes)) == len(expected) and len(got) > 4
-
-    announced, *chunks, refused = receive(client, complete)
-    assert announced == {"type": "file", "name": "payload", "size": len(expected)}
-    assert b"".join(chunks) == expected
-    assert refused["error"] == "no such file is offered"
-    client.close()
+def free_range() -> tuple[list[socket.socket], int]:
+    """Two neighbouring ports that are taken, and the first of them."""
+    while True:
+        first = socket.create_server(("127.0.0.1", 0))
+        try:
+            second = socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))
+        except (OSError, OverflowError):
+            first.close()
+            continue
+        return [first, second], first.getsockname()[1]
 
 
-def test_an_upload_lands_whole_and_hashed(serving: Serving) -> None:
-    client = serving.client(0)
-    data = os.urandom((2 << 20) + 5)
-    chunks = [data[start : start + frames.CHUNK] for start in range(0, len(data), frames.CHUNK)]
-    send(client, {"type": "upload", "name": "value", "size": len(data)}, *chunks, {"type": "commit"})
-    task, uploaded = serving.next()
-    assert (task, uploaded["type"]) == (0, "uploaded")
-    assert Path(uploaded["path"]).read_bytes() == data
-    assert uploaded["sha256"] == hashlib.sha256(data).hexdigest()
-    assert serving.next() == (0, {"type": "commit"})
-    client.close()
+def test_ports_of_a_range_that_are_taken_are_skipped(serve: Any) -> None:
+    taken, first = free_range()
+    try:
+        assert first + 1 < serve(ports=(first, first + 20)).port <= first + 20
+        with pytest.raises(OSError, match=f"none of the ports {first} to {first + 1} on 127.0.0.1 is free"):
+            serve(ports=(first, first + 1))
+    finally:
+        for listener in taken:
+            listener.close()
 
 
-@pytest.mark.parametrize("name", ["../value", "/etc/x", "a/b"])
-def test_an_upload_cannot_leave_its_directory(serving: Serving, name: str, tmp_path: Path) -> None:
-    client = serving.client(0)
-    send(client, {"type": "upload", "name": name, "size": 1}, b"x")
-    assert serving.next() == (0, {"type": LOST})
-    assert not (tmp_path.parent / "value").exists()
+def test_a_host_of_another_machine_is_refused_in_words(serve: Any) -> None:
+    with pytest.raises(OSError, match="cannot listen on 192.0.2.1"):
+        serve(host="192.0.2.1")

@@ -36,6 +36,7 @@ class Exchange:
         self._uploads: deque[Iterator[bytes]] = deque()
         self._fetches: dict[int, Fetch] = {}
         self._streams = 0
+        self._is_woken = False
         self._inbox: list[Message] = []
         self._reason: str | None = None
 
@@ -46,7 +47,7 @@ class Exchange:
         with self._lock:
             messages, self._inbox = self._inbox, []
             if self._reason is None:
-                drain(self.readable)
+                _drain(self.readable)
             elif not messages:
                 raise ChannelClosed(self._reason)
             return messages
@@ -81,7 +82,11 @@ class Exchange:
 
     def wake(self) -> None:
         """Has the channel's thread look again."""
-        # Full means that it will wake anyway; closed, that it has ended.
+        with self._lock:
+            if self._is_woken:
+                return
+            self._is_woken = True
+        # Closed means that it has ended.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
 
@@ -108,6 +113,12 @@ class Exchange:
         """Numbered frames that have arrived."""
         return self.session.received
 
+    def woke(self) -> None:
+        """Takes the wake-up call; what comes after this needs a new one."""
+        with self._lock:
+            self._is_woken = False
+            _drain(self.woken)
+
     def resume(self, received: int) -> None:
         """Starts a new connection. Raises FrameError if the driver's count is impossible."""
         with self._lock:
@@ -133,16 +144,18 @@ class Exchange:
 
         One piece of a file waits at a time, so that files and logs take turns and none is held in memory.
         """
-        with self._lock:
-            upload = self._uploads[0] if self._uploads and self.session.wants(UPLOADS) else None
-        # The disk is read outside the lock: nobody who queues a message waits for it.
-        piece = next(upload, None) if upload else None
-        with self._lock:
-            if piece is not None:
-                self.session.queue_bulk(UPLOADS, piece)
-            elif upload:
-                self._uploads.popleft()
-            return self.session.next()
+        while True:
+            with self._lock:
+                upload = self._uploads[0] if self._uploads and self.session.wants(UPLOADS) else None
+            # The disk is read outside the lock: nobody who queues a message waits for it.
+            piece = next(upload, None) if upload else None
+            with self._lock:
+                if piece is not None:
+                    self.session.queue_bulk(UPLOADS, piece)
+                elif upload:
+                    self._uploads.popleft()
+                    continue
+                return self.session.next()
 
     def fetch_of(self, stream: object) -> Fetch:
         """The fetch that a stream belongs to. Raises FrameError if there is none."""
@@ -181,8 +194,7 @@ class Exchange:
             self._notify.send(b"x")
 
 
-def drain(end: socket.socket) -> None:
-    """Takes all wake-up calls at once."""
+def _drain(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while end.recv(limits.READ_SIZE):
             pass

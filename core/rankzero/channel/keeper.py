@@ -16,7 +16,7 @@ from typing import NoReturn
 from rankzero.channel import auth, dial, frames, limits
 from rankzero.channel.auth import Hello
 from rankzero.channel.dial import Address, Link, RefusedError
-from rankzero.channel.exchange import Exchange, drain
+from rankzero.channel.exchange import Exchange
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import ACK, CONTENT, CONTROL, OWN, message_body, split_content
 
@@ -38,6 +38,7 @@ class Keeper:
         self._name = auth.new_nonce()
         self._address: Address | None = None
         self._tries = 0
+        self._problems: dict[str, str] = {}
         self._heard = 0.0
         self._farewell_said = False
 
@@ -86,7 +87,7 @@ class Keeper:
                 if connection in ready:
                     return
                 if ready:
-                    drain(self._exchange.woken)
+                    self._exchange.woke()
                 if time.monotonic() >= deadline:
                     raise TimeoutError("no answer in time")
 
@@ -102,22 +103,21 @@ class Keeper:
 
     def _find_driver(self) -> Link | None:
         """Tries every address once. Raises _OverError when the driver is lost for good."""
-        problems: list[str] = []
         # Once found, the driver stays where it is, and a resolver may be gone with the network.
         for host in self._hosts if self._address is None else [self._address[1][0]]:
             try:
                 candidates = [self._address] if self._address else dial.addresses(host, self._port)
             except OSError as error:
                 candidates = []
-                problems.append(f"{host}: {error.strerror or error}")
+                self._problems[host] = error.strerror or str(error)
             for address in candidates:
                 try:
                     return self._dial(address)
                 except RefusedError as error:
                     raise _OverError(f"the driver refused this agent: {error}") from None
                 except (OSError, FrameError) as error:
-                    problems.append(f"{address[1][0]}: {error}")
-            self._look_at_the_clock("; ".join(problems))
+                    self._problems[address[1][0]] = str(error)
+            self._look_at_the_clock()
         return None
 
     def _dial(self, address: Address) -> Link:
@@ -130,10 +130,11 @@ class Keeper:
             link.socket.close()
             raise _OverError(f"the driver broke the channel's rules: {error}") from None
         self._address, self._heard = address, time.monotonic()
+        self._problems.clear()
         return link
 
-    def _look_at_the_clock(self, problems: str) -> None:
-        now = time.monotonic()
+    def _look_at_the_clock(self) -> None:
+        now, problems = time.monotonic(), "; ".join(f"{host}: {what}" for host, what in self._problems.items())
         if not self._heard and now - self._started >= limits.CONNECT_TIMEOUT:
             text = f"no driver was found on port {self._port} within {limits.CONNECT_TIMEOUT:g} s: {problems}"
             raise _OverError(text)
@@ -160,7 +161,7 @@ class Keeper:
                 until = min(pinged + limits.PING_INTERVAL, self._heard + limits.SILENCE, self._exchange.give_up_at)
                 for ready, mask in selector.select(max(0.0, until - time.monotonic())):
                     if ready.fileobj is not link.socket:
-                        drain(self._exchange.woken)
+                        self._exchange.woke()
                     elif mask & selectors.EVENT_READ:
                         is_whole = self._receive(link)
                 self._look_at_the_end()

@@ -65,7 +65,7 @@ class Peer:
         self._on_message = on_message
         self._served = served
         self._grant = grant
-        self._uploads = Uploads(upload_directory, task, self.hand, lambda size: grant(self, size))
+        self._uploads = Uploads(upload_directory, task, self.hand, self._accept_content)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._moved = asyncio.Event()
 
@@ -74,15 +74,8 @@ class Peer:
         """True while messages for it make sense."""
         return not (self.is_lost or self.has_left)
 
-    def made_up(self, kind: str, reason: str) -> None:
-        """Hands on a message that the agent did not send."""
-        self._call({"type": kind, "reason": reason})
-
     def hand(self, message: Message) -> None:
-        """Hands on a message of the agent, or the channel's word about an upload."""
-        self._call(message)
-
-    def _call(self, message: Message) -> None:
+        """Hands on a message of the agent, or one that the channel made up."""
         try:
             self._on_message(self.task, message)
         except Exception:
@@ -118,6 +111,10 @@ class Peer:
             raise FrameError(f"a message of the type {message['type']!r} from an agent")
         self.hand(message)
 
+    def _accept_content(self, size: int) -> None:
+        self._grant(self, size)
+        self.pump()
+
     def _take_own(self, message: Message) -> None:
         kind = message["type"]
         if kind == "upload":
@@ -135,7 +132,8 @@ class Peer:
             raise FrameError(f"unknown word {kind!r} of the channel")
 
     def say_farewell(self) -> None:
-        """Tells the agent that the session has ended well."""
+        """Tells the agent that the session has ended well, and that everything has arrived."""
+        self.session.ping()
         self.queue(message_body(OWN, {"type": "farewell"}))
 
     def _begin_fetch(self, stream: object, name: object) -> None:

@@ -241,7 +241,7 @@ class ChannelServer:
         peer.session.resume(hello.received)
         self._forget_unproved(connection)
         if is_back and peer.is_live and not self._is_closing:
-            peer.made_up(RECONNECTED, "the agent made a new connection")
+            peer.hand({"type": RECONNECTED, "reason": "the agent made a new connection"})
         return peer
 
     def _new_peer(self, hello: Hello) -> Peer:
@@ -256,7 +256,7 @@ class ChannelServer:
         peer.end()
         self._withheld.discard(peer)
         if was_live and not self._is_closing:
-            peer.made_up(LOST, reason)
+            peer.hand({"type": LOST, "reason": reason})
 
     def on_end(self, connection: Connection) -> None:
         """Takes note of a closed connection."""
@@ -270,7 +270,7 @@ class ChannelServer:
             return
         peer.connection = None
         if peer.is_live and not self._is_closing:
-            peer.made_up(DISCONNECTED, connection.reason)
+            peer.hand({"type": DISCONNECTED, "reason": connection.reason})
 
     def _forget_unproved(self, connection: Connection) -> None:
         self._unproved.pop(connection, None)
@@ -280,7 +280,6 @@ class ChannelServer:
         """Gives credit for accepted bulk now, or when the driver can take more."""
         if not peer.withheld and self._driver_can_take():
             peer.session.grant(size)
-            peer.pump()
             return
         peer.withheld += size
         if not self._withheld:

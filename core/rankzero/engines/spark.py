@@ -270,8 +270,26 @@ class SparkEngineSession(EngineSession):
 
     def close(self) -> None:
         """Stops the SparkContext if the engine started it."""
-        if self._owned:
+        if not self._owned:
+            return
+        alive = self.is_usable()
+        with contextlib.suppress(Exception):
             self._session.stop()
+        if not alive:
+            _forget_jvm()
+
+
+def _forget_jvm() -> None:
+    """Makes pyspark start a new JVM: it keeps the gateway to the one that died. For a process of our own only."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    gateway = SparkContext._gateway
+    if gateway is not None:
+        with contextlib.suppress(Exception):
+            gateway.shutdown()
+    SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+    SparkSession._instantiatedSession = SparkSession._activeSession = None
 
 
 class SparkGroup(AgentGroup):

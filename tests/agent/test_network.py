@@ -1,0 +1,181 @@
+"""Interfaces and addresses of this machine, real ones: also in a network namespace made for the test."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rankzero.agent import network
+from rankzero.agent.network import first_reachable, interface_of, socket_environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed by Linux's netlink")
+
+BOUND = 1.0
+MARGIN = 0.5
+BLACK_HOLE = "10.77.0.77"
+
+IN_NAMESPACE = """
+ip link set lo up
+ip link add wire0 type veth peer name wire1
+ip addr add 10.77.0.1/24 dev wire0
+ip addr add 10.77.0.5/24 dev wire0
+ip addr add 10.77.1.1/24 dev wire1 label wire1:rz
+ip addr add 10.77.2.1 peer 10.77.2.2 dev wire1
+ip addr add fd77::1/64 dev wire0 nodad
+ip link set wire0 up
+ip link set wire1 up
+# Packets to this address leave and nobody answers, not even the ARP request.
+ip neigh replace 10.77.0.77 lladdr 02:00:00:00:00:77 dev wire0 nud permanent
+exec "$@"
+"""
+
+
+def in_namespace(expression: str) -> object:
+    """The value of an expression over `network`, evaluated where `IN_NAMESPACE` has set up interfaces."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("unshare")):
+        pytest.skip("network namespaces need root, ip and unshare")
+    program = (
+        "import json, time, socket; from rankzero.agent.network import *; started = time.monotonic(); "
+        f"print(json.dumps([{expression}, time.monotonic() - started]))"
+    )
+    command = ["unshare", "--net", "sh", "-ec", IN_NAMESPACE, "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode and "ermitted" in done.stderr:
+        pytest.skip(f"network namespaces are not permitted: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    value, seconds = json.loads(done.stdout)
+    assert seconds < BOUND + MARGIN
+    return value
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_is_lo(host: str) -> None:
+    assert interface_of(host) == "lo"
+    assert socket_environment(host) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_loopback_of_ipv6_is_lo(host: str) -> None:
+    if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this machine has no IPv6")
+    assert interface_of(host) == "lo"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "2001:db8::77", "0.0.0.0", "no-such-host.invalid", "a" * 300])
+def test_what_is_not_here_has_no_interface(host: str) -> None:
+    assert interface_of(host) is None
+    assert socket_environment(host) == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "interface"),
+    [
+        ("10.77.0.1", "wire0"),
+        ("10.77.0.5", "wire0"),
+        ("fd77::1", "wire0"),
+        ("10.77.1.1", "wire1"),
+        ("10.77.2.1", "wire1"),
+        ("10.77.2.2", None),
+        ("10.77.0.9", None),
+    ],
+)
+def test_every_address_of_an_interface_is_known(host: str, interface: str | None) -> None:
+    assert in_namespace(f"interface_of({host!r})") == interface
+
+
+def test_a_label_is_the_name_that_gloo_sees() -> None:
+    labelled = {"GLOO_SOCKET_IFNAME": "wire1:rz", "NCCL_SOCKET_IFNAME": "wire1"}
+    assert in_namespace("socket_environment('10.77.1.1')") == labelled
+
+
+def test_a_link_local_address_belongs_to_its_scope() -> None:
+    assert in_namespace("interface_of('fe80::1%wire0')") is None
+    own = "next(line.split()[0] for line in open('/proc/net/if_inet6') if line.endswith('wire1\\n'))"
+    text = f"(lambda raw: ':'.join(raw[i:i+4] for i in range(0, 32, 4)))({own})"
+    assert in_namespace(f"interface_of({text} + '%wire1')") == "wire1"
+    assert in_namespace(f"interface_of({text} + '%wire0')") is None
+
+
+def test_a_system_without_netlink_has_no_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise PermissionError
+
+    monkeypatch.setattr(network.socket, "socket", refuse)
+    assert interface_of("127.0.0.1") is None
+
+
+def test_the_first_host_that_accepts(listener: int) -> None:
+    assert first_reachable(["127.0.0.1"], listener, BOUND) == "127.0.0.1"
+    assert first_reachable(["no-such-host.invalid", "localhost"], listener, BOUND) == "localhost"
+
+
+def test_the_order_is_a_preference() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        hosts = [f"127.0.0.{number}" for number in range(1, 6)]
+        assert first_reachable(hosts, port, BOUND) == "127.0.0.1"
+        assert first_reachable(hosts[::-1], port, BOUND) == "127.0.0.5"
+
+
+def test_nobody_listens(closed_port: int) -> None:
+    started = time.monotonic()
+    assert first_reachable(["127.0.0.1", "127.0.0.2"], closed_port, 10.0) is None
+    assert first_reachable([], closed_port, 10.0) is None
+    assert time.monotonic() - started < BOUND
+
+
+def test_a_black_hole_does_not_hide_the_host_after_it() -> None:
+    hosts = f"[{BLACK_HOLE!r}, '10.77.0.5']"
+    listening = "(lambda server: first_reachable({}, server.getsockname()[1], {}))(socket.create_server(('', 0)))"
+    assert in_namespace(listening.format(hosts, BOUND)) == "10.77.0.5"
+
+
+def test_a_black_hole_alone_ends_by_the_bound() -> None:
+    assert in_namespace(f"first_reachable([{BLACK_HOLE!r}], 7000, {BOUND})") is None
+
+
+def test_a_name_server_that_hangs_ends_by_the_bound(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
+    look_up = socket.getaddrinfo
+    released = threading.Event()
+
+    def hang(host: str, *rest: object, **options: object) -> object:
+        if host == "slow.invalid":
+            released.wait(30)
+        return look_up(host, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", hang)
+    started = time.monotonic()
+    assert first_reachable(["slow.invalid"], listener, BOUND) is None
+    assert BOUND <= time.monotonic() - started < BOUND + MARGIN
+    assert first_reachable(["slow.invalid", "127.0.0.1"], listener, BOUND) == "127.0.0.1"
+    released.set()
+
+
+def test_a_name_whose_first_address_is_dead(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
+    look_up = socket.getaddrinfo
+
+    def two(host: str, port: int, **options: object) -> object:
+        # 127.0.0.2 refuses: the listener has 127.0.0.1 alone.
+        return [*look_up("127.0.0.2", port, **options), *look_up("127.0.0.1", port, **options)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", two)
+    assert first_reachable(["driver"], listener, BOUND) == "driver"

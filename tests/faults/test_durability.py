@@ -1,0 +1,225 @@
+"""A submitted run belongs to its directory: to one driver at a time, to anybody who attaches, to nobody for too long."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import wait_until_gone
+
+from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, submission
+from rankzero.directory import RunDirectory
+from rankzero.job import Job
+from rankzero.policy import DRIVER_DEAD_AFTER
+
+WAIT = 90.0
+
+
+def count_and_wait(directory: str) -> str:
+    """Leaves a witness of its start and waits for a file ``go``."""
+    import rankzero.train as rt
+
+    context = rt.get_context()
+    Path(directory, f"started-{context.attempt}-{os.getpid()}").touch()
+    print("started", flush=True)
+    while not Path(directory, "go").exists():
+        time.sleep(0.02)
+    return f"attempt {context.attempt}"
+
+
+def starts(directory: Path) -> int:
+    return len(list(directory.glob("started-*")))
+
+
+def follow_until_started(handle: RunHandle[Any]) -> None:
+    assert any("started" in line for line in handle.logs(follow=True))
+
+
+@pytest.fixture
+def single(launcher: Launcher) -> Launcher:
+    return launcher.options(num_processes=1, run_id="one")
+
+
+def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_path: Path) -> None:
+    handles: list[RunHandle[str]] = []
+    threads = [
+        threading.Thread(target=lambda: handles.append(single.submit(count_and_wait, str(tmp_path)))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    (tmp_path / "go").touch()
+    assert [handle.result(WAIT) for handle in handles] == ["attempt 0"] * 8
+    assert starts(tmp_path) == 1
+    # The result waits until somebody says that it was handed on.
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
+    assert starts(tmp_path) == 1
+    handles[0].mark_delivered()
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
+    assert starts(tmp_path) == 2
+
+
+def follow(directory: str, results: Any) -> None:
+    handle: RunHandle[str] = RunHandle.attach(directory)
+    lines = list(handle.logs(follow=True))
+    results.put((lines, handle.result(WAIT)))
+
+
+def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
+    handle = single.submit(count_and_wait, str(tmp_path))
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    followers = [context.Process(target=follow, args=(handle.directory, results)) for _ in range(2)]
+    for follower in followers:
+        follower.start()
+    follow_until_started(handle)
+    (tmp_path / "go").touch()
+    assert [results.get(timeout=WAIT) for _ in followers] == [(["[0] started"], "attempt 0")] * 2
+    for follower in followers:
+        follower.join(WAIT)
+
+
+def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
+    handle = single.submit(count_and_wait, str(tmp_path))
+    follow_until_started(handle)
+    driver = handle.status().driver_pid
+    assert driver
+    os.kill(driver, signal.SIGKILL)
+    with pytest.raises(EngineError, match="died without ending the run"):
+        handle.result(WAIT)
+    assert wait_until_gone(marker, 5.0) == []
+    (tmp_path / "go").touch()
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
+
+
+def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
+    handle = single.submit(count_and_wait, str(tmp_path))
+    follow_until_started(handle)
+    driver = handle.status().driver_pid
+    assert driver
+    os.kill(driver, signal.SIGSTOP)
+    try:
+        # Its ranks end when they have not heard of it for so long, whatever it may do later.
+        left = wait_until_gone(f"MARK={marker}", DRIVER_DEAD_AFTER + 5.0)
+        assert left == []
+        assert handle.wait(DRIVER_DEAD_AFTER)
+        assert handle.status().state == "failed"
+        (tmp_path / "go").touch()
+        heir = single.submit(count_and_wait, str(tmp_path))
+        assert heir.result(WAIT) == "attempt 1"
+    finally:
+        os.kill(driver, signal.SIGCONT)
+    # It wakes up, sees that it was superseded, and does not write over its heir.
+    deadline = time.monotonic() + WAIT
+    while os.path.exists(f"/proc/{driver}") and handle._driver and handle._driver.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert RunHandle.attach(heir.directory).result() == "attempt 1"
+
+
+def test_a_run_that_nobody_follows_ends_itself(single: Launcher, tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tests.faults.test_durability import count_and_wait
+from rankzero import Launcher
+launcher = Launcher(store={str(tmp_path / "store")!r}, run_id="leased", orphan_timeout=4.0)
+launcher.submit(count_and_wait, {str(tmp_path)!r})
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT, cwd=root)
+    run = RunDirectory(str(tmp_path / "store" / "leased"))
+    deadline = time.monotonic() + WAIT
+    while not run.status().final:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(RunCancelledError, match=r"nobody followed the run for orphan_timeout=4.0 s"):
+        RunHandle.attach(run.directory).result()
+
+
+def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -> None:
+    handle = single.options(orphan_timeout=2.0).submit(count_and_wait, str(tmp_path))
+    follow_until_started(handle)
+    assert not handle.wait(6.0)
+    (tmp_path / "go").touch()
+    assert handle.result(WAIT) == "attempt 0"
+
+
+def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 0.3)
+
+    def die(self: RunDirectory, job: Job, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "go").touch()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunDirectory, "write_submission", die)
+        single.submit(count_and_wait, str(tmp_path))
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
+
+
+def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    handle = single.submit(count_and_wait, str(tmp_path))
+    assert handle.result(WAIT) == "attempt 0"
+    command = [sys.executable, "-m", "rankzero.driver", handle.directory, "--submission"]
+    again = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
+    assert "has a driver already" in again.stderr
+    handle.mark_delivered()
+    single.submit(count_and_wait, str(tmp_path)).result(WAIT)
+    late = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
+    assert "was submitted again" in late.stderr
+    assert starts(tmp_path) == 2
+
+
+def test_cancel_before_the_driver_has_started(single: Launcher, tmp_path: Path) -> None:
+    handle = single.submit(count_and_wait, str(tmp_path))
+    handle.cancel()
+    handle.cancel()
+    with pytest.raises(RunCancelledError, match="on request"):
+        handle.result(WAIT)
+    assert starts(tmp_path) == 0
+    # And the request is not one for the next submission.
+    (tmp_path / "go").touch()
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
+
+
+def test_cancel_after_success_changes_nothing(single: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    handle = single.submit(count_and_wait, str(tmp_path))
+    assert handle.result(WAIT) == "attempt 0"
+    handle.cancel()
+    assert handle.status().state == "succeeded"
+    assert RunHandle.attach(handle.directory).result() == "attempt 0"
+
+
+def test_a_longer_grace_is_time_to_save(single: Launcher, tmp_path: Path) -> None:
+    def save_late() -> None:
+        import rankzero.train as rt
+
+        def save(*_: object) -> None:
+            time.sleep(3.0)
+            rt.report({}, checkpoint={"saved": True})
+            while rt.get_checkpoint() is None:
+                time.sleep(0.02)
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        print("started", flush=True)
+        while True:
+            time.sleep(0.05)
+
+    handle = single.options(stop_grace=20.0).submit(save_late)
+    follow_until_started(handle)
+    handle.cancel()
+    assert handle.wait(WAIT)
+    assert handle.status().state == "cancelled"
+    assert len(handle.checkpoints()) == 1

@@ -1,0 +1,94 @@
+"""A run in which nothing moves ends, and the error says where every rank stood."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from tests.conftest import wait_until_gone
+
+from rankzero import HangError, Launcher
+
+WAIT = 90.0
+HANG_TIMEOUT = 4.0
+
+
+def wait_for_peers(how: str) -> Any:
+    import re
+    import threading
+
+    import torch
+    import torch.distributed as dist
+
+    import rankzero.train as rt
+
+    dist.init_process_group("gloo")
+    context = rt.get_context()
+    if context.attempt:
+        return "went on"
+    rt.report({"step": 1})
+    if context.rank == 1:
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        if how == "python":
+            lose_time()
+        elif how == "holds the lock":
+            # Native code that does not give the interpreter's lock back.
+            re.match("(a+)+$", "a" * 60 + "b")
+        elif how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+    return None
+
+
+def lose_time() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("python", "in lose_time"), ("holds the lock", "in wait_for_peers"), ("stopped", "is stopped (SIGSTOP)")],
+)
+def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how: str, words: str) -> None:
+    with pytest.raises(HangError) as caught:
+        launcher.options(hang_timeout=HANG_TIMEOUT).run(wait_for_peers, how)
+    error = caught.value
+    assert error.stacks is not None
+    assert "all_reduce" in error.stacks["0"]
+    assert words in error.stacks["1"]
+    assert "agent/worker.py" not in str(error)
+    assert error.missing == [1]
+    assert "rank 1 had not joined the collective in which rank 0 waited" in str(error)
+    assert wait_until_gone(marker) == []
+
+
+def test_a_hang_can_be_tried_again(launcher: Launcher) -> None:
+    handle = launcher.options(hang_timeout=HANG_TIMEOUT, max_restarts=1).submit(wait_for_peers, "python")
+    assert handle.result(WAIT) == "went on"
+    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["hang"]
+    # The stacks of all threads are in the rank's log.
+    assert sum("in lose_time" in line for line in handle.logs(rank=1)) >= 1
+
+
+def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
+    def slow() -> str:
+        import torch
+
+        import torch._dynamo  # The first step imports it.
+
+        import rankzero.train as rt
+
+        rt.report({})
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for _ in range(4):
+            time.sleep(HANG_TIMEOUT / 2)
+            parameter.grad = torch.ones(1)
+            optimizer.step()
+        for _ in range(4):
+            time.sleep(HANG_TIMEOUT / 2)
+            rt.report({})
+        return "moving"
+
+    assert launcher.options(num_processes=1, hang_timeout=HANG_TIMEOUT).run(slow) == "moving"

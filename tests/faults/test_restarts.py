@@ -1,0 +1,243 @@
+"""A run goes on from its last checkpoint after a loss, and ends at once after an error of the user's code."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import wait_until_gone
+
+from rankzero import (
+    CheckpointConfig,
+    EngineError,
+    Launcher,
+    RetryableError,
+    RunCancelledError,
+    RunHandle,
+    WorkerFailedError,
+)
+
+WAIT = 90.0
+STEPS = 6
+
+
+def train(how: str, failures: int, witness: str) -> list[list[int]]:
+    """Adds up its steps; rank 1 fails from step 3 on in the first attempts. Returns (attempt, first step) of this one."""
+    import torch
+    import torch.distributed as dist
+
+    import rankzero.train as rt
+
+    dist.init_process_group("gloo")
+    context = rt.get_context()
+    checkpoint = rt.get_checkpoint()
+    state: dict[str, Any] = checkpoint.load() if checkpoint else {"step": 0, "sum": torch.zeros(1), "starts": []}
+    state["starts"] = [*state["starts"], [context.attempt, state["step"]]]
+    while state["step"] < STEPS:
+        addend = torch.ones(1)
+        dist.all_reduce(addend)
+        state = {"step": state["step"] + 1, "sum": state["sum"] + addend, "starts": state["starts"]}
+        rt.report({"step": state["step"]}, checkpoint=state)
+        if state["step"] >= 3 and context.rank == 1 and context.attempt < failures:
+            if how == "retryable":
+                raise RetryableError("the data server is busy")
+            if how == "raise":
+                raise ValueError("wrong")
+            os.kill(os.getpid() if how != "agent" else os.getppid(), getattr(signal, how, signal.SIGKILL))
+            time.sleep(60)
+    Path(witness).write_text("done")
+    assert state["sum"].item() == 2 * STEPS
+    starts: list[list[int]] = state["starts"]
+    return starts
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGTERM", "retryable", "agent"])
+def test_a_loss_is_followed_by_an_attempt_from_the_last_checkpoint(
+    launcher: Launcher, marker: str, tmp_path: Path, how: str
+) -> None:
+    handle = launcher.options(max_restarts=1).submit(train, how, 1, str(tmp_path / "witness"))
+    starts = handle.result(WAIT)
+    assert [attempt for attempt, _ in starts] == [0, 1]
+    # At most one interval is lost: rank 0 may not have come to its report of step 3.
+    assert starts[1][1] in (2, 3)
+    restart = next(event for event in handle.events() if event["type"] == "restart")
+    cause = {"retryable": "retryable", "SIGTERM": "preempted", "agent": "lost"}.get(how, "killed")
+    assert (restart["attempt"], restart["cause"]) == (1, cause)
+    assert handle.status().attempt == 1
+    assert wait_until_gone(marker) == []
+
+
+def test_an_error_of_the_users_code_is_not_tried_again(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match="ValueError: wrong") as caught:
+        launcher.options(max_restarts=3).run(train, "raise", 9, str(tmp_path / "witness"))
+    assert caught.value.cause is None
+
+
+def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher, tmp_path: Path) -> None:
+    launcher = launcher.options(run_id="budget", max_restarts=1)
+    with pytest.raises(WorkerFailedError) as caught:
+        launcher.run(train, "SIGKILL", 9, str(tmp_path / "witness"))
+    assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
+    handle = RunHandle.attach(tmp_path / "store" / "budget")
+    assert handle.status().attempt == 1
+    # The same run id again: as an orchestrator's retry does, from the last checkpoint.
+    starts = launcher.run(train, "SIGKILL", 0, str(tmp_path / "witness"))
+    assert [attempt for attempt, _ in starts] == [0, 1, 2]
+    assert starts[-1][1] >= 2
+
+
+def test_a_delivered_run_is_trained_from_scratch(launcher: Launcher, tmp_path: Path) -> None:
+    launcher = launcher.options(run_id="again")
+    assert launcher.run(train, "none", 0, str(tmp_path / "witness")) == [[0, 0]]
+    assert launcher.run(train, "none", 0, str(tmp_path / "witness")) == [[1, 0]]
+
+
+def test_a_retry_under_way_can_be_cancelled(launcher: Launcher, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RetryableError("busy")
+
+    handle = launcher.options(num_processes=1, max_restarts=9).submit(fail)
+    # The third restart has a pause of some seconds.
+    assert any(event.get("attempt") == 3 for event in handle.events(follow=True) if event["type"] == "restart")
+    handle.cancel()
+    assert handle.wait(WAIT)
+    with pytest.raises(RunCancelledError):
+        handle.result()
+
+
+def test_every_rank_can_keep_a_part_of_its_own(launcher: Launcher) -> None:
+    def shards() -> list[Any]:
+        import torch
+
+        import rankzero.train as rt
+
+        context = rt.get_context()
+        checkpoint = rt.get_checkpoint()
+        if checkpoint is None:
+            rt.report({}, checkpoint={"rank": context.rank, "shard": torch.arange(3) + context.rank}, sharded=True)
+            print("reported", flush=True)
+            while True:
+                time.sleep(0.05)
+                if (last := rt.get_checkpoint()) is not None:
+                    raise RetryableError(f"{last.id} is committed")
+        assert checkpoint.sharded
+        return [checkpoint.load()["rank"] == context.rank, checkpoint.load(rank=1)["shard"].tolist()]
+
+    assert launcher.options(max_restarts=1).run(shards) == [True, [1, 2, 3]]
+
+
+def test_a_directory_is_a_checkpoint_too(launcher: Launcher, tmp_path: Path) -> None:
+    def save(directory: str) -> list[str]:
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        if checkpoint is None:
+            (Path(directory) / "sub").mkdir(parents=True)
+            (Path(directory) / "sub" / "weights.txt").write_text("1 2 3")
+            rt.report({"loss": 1.0}, checkpoint=directory)
+            # What happens to the directory later is no part of the checkpoint.
+            (Path(directory) / "sub" / "weights.txt").write_text("overwritten")
+            while rt.get_checkpoint() is None:
+                time.sleep(0.02)
+            raise RetryableError("now from the checkpoint")
+        with checkpoint.as_directory() as copy:
+            first = (Path(copy) / "sub" / "weights.txt").read_text()
+        second = Path(checkpoint.to_directory(str(Path(directory) / "copy"))) / "sub" / "weights.txt"
+        return [first, second.read_text(), str(os.path.exists(copy))]
+
+    launcher = launcher.options(num_processes=1, max_restarts=1)
+    assert launcher.run(save, str(tmp_path / "mine")) == ["1 2 3", "1 2 3", "False"]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (CheckpointConfig(num_to_keep=2), [4, 5]),
+        (CheckpointConfig(num_to_keep=None), [0, 1, 2, 3, 4, 5]),
+        (CheckpointConfig(num_to_keep=2, metric="loss"), [1, 3, 5]),
+        (CheckpointConfig(num_to_keep=1, metric="loss", mode="max"), [0, 5]),
+    ],
+)
+def test_the_newest_or_the_best_are_kept(launcher: Launcher, config: CheckpointConfig, kept: list[int]) -> None:
+    def report() -> None:
+        import rankzero.train as rt
+
+        for index, loss in enumerate([9.0, 1.0, 5.0, 2.0, float("nan"), 4.0]):
+            rt.report({"loss": loss}, checkpoint={"index": index})
+
+    handle = launcher.options(num_processes=1, checkpoints=config).submit(report)
+    handle.result(WAIT)
+    assert [manifest.index for manifest in handle.checkpoints()] == kept
+    folders = os.listdir(os.path.join(handle.directory, "checkpoints"))
+    assert sorted(folders) == [manifest.id for manifest in handle.checkpoints()]
+
+
+def test_checkpoints_pass_through_the_channel_where_the_store_is_out_of_sight(launcher: Launcher) -> None:
+    def far() -> list[Any]:
+        import torch
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        if checkpoint is None:
+            for index in range(5):
+                rt.report({}, checkpoint={"index": index, "weights": torch.full((1_000_000,), float(index))})
+            while (last := rt.get_checkpoint()) is None or last.load()["index"] != 4:
+                time.sleep(0.02)
+            raise RetryableError("again")
+        state = checkpoint.load()
+        return [state["index"], state["weights"].sum().item()]
+
+    launcher = launcher.options(num_processes=1, max_restarts=1, store="memory://bucket/checkpoints", run_id="far")
+    assert launcher.run(far) == [4, 4e6]
+    handle = RunHandle.attach("memory://bucket/checkpoints/far")
+    assert [manifest.index for manifest in handle.checkpoints()] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("/no/such/dir", "there is no such directory"), ([1], "give a directory, or a dict"), (3, "give a directory")],
+)
+def test_what_is_no_checkpoint_is_refused(launcher: Launcher, bad: object, message: str) -> None:
+    def report() -> None:
+        import rankzero.train as rt
+
+        rt.report({}, checkpoint=bad)
+
+    with pytest.raises(WorkerFailedError, match=message) as caught:
+        launcher.options(num_processes=1).run(report)
+    assert caught.value.exception_type == "TypeError"
+
+
+def test_a_jvm_that_dies_is_replaced_by_a_new_one(launcher: Launcher, tmp_path: Path) -> None:
+    import psutil
+
+    from rankzero import SparkEngine
+
+    def spark_train() -> list[int]:
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        if checkpoint:
+            return [rt.get_context().attempt, checkpoint.load()["step"]]
+        rt.report({}, checkpoint={"step": 7})
+        while rt.get_checkpoint() is None:
+            time.sleep(0.02)
+        print("committed", flush=True)
+        time.sleep(600)
+        return []
+
+    launcher = launcher.options(num_processes=1, engine=SparkEngine(master="local[1]"), max_restarts=1)
+    handle = launcher.submit(spark_train)
+    assert any("committed" in line for line in handle.logs(follow=True))
+    driver = psutil.Process(handle.status().driver_pid)
+    next(child for child in driver.children() if "java" in child.name()).kill()
+    assert handle.result(WAIT) == [1, 7]
+
+
+def test_a_lost_agent_without_restarts_is_an_engine_error(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="ended by signal 9") as caught:
+        launcher.run(train, "agent", 1, str(tmp_path / "witness"))
+    assert caught.value.cause == "lost"

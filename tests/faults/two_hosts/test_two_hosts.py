@@ -1,0 +1,287 @@
+"""Ranks on two hosts: they find each other, and whatever is cut or killed, the run ends and says where."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.two_hosts.conftest import INTERFACE, Cluster, wait_for
+
+from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
+
+Submit = Callable[..., RunHandle[Any]]
+
+WAIT = 90.0
+"""Seconds for a run to start or to end on a busy machine."""
+
+LOST_WITHIN = 25.0
+"""Seconds after which a host that is cut off has been given up, on both sides of the cut."""
+
+KILLED_WITHIN = 5.0
+"""Seconds after which a death that closes connections has ended the ranks."""
+
+ORPHANED_WITHIN = 20.0
+"""Seconds after which nothing is left of a run without a driver, and others know."""
+
+SHORT_CUT = 8.0
+"""Seconds for which a host may be cut off and nothing is lost."""
+
+LARGE = 50_000_000
+"""Bytes of a value that crosses the network."""
+
+
+@pytest.fixture
+def launcher(cluster: Cluster, marker: str) -> Launcher:
+    """Two ranks, one on each host."""
+    return Launcher(2, engine=cluster.engine(), store=cluster.shared, env={"MARK": marker}, start_timeout=WAIT)
+
+
+@pytest.fixture
+def submit(cluster: Cluster, marker: str) -> Iterator[Callable[..., RunHandle[Any]]]:
+    """`Cluster.submit`; a run that its test leaves behind is cancelled."""
+    handles: list[RunHandle[Any]] = []
+
+    def submitted(launcher: Launcher, function: Callable[..., Any], *args: Any) -> RunHandle[Any]:
+        handles.append(cluster.submit(launcher, function, *args))
+        return handles[-1]
+
+    yield submitted
+    for handle in handles:
+        handle.cancel()
+    for handle in handles:
+        handle.wait(WAIT)
+
+
+def own_address() -> str:
+    """This host's address on the switch."""
+    shown = subprocess.run(["ip", "-json", "-4", "addr", "show", INTERFACE], capture_output=True, check=True)
+    return str(json.loads(shown.stdout)[0]["addr_info"][0]["local"])
+
+
+def announce() -> None:
+    print(f"at {own_address()}", flush=True)
+
+
+def reduce(run_directory: str) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.full((1000,), float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    me = {
+        "address": own_address(),
+        "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "nccl": os.environ.get("NCCL_SOCKET_IFNAME"),
+        "sees": os.path.exists(run_directory),
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, me)
+    return [total.sum().item(), everyone]
+
+
+def test_ranks_on_two_hosts_reduce(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
+    apart = launcher.options(store=cluster.hidden, run_id="reduce")
+    handle = submit(apart, reduce, str(cluster.hidden / "reduce"))
+    total, ranks = handle.result(WAIT)
+    assert total == 3000.0
+    assert {rank["address"] for rank in ranks} == {cluster.a.address, cluster.b.address}
+    assert {rank["sees"] for rank in ranks} == {False}
+    assert {rank["gloo"] for rank in ranks} == {INTERFACE}
+    assert {rank["nccl"] for rank in ranks} == {f"={INTERFACE}"}
+
+
+def large() -> dict[str, Any]:
+    import torch
+
+    announce()
+    return {"tensor": torch.arange(LARGE // 8)}
+
+
+def test_a_large_value_crosses_from_a_host_without_the_store(
+    cluster: Cluster, launcher: Launcher, submit: Submit
+) -> None:
+    # With one core to place, Spark takes the worker that has most of them: that of host b.
+    alone = launcher.options(num_processes=1, store=cluster.hidden, engine=cluster.engine(cores_max="1"))
+    handle = submit(alone, large)
+    tensor = handle.result(WAIT)["tensor"]
+    assert tensor.shape == (LARGE // 8,)
+    assert bool((tensor[1:] - tensor[:-1] == 1).all())
+    assert cluster.host_of(0, handle) is cluster.b
+
+
+def train_together() -> None:
+    """Reduces without end."""
+    import torch
+    import torch.distributed as dist
+
+    announce()
+    dist.init_process_group("gloo")
+    while True:
+        dist.all_reduce(torch.ones(1000))
+        time.sleep(0.05)
+
+
+def train_apart(seconds: float) -> int:
+    """Computes and reports, without a word to the other rank."""
+    import rankzero.train as rt
+
+    announce()
+    steps = 0
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        steps += 1
+        rt.report({"step": steps})
+        print(f"step {steps}", flush=True)
+        time.sleep(0.2)
+    return steps
+
+
+def until_both_train(cluster: Cluster, handle: RunHandle[Any]) -> None:
+    """Waits until both ranks have announced themselves, one on each host, and the run is under way."""
+    assert {cluster.host_of(rank, handle) for rank in range(2)} == {cluster.a, cluster.b}, handle.status()
+    wait_for(lambda: handle.status().state != "starting", WAIT)
+    time.sleep(1.0)
+
+
+def test_an_executor_that_is_killed_is_named_and_its_ranks_end(
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
+) -> None:
+    handle = submit(launcher, train_together)
+    until_both_train(cluster, handle)
+    (rank,) = cluster.b.processes(marker)
+    killed_at = time.time()
+    os.kill(executor_of(rank), signal.SIGKILL)
+    gone = wait_for(lambda: not cluster.b.processes(marker), KILLED_WITHIN)
+    with pytest.raises((EngineError, WorkerFailedError)) as caught:
+        handle.result(WAIT)
+    print(f"ranks gone after {gone:.1f} s, known after {ended_at(handle) - killed_at:.1f} s: {caught.value!r}")
+    assert cluster.b.name in str(caught.value)
+    assert ended_at(handle) - killed_at < LOST_WITHIN
+
+
+def executor_of(pid: int) -> int:
+    """The JVM above a rank."""
+    while pid > 1:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        if "(java)" in stat:
+            return pid
+        pid = int(stat.rpartition(")")[2].split()[1])
+    raise AssertionError("a rank without a JVM above it")
+
+
+def ended_at(handle: RunHandle[Any]) -> float:
+    ended = handle.status().ended
+    assert ended is not None
+    return ended
+
+
+FOLLOW = """
+import json, sys, time
+from rankzero import RunHandle
+handle = RunHandle.attach(sys.argv[1])
+def say(**what):
+    print(json.dumps({"time": time.time(), **what}), flush=True)
+say(state=handle.status().state)
+for line in handle.logs(follow=True):
+    if "step 3" in line or "at " in line:
+        say(line=line)
+    if "step 3" in line and sys.argv[2] == "cancel":
+        handle.cancel()
+status = handle.status()
+say(state=status.state, error=status.error)
+"""
+
+
+def followed(output: Path) -> Iterator[dict[str, Any]]:
+    for line in output.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def follow(cluster: Cluster, handle: RunHandle[Any], output: Path, how: str) -> Any:
+    """Attaches on host b, which has other processes and another name than the driver's host."""
+    return cluster.b.start(sys.executable, "-c", FOLLOW, handle.directory, how, output=output)
+
+
+def test_another_host_follows_a_run_and_cancels_it(
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
+) -> None:
+    handle = submit(launcher, train_apart, 600.0)
+    follower = follow(cluster, handle, tmp_path / "followed", "cancel")
+    assert follower.wait(WAIT) == 0, (tmp_path / "followed").read_text()
+    first, *lines, last = followed(tmp_path / "followed")
+    assert first["state"] in ("pending", "starting")
+    assert {line["line"][:3] for line in lines} == {"[0]", "[1]"}
+    assert last["state"] == "cancelled"
+    # The run has ended once its ranks have.
+    assert cluster.a.processes(marker) + cluster.b.processes(marker) == []
+
+
+def test_a_killed_driver_leaves_no_rank_and_every_host_knows(
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
+) -> None:
+    handle = submit(launcher, train_together)
+    follower = follow(cluster, handle, tmp_path / "followed", "watch")
+    until_both_train(cluster, handle)
+    killed_at = time.time()
+    os.kill(driver_of(cluster, handle), signal.SIGKILL)
+    gone = wait_for(lambda: not (cluster.a.processes(marker) + cluster.b.processes(marker)), ORPHANED_WITHIN)
+    assert follower.wait(ORPHANED_WITHIN + WAIT) == 0
+    last = list(followed(tmp_path / "followed"))[-1]
+    print(f"ranks gone after {gone:.1f} s, known after {last['time'] - killed_at:.1f} s")
+    assert last["state"] == "failed"
+    assert f"on {cluster.a.name}" in last["error"]["message"]
+    assert last["time"] - killed_at < ORPHANED_WITHIN
+
+
+def driver_of(cluster: Cluster, handle: RunHandle[Any]) -> int:
+    """The driver's process, by the ids of the tests' own host."""
+    for pid in cluster.a.processes("SPARK_LOCAL_IP"):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"rankzero.driver" in command and handle.directory.encode() in command:
+            return pid
+    raise AssertionError("no driver runs on host a")
+
+
+def test_a_short_cut_costs_nothing(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
+    handle = submit(launcher.options(store=cluster.hidden), train_apart, SHORT_CUT + 6.0)
+    until_both_train(cluster, handle)
+    with cluster.network.without(cluster.b):
+        time.sleep(SHORT_CUT)
+        assert handle.status().state == "running"
+    steps = handle.result(WAIT)
+    assert steps > 10
+    for rank in range(2):
+        reported = [row["step"] for row in handle.metrics() if row["rank"] == rank]
+        printed = [int(line.split()[1]) for line in handle.logs(rank) if line.startswith("step")]
+        assert reported == printed == list(range(1, len(printed) + 1))
+
+
+def test_a_host_that_is_cut_off_for_good_is_named_and_no_rank_is_left(
+    cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
+) -> None:
+    handle = submit(launcher, train_together)
+    until_both_train(cluster, handle)
+    assert cluster.b.processes(marker)
+    with cluster.network.without(cluster.b) as cut_at:
+        left = {"a": cluster.a, "b": cluster.b}
+        gone: dict[str, float] = {}
+        while (left or not handle.status().final) and time.time() - cut_at < LOST_WITHIN:
+            for name, host in list(left.items()):
+                if not host.processes(marker):
+                    gone[name] = round(time.time() - cut_at, 1)
+                    del left[name]
+            time.sleep(0.2)
+        print(f"ranks gone after {gone}, state {handle.status()}")
+        assert left == {}
+        with pytest.raises((EngineError, WorkerFailedError)) as caught:
+            handle.result(0.0)
+        print(f"known after {ended_at(handle) - cut_at:.1f} s: {caught.value!r}")
+        assert cluster.b.name in str(caught.value)
