@@ -429,7 +429,9 @@ class Attempt:
         if self._broken:
             raise self._broken
         if self._engine_ended and not self._failures:
-            raise self._engine_failed(group)
+            left = [(task, agent) for task, agent in gone if agent.left_at is not None]
+            # An agent that was told to go by somebody else ends as quietly as one that the driver told.
+            raise self._lost(*left[0], group) if left else self._engine_failed(group)
         for task, agent in gone:
             if agent.left_at is not None and now - agent.left_at > policy.AGENT_LOST_WINDOW:
                 raise self._lost(task, agent, group)
