@@ -420,7 +420,9 @@ def test_an_agent_that_cannot_work_says_why(launcher: Launcher, monkeypatch: pyt
     from rankzero.engines.local import LocalSession
 
     monkeypatch.setattr(LocalSession, "driver_host", "no-such-host.invalid")
-    with pytest.raises(EngineError, match=r"(?s)agent of task 0 ended by exit code 1: the driver is lost.*Name or service"):
+    with pytest.raises(
+        EngineError, match=r"(?s)agent of task 0 ended by exit code 1: the driver is lost.*Name or service"
+    ):
         launcher.run(int)
 
 

@@ -140,8 +140,8 @@ def test_a_run_hangs_when_its_last_progress_is_too_old() -> None:
     assert policy.is_hung([10.0, 3.0], 15.1, 5.0)
 
 
-COLLECTIVE = "File \"torch/distributed/distributed_c10d.py\", line 3000 in all_reduce\nFile \"train.py\", line 9 in step"
-ELSEWHERE = "File \"train.py\", line 7 in load"
+COLLECTIVE = 'File "torch/distributed/distributed_c10d.py", line 3000 in all_reduce\nFile "train.py", line 9 in step'
+ELSEWHERE = 'File "train.py", line 7 in load'
 
 
 def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:

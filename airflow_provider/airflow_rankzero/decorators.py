@@ -57,6 +57,9 @@ def torch_distributor(
     store: str | os.PathLike[str] | None = ...,
     timeout: float | None = ...,
     start_timeout: float = ...,
+    hang_timeout: float | None = ...,
+    max_restarts: int = ...,
+    stop_grace: float = ...,
     multiple_outputs: bool = ...,
     **kwargs: Any,
 ) -> Callable[[Callable[P, R]], Task[P, R]]: ...

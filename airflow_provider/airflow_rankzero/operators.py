@@ -16,6 +16,7 @@ from airflow_rankzero.run_id import run_id_of
 from rankzero.engines.spark import SparkEngine
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher, start_owned
+from rankzero.policy import STOP_GRACE
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -51,6 +52,10 @@ class TorchDistributorOperator(BaseOperator):
             (templated). None: ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
         timeout: Seconds the run may take once every rank has started; None for no bound.
         start_timeout: Seconds until every rank must have started.
+        hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends.
+        max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
+            lost host or executor, a hang, a `rankzero.RetryableError`.
+        stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
@@ -95,6 +100,9 @@ class TorchDistributorOperator(BaseOperator):
         store: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
         start_timeout: float = 600.0,
+        hang_timeout: float | None = None,
+        max_restarts: int = 0,
+        stop_grace: float = STOP_GRACE,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -111,6 +119,9 @@ class TorchDistributorOperator(BaseOperator):
         self.store = store
         self.timeout = timeout
         self.start_timeout = start_timeout
+        self.hang_timeout = hang_timeout
+        self.max_restarts = max_restarts
+        self.stop_grace = stop_grace
         self._handle: RunHandle[Any] | None = None
         self._killed = False
 
@@ -180,6 +191,9 @@ class TorchDistributorOperator(BaseOperator):
             env=_as_text("env", self.env),
             timeout=self.timeout,
             start_timeout=self.start_timeout,
+            hang_timeout=self.hang_timeout,
+            max_restarts=self.max_restarts,
+            stop_grace=self.stop_grace,
             store=self.store,
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index, ti.try_number),
         )

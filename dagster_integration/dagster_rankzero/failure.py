@@ -18,11 +18,12 @@ def as_failure(error: RankZeroError, run_directory: str | None, retry_user_error
     Returns:
         A failure, or None for errors of the infrastructure: raised as they are, they are retried
         if the op or asset has a `dagster.RetryPolicy`. A rank that died without an exception
-        (killed, out of memory) may be retried, an exception of the training function and a wrong
-        argument may not, for the next try would end the same way.
+        (killed, out of memory), lost its peers or raised `rankzero.RetryableError` may be retried;
+        another exception of the training function and a wrong argument may not, for the next try
+        would end the same way.
     """
     if isinstance(error, WorkerFailedError):
-        retries = error.exception_type is None or retry_user_errors
+        retries = error.exception_type is None or error.cause is not None or retry_user_errors
         return dg.Failure(
             description=str(error),
             metadata=_describe_worker(error, run_directory),

@@ -16,6 +16,7 @@ from dagster_rankzero.metadata import describe_run
 from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.engines.base import Engine
 from rankzero.launcher import print_line, start_owned
+from rankzero.policy import STOP_GRACE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,6 +69,18 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
     )
     timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
     start_timeout: float = Field(default=600.0, description="Seconds until every rank must have started.")
+    hang_timeout: float | None = Field(
+        default=None,
+        description="Seconds without a report or an optimizer step of any rank after which an attempt ends.",
+    )
+    max_restarts: int = Field(
+        default=0,
+        description="New attempts, from the last checkpoint, within one step: after a killed rank, a lost host or "
+        "executor, a hang, a RetryableError.",
+    )
+    stop_grace: float = Field(
+        default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
+    )
     by_reference: bool = Field(
         default=False,
         description="Hand the IO manager a ResultRef instead of the value, so that a large result is never "
@@ -179,6 +192,9 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             env=self.env,
             timeout=self.timeout,
             start_timeout=self.start_timeout,
+            hang_timeout=self.hang_timeout,
+            max_restarts=self.max_restarts,
+            stop_grace=self.stop_grace,
             store=self.store,
             run_id=run_id,
         )

@@ -119,8 +119,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A channel that notices and gives up within a second or two."""
     for name, value in {
         "PING_INTERVAL": 0.1,
-        "SILENCE": 0.5,
-        "LOST_AFTER": 1.5,
+        "SILENCE": 1.0,
+        "LOST_AFTER": 2.0,
         "TRY_TIMEOUT": 0.3,
         "BACKOFF_MIN": 0.02,
         "BACKOFF_MAX": 0.1,

@@ -137,7 +137,7 @@ def test_silence_is_the_end_for_both_when_it_lasts(serving: Any, proxy: Any, rec
     client.queue({"type": "join"})
     serving.await_type("join")
     proxy.hole()
-    with pytest.raises(ChannelClosed, match="nothing was heard from the driver for 1.5 s"):
+    with pytest.raises(ChannelClosed, match="nothing was heard from the driver for 2 s"):
         receive(client, lambda got: got)
     assert serving.next()[1]["type"] == DISCONNECTED
     task, lost = serving.next()
@@ -152,7 +152,7 @@ def test_a_driver_that_is_gone_is_given_up(serving: Any, proxy: Any, receive: Re
     client.queue({"type": "join"})
     serving.await_type("join")
     proxy.close()
-    with pytest.raises(ChannelClosed, match="nothing was heard from the driver for 1.5 s: .*refused"):
+    with pytest.raises(ChannelClosed, match="nothing was heard from the driver for 2 s: .*refused"):
         receive(client, lambda got: got)
     client.queue({"type": "to nobody"})
     client.close(5.0)
@@ -294,7 +294,11 @@ def test_an_agent_that_breaks_the_rules_is_lost_and_the_others_are_served(serve:
     good.queue({"type": "join"})
     assert serving.next() == (1, {"type": "join"})
     assert "given up" in Bare(serving, number=2, resume=True).verdict["reason"]
-    assert not list(serving.directory.glob(".upload*"))
+    # What it left is removed in the background.
+    deadline = time.monotonic() + 10.0
+    while (left := list(serving.directory.glob(".upload*"))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
 
 
 def test_a_changed_or_repeated_frame_breaks_the_connection_only(serving: Any, bare: Callable[..., Bare]) -> None:

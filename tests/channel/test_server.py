@@ -115,6 +115,19 @@ def test_a_driver_that_closes_is_noticed_at_once_after_its_last_words(serving: A
     serving.server.close()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_closes_while_agents_come_and_go_ends_well(serve: Any) -> None:
+    for go_first in (True, False) * 5:
+        serving = serve()
+        clients = [serving.client(task) for task in range(3)]
+        for client in clients:
+            client.queue({"type": "join"})
+            if go_first:
+                client.close(0.0)
+        serving.server.close()
+        assert not serving.server._thread.is_alive()
+
+
 def test_files_are_fetched_at_once_and_missing_ones_end_in_words(
     serving: Any, receive: Receive, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A submitted run belongs to its directory: to one driver at a time, to anybody who attaches, to nobody for too long."""
+"""A submitted run belongs to its directory: one driver at a time, anybody who attaches, nobody for too long."""
 
 import multiprocessing
 import os
@@ -160,9 +160,10 @@ def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
         raise KeyboardInterrupt
 
     (tmp_path / "go").touch()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "write_submission", die)
-        single.submit(count_and_wait, str(tmp_path))
+        with pytest.raises(KeyboardInterrupt):
+            single.submit(count_and_wait, str(tmp_path))
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
 
 

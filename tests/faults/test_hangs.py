@@ -74,7 +74,6 @@ def test_a_hang_can_be_tried_again(launcher: Launcher) -> None:
 def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
     def slow() -> str:
         import torch
-
         import torch._dynamo  # The first step imports it.
 
         import rankzero.train as rt

@@ -24,7 +24,7 @@ STEPS = 6
 
 
 def train(how: str, failures: int, witness: str) -> list[list[int]]:
-    """Adds up its steps; rank 1 fails from step 3 on in the first attempts. Returns (attempt, first step) of this one."""
+    """Adds up its steps; rank 1 fails from step 3 on in the first attempts. Returns the starts: (attempt, step)."""
     import torch
     import torch.distributed as dist
 

@@ -60,7 +60,9 @@ class ChannelClient:
         return self._exchange.collect()
 
     def queue(self, message: Message, *, bulk: bool = False) -> None:
-        """Sends a message as soon as the driver can be reached. From any thread; never blocks.
+        """Sends a message as soon as the driver can be reached. Never blocks.
+
+        From any thread, but not from a signal handler: it may have interrupted this very call.
 
         Args:
             message: A JSON object with a ``type``.

@@ -73,6 +73,7 @@ class ChannelServer:
         self._peers: dict[int, Peer] = {}
         self._unproved: dict[Connection, None] = {}
         self._place_free = asyncio.Event()
+        self._ended = asyncio.Event()
         self._withheld: set[Peer] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
@@ -127,7 +128,7 @@ class ChannelServer:
         try:
             self._acceptor = loop.create_task(self._accept())
             self._sweep()
-            loop.run_forever()
+            loop.run_until_complete(self._ended.wait())
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -143,16 +144,16 @@ class ChannelServer:
         self._is_closing = True
         self._acceptor.cancel()
         for connection in list(self._unproved):
-            connection.drop("the server closes")
+            connection.close()
         for peer in self._peers.values():
             if peer.is_live:
                 peer.say_farewell()
-        self._loop.call_later(limits.FAREWELL_TIMEOUT, self._loop.stop)
+        self._loop.call_later(limits.FAREWELL_TIMEOUT, self._ended.set)
         self._stop_when_alone()
 
     def _stop_when_alone(self) -> None:
         if self._is_closing and not any(peer.connection for peer in self._peers.values()):
-            self._loop.stop()
+            self._ended.set()
 
     async def _accept(self) -> None:
         with self._listener:
@@ -162,16 +163,29 @@ class ChannelServer:
         while True:
             while len(self._unproved) >= limits.MAX_UNPROVED:
                 await self._make_room()
+            await self._await_caller()
             try:
-                accepted, _ = await self._loop.sock_accept(self._listener)
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                continue
             except OSError as error:
                 logger.warning("channel: cannot accept a connection: %s", error)
                 await asyncio.sleep(limits.ACCEPT_RETRY)
                 continue
+            accepted.setblocking(False)
             try:
                 await self._loop.connect_accepted_socket(self._new_connection, accepted)
             except OSError:
                 accepted.close()
+
+    async def _await_caller(self) -> None:
+        # loop.sock_accept loses a connection that comes at the moment of its cancellation.
+        called = asyncio.Event()
+        self._loop.add_reader(self._listener, called.set)
+        try:
+            await called.wait()
+        finally:
+            self._loop.remove_reader(self._listener)
 
     def _new_connection(self) -> Connection:
         return Connection(self, self._secret)
