@@ -78,6 +78,11 @@ WEIGHTS = {
     "submit again": 8,
 }
 
+NOT_FOR = {"submit": {"deaf", "silence"}, "run": {"submit again"}}
+"""The proxy is for a driver in the process that calls `run`; and `run` refuses a run id that lives."""
+
+MOMENTS = ("start", "training", "end")
+
 EXPLAINS: dict[tuple[str, str], set[tuple[str, str | None]]] = {
     ("SIGKILL", "worker"): {("WorkerFailedError", "killed")},
     ("SIGKILL", "agent"): {("EngineError", "lost")},
@@ -133,9 +138,10 @@ def make_plan(seed: int, number: int) -> Plan:
     steps = rng.randint(8, 20)
     plan = Plan(seed, number, how, steps, rng.choice([0.05, 0.1, 0.15]), rng.choice([0, MAX_RESTARTS, MAX_RESTARTS]))
     for _ in range(rng.choice([1, 2, 2, 3, 3, 4])):
-        kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        weights = {kind: weight for kind, weight in WEIGHTS.items() if kind not in NOT_FOR[how]}
+        kind = rng.choices(list(weights), list(weights.values()))[0]
         target = rng.choice(KINDS[kind])
-        moment = rng.choice(["start", "training", "training", "training", "end"])
+        moment = rng.choices(MOMENTS, (1, 3, 1))[0]
         low, high = LONG if kind in ("stop", "silence") else (6.0, 8.0) if kind == "deaf" else BRIEF
         plan.faults.append(
             Fault(
@@ -148,6 +154,7 @@ def make_plan(seed: int, number: int) -> Plan:
                 rng.random(),
             )
         )
+    plan.faults.sort(key=lambda fault: (MOMENTS.index(fault.moment), fault.step))
     return plan
 
 
@@ -301,10 +308,6 @@ class Round:
                 return True
             return False
         if fault.kind == "submit again":
-            if self.plan.how != "submit":
-                # `run` refuses a run id that lives.
-                self.waiting.remove(fault)
-                return False
             self.submit()
             return True
         if fault.target == "channel":

@@ -18,6 +18,9 @@ from rankzero.job import Job
 from rankzero.policy import LOST
 
 LOOPBACK = "127.0.0.1"
+CUT_OFF = "nothing was heard from the driver for"
+"""What an agent says that had found the driver and lost it; one that never found it would not the next time."""
+
 NVIDIA_SMI_TIMEOUT = 20.0
 """Seconds for ``nvidia-smi`` to list the GPUs."""
 
@@ -109,8 +112,10 @@ class LocalGroup(AgentGroup):
             self._agent.kill()
 
     def explain(self, error: BaseException) -> RankZeroError:
-        """The agent's own words; lost if something killed it."""
-        return EngineError(str(error), cause=LOST if "ended by signal" in str(error) else None)
+        """The agent's own words; lost if something killed it or cut it off from the driver."""
+        text = str(error)
+        is_lost = "ended by signal" in text or CUT_OFF in text
+        return EngineError(text, cause=LOST if is_lost else None)
 
 
 def local_gpus() -> list[str]:

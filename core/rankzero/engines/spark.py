@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rankzero.agent import hold as hold_module
 from rankzero.agent.network import address_towards
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
-from rankzero.engines.local import LOOPBACK, local_gpus, require_local_gpus
+from rankzero.engines.local import CUT_OFF, LOOPBACK, local_gpus, require_local_gpus
 from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError, RankZeroError
 from rankzero.job import Job, check_strings
 from rankzero.policy import LOST, PREEMPTED
@@ -385,7 +385,8 @@ def explain(text: str) -> RankZeroError:
     if found := re.search(r'Cannot run program "([^"]+)"', text):
         return EngineError(f"the executors have no Python at {found[1]!r}: set spark.pyspark.python to one they have")
     if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
-        return EngineError(_first_lines(text[found.start() :]), cause=LOST if found[1] else None)
+        is_lost = found[1] or CUT_OFF in found[0]
+        return EngineError(_first_lines(text[found.start() :]), cause=LOST if is_lost else None)
     if re.search(_PREEMPTED, text, re.IGNORECASE):
         return EngineError(f"the cluster took an executor back: {_first_lines(text)}", cause=PREEMPTED)
     if re.search(_EXECUTOR_LOST, text):
