@@ -32,7 +32,7 @@ from rankzero.agent import network
 from rankzero.agent.descendants import die_with_parent
 from rankzero.channel import frames
 from rankzero.channel.frames import Message
-from rankzero.errors import RetryableError
+from rankzero.errors import ResultError, RetryableError
 
 EXIT_HANDLERS_TIMEOUT = 5.0
 """Seconds that exit handlers and non-daemon threads get after the commit."""
@@ -334,7 +334,10 @@ def _commit(value: object, start: Message) -> Message:
 
     file_format = formats.choose(value)
     path = os.path.join(start["result_directory"], f".committing-{os.getpid()}.{file_format}")
-    size, sha256 = formats.write(value, file_format, path)
+    try:
+        size, sha256 = formats.write(value, file_format, path)
+    except OSError as error:
+        raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
     result = {"format": file_format, "size": size, "sha256": sha256, "path": path}
     result["summary"] = formats.summarize(value)
     if file_format == formats.JSON and size <= INLINE_LIMIT:
