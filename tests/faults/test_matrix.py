@@ -16,15 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.conftest import wait_until_gone
+from tests.conftest import processes_with
 from tests.faults import kit
 from tests.faults.kit import Arrival, Proxy, ProxyEngine, until
 from tests.faults.trainings import HOLD_AT, STEPS, expected, train
@@ -51,6 +50,9 @@ NAMED = 5.0
 
 SPARK_NAMED = 20.0
 """The same through Spark, which takes its time to give up a barrier stage."""
+
+COMMITTED = 5.0
+"""From the report of a checkpoint to its commit."""
 
 HANG_TIMEOUT = 3.0
 HUNG = HANG_TIMEOUT + 3.0 + NAMED
@@ -89,7 +91,7 @@ class Cell:
         who: The rank that stands at the moment.
         ranks: World size; one where a second adds nothing.
         engine: Where.
-        long: Takes more than 20 s.
+        long: Takes long and adds little: run by hand.
     """
 
     target: str
@@ -118,6 +120,11 @@ MOMENTS = {
     "half": "rank 0 has committed, and rank 1 is not there yet",
     "committed": "every rank has committed, rank 0 runs exit handlers; for the submitter: it loads the value",
 }
+
+LAST_REPORTED = {"rendezvous": -1, "training": HOLD_AT - 1, "checkpoint": HOLD_AT - 1} | dict.fromkeys(
+    ("returned", "half", "committed"), STEPS - 1
+)
+"""The step of the last checkpoint at each moment."""
 
 FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full", "cut", "deaf")
 """Besides signals: no space on the disk; connections reset; connections that stay and carry nothing."""
@@ -164,7 +171,7 @@ CELLS = [
     # The executor's JVM holds the agent's standard input. Stopped, it holds nobody up but Spark.
     Cell("executor", "training", "SIGKILL", "restart", "lost", ranks=2, **SPARK),
     Cell("executor", "committed", "SIGKILL", "unharmed", **SPARK),
-    Cell("executor", "training", "SIGTERM", "restart", "lost|preempted", **SPARK),
+    Cell("executor", "training", "SIGTERM", "restart", "lost|preempted", **SPARK, long=True),
     Cell("executor", "training", "SIGSTOP", "unharmed", ranks=2, engine="spark", bound=60.0, long=True),
     # The driver: whoever is attached is told; the run id goes on where the last checkpoint was.
     Cell("driver", "rendezvous", "SIGKILL", "resubmit", "failed"),
@@ -177,7 +184,7 @@ CELLS = [
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled"),
     Cell("driver", "returned", "SIGTERM", "resubmit", "cancelled"),
     Cell("driver", "committed", "SIGTERM", "unharmed"),
-    Cell("driver", "training", "SIGSTOP", "takeover", "failed", bound=LOST, long=True),
+    Cell("driver", "training", "SIGSTOP", "takeover", "failed", bound=LOST),
     # The process that called `submit` owns nothing; the one that called `run` owns its run until it has the value.
     Cell("submitter", "rendezvous", "SIGKILL", "durable"),
     Cell("submitter", "training", "SIGKILL", "owned", "failed"),
@@ -190,7 +197,7 @@ CELLS = [
     Cell("channel", "checkpoint", "cut", "unharmed", bound=HEALED),
     Cell("channel", "returned", "cut", "unharmed", bound=HEALED),
     Cell("channel", "committed", "cut", "unharmed", bound=HEALED),
-    Cell("channel", "training", "cut", "restart", "lost", bound=LOST, long=True),
+    Cell("channel", "training", "cut", "restart", "lost", bound=LOST),
     Cell("channel", "training", "deaf", "unharmed", bound=HEALED),
     Cell("channel", "training", "deaf", "error", "lost", bound=LOST, long=True),
     # The disk of the run directory. A rank that cannot write says so; everything else waits for room.
@@ -258,7 +265,9 @@ class Stage:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"folder": str(self.folder), "moment": self.cell.moment, "who": self.cell.who}
+        # A driver in its commit is hurt between two steps.
+        pace = 1.0 if (self.cell.target, self.cell.moment) == ("driver", "checkpoint") else 0.0
+        return {"folder": str(self.folder), "moment": self.cell.moment, "who": self.cell.who, "pace": pace}
 
     def start(self, **options: Any) -> RunHandle[Any]:
         """Submits the training; through the proxy it is driven in a thread of this process."""
@@ -284,6 +293,10 @@ class Stage:
 
         return until(look, WAIT, f"a rank at {self.cell.moment!r}")
 
+    def processes(self) -> list[int]:
+        """Everything that belongs to the run."""
+        return processes_with(str((self.launcher.env or {})["MARK"]))
+
     def go(self) -> None:
         """Lets the rank go."""
         (self.folder / "go").touch()
@@ -292,11 +305,30 @@ class Stage:
         """Sends the cell's signal."""
         self.note_strike()
         os.kill(pid, getattr(signal, self.cell.fault))
+        if self.cell.fault == "SIGSTOP":
+            self.stack.callback(wake, pid)
 
     def note_strike(self) -> None:
         """The clock of the cell starts."""
+        self.reported = self.due()
         self.struck_at, self._wall_at = time.monotonic(), time.time()
-        self.reported = kit.reported(self.folder)
+
+    def due(self) -> int:
+        """The last step whose checkpoint was reported.
+
+        Rank 0 may be a moment behind the rank that arrived; and these steps take less time than a commit does, so
+        the one before has to be waited for.
+        """
+        least = LAST_REPORTED[self.cell.moment]
+        until(lambda: kit.reported(self.folder) >= least, COMMITTED, f"the report of step {least}")
+        if least > 0:
+            handle = RunHandle.attach(self.directory)
+            until(lambda: kit.newest_step(handle) >= least - 1, COMMITTED, f"the commit of step {least - 1}")
+        return kit.reported(self.folder)
+
+    def await_second(self, second: float) -> None:
+        """Until the fault has lasted so long."""
+        until(lambda: time.monotonic() - self.struck_at > second, WAIT, f"second {second} of the fault")
 
     def assert_in_time(self, bound: float | None = None) -> None:
         """The outcome is there, and in time."""
@@ -348,6 +380,12 @@ def strike(stage: Stage, handle: RunHandle[Any], at: Arrival) -> None:
     elif stage.proxy:
         stage.note_strike()
         stage.proxy.deafen()
+
+
+def wake(pid: int) -> None:
+    """Lets a stopped process go on, if it is there: one that stands still cannot end."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def driver_of(handle: RunHandle[Any]) -> int:
@@ -432,35 +470,22 @@ def unharmed(stage: Stage) -> None:
     strike(stage, handle, at)
     if stage.cell.fault == "deaf" and stage.proxy:
         # Longer than a connection may be silent, shorter than an agent may be.
-        until(lambda: time.monotonic() - stage.struck_at > 7, WAIT, "a while")
+        stage.await_second(7)
         stage.proxy.heal()
-    if stage.cell.fault != "full":
-        stage.go()
-    elif stage.cell.moment == "training":
-        # Nothing can be written: not the status, not the heartbeat. Then there is room again.
-        until(lambda: "could not be written" in (stage.directory / "driver.log").read_text() or FULL_LOG_LOST, 1, "")
     if stage.cell.fault == "full":
-        free_while_it_waits(stage, handle)
+        if stage.cell.moment == "committed":
+            stage.go()
+        beat = handle.status().heartbeat
+        stage.await_second(5)
+        assert handle.status().heartbeat == beat
+        assert not handle.status().final
+        (stage.store / "filler").unlink()
+    stage.go()
     value = result(stage, handle, WAIT)
     stage.assert_in_time(RESTARTED if stage.cell.target == "store" else None)
     stage.assert_whole(value)
     assert handle.status().attempt == 0
     stage.assert_saved(handle, STEPS - 1)
-
-
-FULL_LOG_LOST = True
-
-
-def free_while_it_waits(stage: Stage, handle: RunHandle[Any]) -> None:
-    """The disk is full for a few heartbeats; then it is not."""
-    beat = handle.status().heartbeat
-    if stage.cell.moment == "committed":
-        stage.go()
-    until(lambda: time.monotonic() - stage.struck_at > 5, WAIT, "two heartbeats")
-    assert handle.status().heartbeat == beat
-    assert not handle.status().final
-    (stage.store / "filler").unlink()
-    stage.go()
 
 
 def resubmit(stage: Stage) -> None:
@@ -475,7 +500,7 @@ def resubmit(stage: Stage) -> None:
     assert attached.wait(WAIT)
     stage.assert_in_time()
     assert attached.status().state == stage.cell.cause
-    assert wait_until_gone(str(stage.launcher.env["MARK"]), GONE) == []  # type: ignore[index]
+    until(lambda: stage.processes() == [], GONE, "the end of its processes")
     stage.assert_saved(attached, stage.reported - 1)
     again = stage.launcher.submit(train, **stage.arguments)
     stage.assert_continued(again.result(WAIT))
@@ -485,11 +510,12 @@ def resubmit(stage: Stage) -> None:
 def hurt_driver_in_commit(stage: Stage, handle: RunHandle[Any]) -> None:
     """The part is there, the manifest is not: the driver stands still in between, and gets the signal there."""
     stage.arrival(handle)
+    until(lambda: kit.newest_step(handle) == HOLD_AT - 1, WAIT, "the checkpoint before")
     pid = driver_of(handle)
     os.kill(pid, signal.SIGSTOP)
     until(lambda: kit.is_stopped(pid), WAIT, "a stopped driver")
     stage.go()
-    until(lambda: kit.reported(stage.folder) == STEPS - 1, WAIT, "the last checkpoint's part")
+    until(lambda: kit.reported(stage.folder) == HOLD_AT, WAIT, "the checkpoint's part")
     stage.strike(pid)
     os.kill(pid, signal.SIGCONT)
 
@@ -504,22 +530,15 @@ def takeover(stage: Stage) -> None:
     assert attached.wait(WAIT)
     stage.assert_in_time()
     assert attached.status().state == stage.cell.cause
-    assert wait_until_gone(str(stage.launcher.env["MARK"]), GONE) == []  # type: ignore[index]
+    until(lambda: stage.processes() == [stopped], GONE, "the end of its ranks")
     again = stage.launcher.submit(train, **stage.arguments)
     value = again.result(WAIT)
     os.kill(stopped, signal.SIGCONT)
-    until(lambda: not psutil.pid_exists(stopped) or is_zombie(stopped), WAIT, "the end of the old driver")
+    until(lambda: stage.processes() == [], WAIT, "the end of the old driver")
     stage.assert_continued(value)
     assert again.status().state == "succeeded"
     assert RunHandle.attach(stage.directory).result(0) == value
     stage.assert_saved(again, STEPS - 1)
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def start_submitter(stage: Stage, how: str, **arguments: Any) -> subprocess.Popen[str]:
@@ -567,7 +586,7 @@ def owned(stage: Stage) -> None:
     assert handle.wait(WAIT)
     stage.assert_in_time()
     assert handle.status().state == stage.cell.cause
-    assert wait_until_gone(str(stage.launcher.env["MARK"]), GONE) == []  # type: ignore[index]
+    until(lambda: stage.processes() == [], GONE, "the end of its processes")
     stage.assert_saved(handle, stage.reported - 1)
     stage.assert_continued(stage.launcher.run(train, **stage.arguments))
 
@@ -608,8 +627,7 @@ def no_room(stage: Stage) -> None:
     stage.note_strike()
     fill(stage.store)
     stage.go()
-    until(lambda: next((e for e in handle.events() if e["type"] == "failure"), None) or True, 1, "")
-    until(lambda: time.monotonic() - stage.struck_at > 2, WAIT, "a while")
+    stage.await_second(2)
     (stage.store / "filler").unlink()
     with pytest.raises(ResultError, match="No space left"):
         handle.result(WAIT)
@@ -646,7 +664,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=cell.name, marks=[pytest.mark.soak] * cell.long) for cell in CELLS]
+)
 def test_cell(
     cell: Cell, launcher: Launcher, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
