@@ -7,6 +7,7 @@ counts as one whose driver died, and the next submission continues it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -105,7 +106,13 @@ def submit(
         if existing:
             first_attempt = existing.status.attempt + 1
             fresh_since = first_attempt if existing.meaning == policy.FRESH else existing.job.fresh_since
-        run.write_submission(make_job(number, first_attempt, fresh_since), private, files)
+        try:
+            run.write_submission(make_job(number, first_attempt, fresh_since), private, files)
+        except OSError:
+            # Else the next submitter would wait for this one until `CLAIM_TIMEOUT`.
+            with contextlib.suppress(OSError):
+                run.release(number)
+            raise
         return True
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, InvalidJobError):
