@@ -192,15 +192,22 @@ class Attempt:
             self._take_all()
             raise
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, policy.END_TIMEOUT)
+        self._await_agents(group, policy.END_PATIENCE, patient=True)
         self._committer.close(COMMIT_TIMEOUT)
         self._take_all()
 
-    def _await_agents(self, group: AgentGroup, timeout: float) -> None:
-        """Takes the agents' last words until they have ended; then ends the engine's part."""
+    def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
+        """Takes the agents' last words until they have ended; then ends the engine's part.
+
+        Args:
+            group: The agents.
+            timeout: Seconds to wait.
+            patient: Count from the last message: lines that waited for a slow driver are still to come.
+        """
         deadline = time.monotonic() + timeout
         while not self._engine_ended and time.monotonic() < deadline:
-            self._take(TICK)
+            if self._take(TICK) and patient:
+                deadline = time.monotonic() + timeout
         if not self._engine_ended:
             logger.warning("agents did not end within %s s; cancelling them at the engine", timeout)
             group.cancel()
@@ -441,16 +448,18 @@ class Attempt:
         return group.explain(error)
 
     def _lost(self, task: int, agent: _AgentState, group: AgentGroup) -> RankZeroError:
-        if self._engine_ended and self._engine_error:
-            return self._engine_failed(group)
         first = agent.first_rank or 0
         ranks = policy.name_ranks(range(first, first + agent.join["workers"]))
         why = agent.why_left or "its connection broke and did not come back"
         others = policy.group_others(self._failures, Failure(rank=-1, host=""))
-        text = [f"task {task} on {agent.name} ({ranks}) was lost: {why}"]
+        text, cause = [f"task {task} on {agent.name} ({ranks}) was lost: {why}"], agent.cause
+        if self._engine_ended and self._engine_error:
+            explained = group.explain(self._engine_error)
+            text.append(str(explained))
+            cause = getattr(explained, "cause", None) or cause
         if others:
             text += ["Then failed:", *(f"  {line}" for line in others)]
-        return EngineError("\n".join(text), cause=agent.cause)
+        return EngineError("\n".join(text), cause=cause)
 
     def _look_for_hang(self, now: float) -> None:
         bound = self._job.hang_timeout

@@ -50,6 +50,7 @@ class RunStatus:
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
         driver_namespace: The process namespace in which that id means something.
+        driver_start: When that process started, in ticks since the boot.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
@@ -66,6 +67,7 @@ class RunStatus:
     driver_host: str | None = None
     driver_pid: int | None = None
     driver_namespace: str | None = None
+    driver_start: str | None = None
     started: float | None = None
     ended: float | None = None
     error: dict[str, Any] | None = None

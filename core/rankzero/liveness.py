@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 
+_START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 STOPPED = frozenset("tT")
 
 
@@ -16,12 +17,23 @@ def process_namespace() -> str:
     return socket.gethostname()
 
 
-def process_state(pid: int) -> str | None:
-    """The one-letter state that Linux gives a process; None if it is gone (a zombie is); ``"?"`` if unknown."""
+def process_start(pid: int) -> str | None:
+    """When a process started, in clock ticks since the boot (Linux): tells it from a later one of the same id."""
+    with contextlib.suppress(OSError):
+        return _stat(pid)[_START]
+    return None
+
+
+def process_state(pid: int, start: str | None) -> str | None:
+    """The one-letter state that Linux gives a process; None if it is gone (a zombie is); ``"?"`` if unknown.
+
+    Args:
+        pid: Its id.
+        start: What `process_start` said of it; another process of that id is not it.
+    """
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-            return None if state == "Z" else state
+        facts = _stat(pid)
+        return None if facts[0] == "Z" or start not in (None, facts[_START]) else facts[0]
     except (FileNotFoundError, ProcessLookupError):
         if os.path.isdir("/proc/self"):
             return None
@@ -32,3 +44,9 @@ def process_state(pid: int) -> str | None:
     except PermissionError:
         return "?"
     return "?"
+
+
+def _stat(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/stat") as file:
+        # The name in parentheses may hold spaces and parentheses itself.
+        return file.read().rpartition(")")[2].split()

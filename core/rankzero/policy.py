@@ -16,8 +16,9 @@ STOP_MARGIN = 2.0
 """Seconds beyond the grace after which agents that do not say goodbye are cancelled at the engine, and again
 after which the engine is given up."""
 
-END_TIMEOUT = 25.0
-"""Seconds that agents get after the last commit: exit handlers, and log lines that still wait."""
+END_PATIENCE = 25.0
+"""Seconds without a word after which agents are given up that were told of the end: they run exit handlers, and
+hand over log lines that still wait."""
 
 CAUSE_WINDOW = 0.8
 """Seconds to wait for the true cause when the first failure looks like a consequence of another."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.directory import Appender, RunDirectory, RunStatus
 from rankzero.errors import ResultError, RunNotFoundError
-from rankzero.liveness import process_namespace
+from rankzero.liveness import process_namespace, process_start
 from rankzero.policy import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Recorder:
             driver_host=socket.gethostname(),
             driver_pid=os.getpid(),
             driver_namespace=process_namespace(),
+            driver_start=process_start(os.getpid()),
         )
         self._heart = threading.Thread(target=self._beat, name="rankzero-heartbeat", daemon=True)
 
@@ -56,7 +57,8 @@ class Recorder:
         before = self.status
         try:
             self._write(changes)
-        except OSError:
+        except Exception:
+            # Drivers of object stores have exceptions of their own.
             logger.warning("the status could not be written; trying again with every heartbeat", exc_info=True)
         if self.status.state != before.state or self.status.attempt != before.attempt:
             self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
@@ -79,7 +81,7 @@ class Recorder:
                     for lines in (self._events, *self._logs.values()):
                         lines.flush()
                 self._write({})
-            except OSError:
+            except Exception:
                 logger.warning("the heartbeat could not be written", exc_info=True)
 
     def _check_superseded(self) -> None:
@@ -123,7 +125,7 @@ class Recorder:
         self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
         try:
             self._check_superseded()
-        except OSError:
+        except Exception:
             logger.warning("cannot tell whether another submission took over", exc_info=True)
         with self._lock:
             self._finished.set()
@@ -135,7 +137,7 @@ class Recorder:
             try:
                 self._write({**changes, "ended": time.time()})
                 return
-            except OSError as error:
+            except Exception as error:
                 if time.monotonic() > deadline:
                     what = f"the run ended as {changes['state']}, but its status could not be written: {error}"
                     raise ResultError(what) from error
@@ -154,7 +156,7 @@ class _Lines:
         try:
             self._appender.append([*note, *lines])
             self._lost = 0
-        except OSError as error:
+        except Exception as error:
             if not self._lost:
                 logger.warning("lines are lost: %s", error)
             self._lost += len(lines)
@@ -167,5 +169,5 @@ class _Lines:
             if self._lost:
                 self.append([])
             self._appender.close()
-        except OSError as error:
+        except Exception as error:
             logger.warning("lines are lost: %s", error)

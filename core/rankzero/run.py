@@ -103,7 +103,7 @@ class RunHandle(Generic[R]):
         if self._driver is not None and status.driver_pid is None:
             return True
         if status.driver_pid is not None and status.driver_namespace == process_namespace():
-            state = process_state(status.driver_pid)
+            state = process_state(status.driver_pid, status.driver_start)
             # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
             return None if state in STOPPED else state is not None
         return None

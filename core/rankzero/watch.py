@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from typing import Any
@@ -10,6 +11,8 @@ from rankzero.directory import RunDirectory
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.record import Recorder
+
+logger = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between two looks at deadlines and at the request to cancel."""
@@ -80,9 +83,11 @@ class Watch:
                 raise RunCancelledError("the run was cancelled on request")
             if self._orphan_timeout:
                 self._check_lease(now, self._orphan_timeout)
-        except OSError:
-            # A store that cannot be read for a moment is no request.
-            return
+        except RunCancelledError:
+            raise
+        except Exception:
+            # A store that cannot be read for a moment is no request; object stores have exceptions of their own.
+            logger.warning("cannot look for a request to cancel", exc_info=True)
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()

@@ -47,6 +47,7 @@ class Rank:
         self._main_thread = 0
         self._beat_at = time.monotonic()
         self._stack = b""
+        self._untold = bytearray()
         self.control, control = socket.socketpair()
         read, write = os.pipe()
         stack_read, stack_write = os.pipe()
@@ -71,11 +72,20 @@ class Rank:
         self.stack_pipe = _reader(stack_read)
 
     def tell(self, message: Message) -> None:
-        """Sends a message; a dead worker is ignored."""
-        self.control.setblocking(True)
-        with contextlib.suppress(OSError):
-            self.control.sendall(frames.encode(message))
-        self.control.setblocking(False)
+        """Sends a message, now or when the worker reads again (`flush`); a dead worker is ignored."""
+        self._untold += frames.encode(message)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Sends what the worker has not taken yet; True if something is left. Never waits: it may be stopped."""
+        try:
+            while self._untold:
+                del self._untold[: self.control.send(self._untold)]
+        except BlockingIOError:
+            return True
+        except OSError:
+            self._untold.clear()
+        return False
 
     def kill(self, number: int) -> None:
         """Sends a signal to the worker, if it lives."""

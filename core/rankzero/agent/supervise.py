@@ -30,17 +30,20 @@ from rankzero.policy import LOST, PREEMPTED, STOP_GRACE
 END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
 """Seconds that committed workers get to run their exit handlers."""
 
-FAREWELL_TIMEOUT = 15.0
-"""Seconds to hand the last log lines to the driver after a success."""
+FAREWELL_PATIENCE = 15.0
+"""Seconds without any line taken by the driver after which the rest is given up, after a success."""
+
+FAREWELL_LIMIT = 600.0
+"""Seconds for all of them."""
 
 STOP_FAREWELL_TIMEOUT = 1.5
-"""The same after a failure or a cancel."""
+"""Seconds to hand over the last lines after a failure or a cancel."""
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
 
 PUMP_INTERVAL = 0.05
-"""Seconds between two looks whether the driver takes lines that wait on disk."""
+"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what it is told."""
 
 DRAIN_READS = 16
 """Reads that empty a pipe of what was written before; a child may go on writing for ever."""
@@ -115,10 +118,11 @@ class Agent:
                 self._client.queue({"type": "stack", "local_rank": rank.local_rank, "text": rank.stack()})
         for rank in self._ranks:
             rank.output.pump()
+            rank.flush()
 
     def _time_left(self) -> float | None:
         times = [at - time.monotonic() for at in (self._kill_at, self._stacks_at) if at is not None]
-        if any(rank.output.waiting for rank in self._ranks):
+        if any(rank.output.waiting or rank.flush() for rank in self._ranks):
             times.append(PUMP_INTERVAL)
         return max(0.0, min(times)) if times else None
 
@@ -349,22 +353,32 @@ class Agent:
             with contextlib.suppress(Exception):
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
-            self._say_goodbye(STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_TIMEOUT)
+            self._say_goodbye()
         if self._orphaned:
             # Whoever holds this agent would read its log and then remove the directory.
             shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
-    def _say_goodbye(self, timeout: float) -> None:
-        """Hands over the lines that wait, within a bound."""
-        deadline = time.monotonic() + timeout
-        while any(rank.output.waiting for rank in self._ranks) and time.monotonic() < deadline:
+    def _say_goodbye(self) -> None:
+        """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped."""
+        now = time.monotonic()
+        patience = STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_PATIENCE
+        limit = now + (STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_LIMIT)
+        left, progress_at = self._waiting(), now
+        while left and now < min(limit, progress_at + patience):
             for rank in self._ranks:
                 rank.output.pump()
             self._selector.select(PUMP_INTERVAL)
             self._client.receive()
+            now = time.monotonic()
+            if (waiting := self._waiting()) != left:
+                left, progress_at = waiting, now
         for rank in self._ranks:
             rank.output.drop_rest()
-        self._client.close(max(0.1, deadline - time.monotonic()))
+        self._client.close(max(0.1, min(STOP_FAREWELL_TIMEOUT, limit - now)))
+
+    def _waiting(self) -> int:
+        """Bytes of lines that the driver has not taken."""
+        return self._client.bulk_bytes + sum(rank.output.waiting for rank in self._ranks)
 
 
 def _signal_name(number: int) -> str:

@@ -102,7 +102,7 @@ class Control:
         """
 
         def tell() -> None:
-            while True:
+            while not self.ended.is_set():
                 self.send({"type": "beat", "progress": progress()})
                 self.ended.wait(interval)
 

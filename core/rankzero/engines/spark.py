@@ -389,8 +389,10 @@ def explain(text: str) -> RankZeroError:
         return EngineError(_first_lines(text[found.start() :]), cause=LOST if is_lost else None)
     if re.search(_PREEMPTED, text, re.IGNORECASE):
         return EngineError(f"the cluster took an executor back: {_first_lines(text)}", cause=PREEMPTED)
-    if re.search(_EXECUTOR_LOST, text):
-        return EngineError(f"Spark lost an executor: {_first_lines(text)}", cause=LOST)
+    if found := re.search(_EXECUTOR_LOST, text):
+        # The line that says which executor, and why; the Java text before it says neither.
+        line = text[text.rfind("\n", 0, found.start()) + 1 :]
+        return EngineError(f"Spark lost an executor: {_first_lines(line)}", cause=LOST)
     if re.search(_SESSION_LOST, text):
         return EngineError(f"the SparkContext or its JVM ended: {_first_lines(text)}", cause=LOST)
     if "cancelled" in text:

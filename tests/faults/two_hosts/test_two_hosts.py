@@ -189,10 +189,13 @@ handle = RunHandle.attach(sys.argv[1])
 def say(**what):
     print(json.dumps({"time": time.time(), **what}), flush=True)
 say(state=handle.status().state)
+training = set()
 for line in handle.logs(follow=True):
     if "step 3" in line or "at " in line:
         say(line=line)
-    if "step 3" in line and sys.argv[2] == "cancel":
+    if "step 3" in line:
+        training.add(line[:3])
+    if len(training) == 2 and sys.argv[2] == "cancel":
         handle.cancel()
 status = handle.status()
 say(state=status.state, error=status.error)

@@ -1,0 +1,159 @@
+"""Ports behind a firewall, names that stand for other hosts, IPv6, a driver that is slow to take lines."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError, attempt
+from rankzero.agent import output
+from rankzero.engines.local import LocalSession
+from rankzero.record import Recorder
+
+WAIT = 90.0
+
+
+def reduce() -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    names = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return [tensor.item(), *(os.environ.get(name) for name in names)]
+
+
+def free_ports(count: int) -> tuple[int, int]:
+    """The first and last of consecutive ports that are free now."""
+    for first in range(42000, 60000, count):
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for offset, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", first + offset))
+            return first, first + count - 1
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise AssertionError("no free ports")
+
+
+def test_driver_and_rendezvous_keep_to_their_ports(launcher: Launcher) -> None:
+    first, last = free_ports(3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        total, _, port, *_ = launcher.options(ports=(first, last)).run(reduce)
+        assert total == 2.0
+        assert int(port) == last
+        with pytest.raises(EngineError, match=f"cannot listen for the agents.*{first}"):
+            launcher.options(ports=(first, first)).run(reduce)
+
+
+def test_a_range_without_room_for_the_rendezvous_is_named(launcher: Launcher) -> None:
+    first, last = free_ports(1)
+    with pytest.raises(WorkerFailedError, match=rf"no port of ports=\({first}, {last}\) is free"):
+        launcher.options(ports=(first, last)).run(reduce)
+
+
+def test_the_interface_is_chosen_where_the_user_did_not(launcher: Launcher) -> None:
+    assert launcher.run(reduce)[3:] == ["lo", "=lo"]
+    env = {**(launcher.env or {}), "NCCL_SOCKET_IFNAME": "eth7"}
+    assert launcher.options(env=env).run(reduce)[3:] == ["lo", "eth7"]
+
+
+def test_names_that_stand_for_nobody_are_passed_over(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalSession, "driver_hosts", ["no-such-host.invalid", "127.0.0.1"])
+    assert launcher.run(reduce)[0] == 2.0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
+def test_ipv6_will_do(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalSession, "bind_host", "::1")
+    monkeypatch.setattr(LocalSession, "driver_hosts", ["::1"])
+    monkeypatch.setattr("rankzero.engines.local.LOOPBACK", "::1")
+    total, address, *_ = launcher.run(reduce)
+    assert (total, address) == (2.0, "::1")
+
+
+def test_a_slow_driver_neither_stalls_a_rank_nor_loses_a_line(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = 100_000
+
+    def chatter() -> float:
+        started = time.monotonic()
+        for number in range(lines):
+            print(f"line {number:08d} of a rank that has much to say, more than the driver takes in this time")
+        return time.monotonic() - started
+
+    log = Recorder.log
+
+    def slow(self: Recorder, rank: int, batch: list[str]) -> None:
+        time.sleep(0.02)
+        log(self, rank, batch)
+
+    monkeypatch.setattr(Recorder, "log", slow)
+    monkeypatch.setattr(attempt, "BACKLOG", 2)
+    launcher = launcher.options(num_processes=1, run_id="chatter", timeout=WAIT)
+    spent = launcher.run(chatter)
+    handle = RunHandle.attach(Path(str(launcher.store)) / "chatter")
+    status = handle.status()
+    assert status.started is not None
+    assert status.ended is not None
+    # The rank was done long before the driver had its lines.
+    assert spent < status.ended - status.started
+    assert [line.split()[1] for line in handle.logs(rank=0)] == [f"{number:08d}" for number in range(lines)]
+    capfd.readouterr()
+
+
+def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
+    class SlowClient:
+        """Takes what `bulk_bytes` allows."""
+
+        def __init__(self) -> None:
+            self.bulk_bytes = 0
+            self.lines: list[str] = []
+
+        def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
+            assert bulk
+            self.lines += message["lines"]
+
+    client = SlowClient()
+    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
+    expected = []
+    for number in range(200):
+        client.bulk_bytes = output.HIGH_WATER + 1 if 50 <= number % 100 < 90 else 0
+        expected.append(f"line {number} \u2603")
+        out.feed(f"line {number} \u2603\n".encode())
+        out.pump()
+    client.bulk_bytes = 0
+    out.pump()
+    assert client.lines == expected
+    assert out.tail == expected[-len(out.tail) :]
+    assert os.path.getsize(tmp_path / "rank-0.spool") == 0
+
+
+def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        bulk_bytes = output.HIGH_WATER + 1
+        lines: list[str] = []
+
+        def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
+            self.lines += message["lines"]
+
+    monkeypatch.setattr(output, "SPOOL_LIMIT", 100)
+    client = Client()
+    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
+    for number in range(30):
+        out.feed(f"line {number:04d}\n".encode())
+    client.bulk_bytes = 0
+    out.pump()
+    out.feed(b"the last\n")
+    assert client.lines[:10] == [f"line {number:04d}" for number in range(10)]
+    assert sorted(client.lines[10:]) == ["rankzero: 20 log lines were dropped, the driver was too slow", "the last"]
