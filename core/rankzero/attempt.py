@@ -402,6 +402,9 @@ class Attempt:
         if rank in self._committed:
             return
         facts = {key: message[key] for key in _FAILURE_FACTS if message.get(key) is not None}
+        if agent.left_at is not None:
+            # Its ranks were told to end, and may do that by an exception of their own.
+            facts["collateral"] = True
         tail = tuple(line[: policy.LOG_TAIL_WIDTH] for line in message.get("log_tail", ()))
         failure = Failure(rank=rank, host=agent.name, order=len(self._failures), log_tail=tail, **facts)
         if not self._failures:
