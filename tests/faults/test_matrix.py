@@ -26,7 +26,7 @@ import pytest
 from tests.conftest import processes_with
 from tests.faults import kit
 from tests.faults.kit import Arrival, Proxy, ProxyEngine, until
-from tests.faults.trainings import HOLD_AT, STEPS, expected, train
+from tests.faults.trainings import HOLD_AT, STEPS, arrive, expected, train
 
 from rankzero import (
     EngineError,
@@ -686,3 +686,26 @@ def test_cell(
 
 
 assert HOLD_AT < STEPS - 1
+
+
+@pytest.mark.parametrize("max_preemptions", [0, 1])
+def test_a_preempted_place_counts_as_that_also_when_its_ranks_end_politely(
+    launcher: Launcher, tmp_path: Path, max_preemptions: int
+) -> None:
+    def wait_for_the_end(folder: str) -> int:
+        import rankzero.train as rt
+
+        if rt.get_context().attempt == 0:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            arrive(folder, "training")
+        return rt.get_context().attempt
+
+    handle = launcher.options(num_processes=1, max_preemptions=max_preemptions).submit(wait_for_the_end, str(tmp_path))
+    at = until(lambda: kit.arrival(tmp_path, "training"), WAIT, "a rank")
+    os.kill(at.agent, signal.SIGTERM)
+    if max_preemptions:
+        assert handle.result(WAIT) == 1
+    else:
+        with pytest.raises(EngineError, match="SIGTERM") as caught:
+            handle.result(WAIT)
+        assert caught.value.cause == "preempted"
