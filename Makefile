@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench clean
+.PHONY: demo test setup lint types unit bench soak clean
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -24,6 +24,12 @@ unit: setup
 bench: setup
 	.venv/bin/python benchmarks/launch.py
 	.venv/bin/python benchmarks/result_size.py
+	.venv/bin/python benchmarks/failure.py
+
+# Trainings, hurt at random for half an hour; FAULTS, MINUTES and SEED may be given.
+soak: setup
+	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
+		$(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf .venv .demo .mypy_cache .pytest_cache .ruff_cache

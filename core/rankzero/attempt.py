@@ -448,6 +448,9 @@ class Attempt:
         if rank in self._committed:
             return
         facts = {key: message[key] for key in _FAILURE_FACTS if message.get(key) is not None}
+        if agent.left_at is not None:
+            # Its ranks were told to end, and may do that by an exception of their own.
+            facts["collateral"] = True
         tail = tuple(line[: policy.LOG_TAIL_WIDTH] for line in message.get("log_tail", ()))
         failure = Failure(rank=rank, host=agent.name, order=len(self._failures), log_tail=tail, **facts)
         if not self._failures:
@@ -482,7 +485,9 @@ class Attempt:
         if self._broken:
             raise self._broken
         if self._engine_ended and not self._failures:
-            raise self._engine_failed(group)
+            left = [(task, agent) for task, agent in gone if agent.left_at is not None]
+            # An agent that was told to go by somebody else ends as quietly as one that the driver told.
+            raise self._lost(*left[0], group) if left else self._engine_failed(group)
         for task, agent in gone:
             if agent.left_at is not None and now - agent.left_at > policy.AGENT_LOST_WINDOW:
                 raise self._lost(task, agent, group)

@@ -103,6 +103,10 @@ class RunDirectory:
             store.make_directory(self.path(part).rstrip("/"))
         return store.create(self.submission_path(submission, "claim"), secrets.token_hex(8).encode())
 
+    def release(self, submission: int) -> None:
+        """Gives a claim back, and what was written for it. Raises OSError."""
+        store.remove(self.submission_path(submission))
+
     def claim_driver(self, submission: int) -> bool:
         """True for the one driver of this submission."""
         return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())

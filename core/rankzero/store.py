@@ -117,8 +117,13 @@ def create(location: str, data: bytes) -> bool:
             handle = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
             return False
-        with open(handle, "wb") as file:
-            file.write(data)
+        try:
+            with open(handle, "wb") as file:
+                file.write(data)
+        except OSError:
+            # A full disk: the name alone would be taken for the work of somebody who died.
+            os.unlink(location)
+            raise
         return True
     if exists(location):
         return False
