@@ -264,12 +264,12 @@ class Appender:
 
     def flush(self) -> None:
         """Writes what waits for an object store as the next piece. Lines may be added meanwhile; one caller only."""
-        if data := b"".join(self._waiting):
-            count = len(self._waiting)
+        waiting = list(self._waiting)
+        if data := b"".join(waiting):
             piece = self._run.path(self._name, _piece(self._piece))
             store.write_bytes(piece, data)
             self._piece += 1
-            del self._waiting[:count]
+            del self._waiting[: len(waiting)]
 
     def close(self) -> None:
         """Writes what is left."""

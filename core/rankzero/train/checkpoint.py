@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from rankzero.errors import ResultError
 
 MAX_STAGED = 2
 """Checkpoints that wait on this host for their way to the driver before the next one has to wait."""
+
+KEPT_STAGED = 2
+"""Committed checkpoints of this rank that stay on this host where the store is out of its sight."""
 
 Message = dict[str, Any]
 
@@ -51,7 +55,8 @@ class Checkpoint:
         part, path = self._part(rank)
         if part["format"] == formats.DIRECTORY:
             raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
-        return formats.read(path, part["format"], part["sha256"])
+        with self._still_there():
+            return formats.read(path, part["format"], part["sha256"])
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
         """Copies a checkpoint that was given as a directory to ``path``, which is made if need be.
@@ -71,7 +76,8 @@ class Checkpoint:
             raise ResultError(f"checkpoint {self.id} is a state, not a directory: use load()")
         target = os.fspath(path)
         os.makedirs(target, exist_ok=True)
-        formats.read_directory(file, part["sha256"], target)
+        with self._still_there():
+            formats.read_directory(file, part["sha256"], target)
         return target
 
     @contextlib.contextmanager
@@ -79,6 +85,15 @@ class Checkpoint:
         """A temporary local copy, removed at the end of the block. Like `to_directory`."""
         with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-") as directory:
             yield self.to_directory(directory, rank)
+
+    @contextlib.contextmanager
+    def _still_there(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise ResultError(
+                f"checkpoint {self.id} is not kept any more: ask get_checkpoint() for the newest"
+            ) from None
 
     def _part(self, rank: int | None) -> tuple[dict[str, Any], str]:
         name = str((self._rank if rank is None else rank) if self.sharded else 0)
@@ -113,7 +128,7 @@ class CheckpointWriter:
         self._next = 0
         self._sharded: bool | None = None
         self._staged: dict[int, str] = {}
-        self._kept: str | None = None
+        self._kept: deque[str] = deque()
         self.busy = False
         """A checkpoint is being written: slow, but no hang."""
         self._changed = threading.Condition()
@@ -241,10 +256,10 @@ class CheckpointWriter:
             for number in [number for number in self._staged if number <= index]:
                 folder = os.path.dirname(self._staged.pop(number))
                 if not self._shared:
-                    # The newest stays for `get_checkpoint`, until the next.
-                    old, self._kept = (self._kept, folder) if number == index else (folder, self._kept)
-                    if old:
-                        shutil.rmtree(old, ignore_errors=True)
+                    # The newest stay for `get_checkpoint`; the one before may be open just now.
+                    self._kept.append(folder)
+                    while len(self._kept) > KEPT_STAGED:
+                        shutil.rmtree(self._kept.popleft(), ignore_errors=True)
             self._changed.notify_all()
 
 
