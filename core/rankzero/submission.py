@@ -7,7 +7,6 @@ counts as one whose driver died, and the next submission continues it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
