@@ -89,7 +89,8 @@ EXPLAINS: dict[tuple[str, str], set[tuple[str, str | None]]] = {
     ("SIGKILL", "driver"): {("EngineError", None)},
     ("SIGTERM", "worker"): {("WorkerFailedError", "preempted")},
     ("SIGTERM", "agent"): {("EngineError", "preempted")},
-    ("SIGTERM", "driver"): {("RunCancelledError", None)},
+    # The other: before it has set its handler.
+    ("SIGTERM", "driver"): {("RunCancelledError", None), ("EngineError", None)},
     ("stop", "worker"): {("HangError", None)},
     ("stop", "agent"): {("EngineError", "lost"), ("HangError", None)},
     ("stop", "driver"): {("EngineError", None), ("EngineError", "lost"), ("HangError", None)},

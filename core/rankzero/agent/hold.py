@@ -56,7 +56,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     try:
         with open(log, "wb") as output:
             agent = subprocess.Popen(
-                [sys.executable, "-u", "-c", start, code],
+                [sys.executable, "-u", "-c", start, code, scratch],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

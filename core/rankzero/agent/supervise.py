@@ -406,6 +406,8 @@ def main() -> None:
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), _READ)
         if not piece:
+            # Who would remove it is gone.
+            shutil.rmtree(sys.argv[2], ignore_errors=True)
             sys.exit("the process that started this agent died before it said what to do")
         line += piece
     Agent(json.loads(line)).run()
