@@ -25,6 +25,11 @@ bench: setup
 	.venv/bin/python benchmarks/launch.py
 	.venv/bin/python benchmarks/result_size.py
 	.venv/bin/python benchmarks/failure.py
+	.venv/bin/python benchmarks/steps.py
+
+# The tests that take too long for every change: the rest of the fault matrix, of two hosts, of the fuzzing.
+faults: setup
+	.venv/bin/python -m pytest -m soak
 
 # Trainings, hurt at random for half an hour; FAULTS, MINUTES and SEED may be given.
 soak: setup

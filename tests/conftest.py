@@ -12,6 +12,14 @@ from rankzero import Launcher
 ORPHAN_TIMEOUT = 6.0
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Soak tests run only when they are asked for: `make faults`."""
+    if "soak" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
+
+
 def processes_with(marker: str) -> list[int]:
     """Ids of live processes whose initial environment holds ``marker``."""
     found = []

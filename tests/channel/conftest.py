@@ -22,14 +22,6 @@ from rankzero.channel.server import ChannelServer
 TIMEOUT = 20.0
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Soak tests run only when they are asked for."""
-    if "soak" not in config.getoption("-m"):
-        for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
-
-
 class Serving:
     """A running server, what it was told, and the agents that were made for it."""
 

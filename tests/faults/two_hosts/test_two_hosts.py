@@ -104,6 +104,7 @@ def large() -> dict[str, Any]:
     return {"tensor": torch.arange(LARGE // 8)}
 
 
+@pytest.mark.soak
 def test_a_large_value_crosses_from_a_host_without_the_store(
     cluster: Cluster, launcher: Launcher, submit: Submit
 ) -> None:
@@ -150,6 +151,7 @@ def until_both_train(cluster: Cluster, handle: RunHandle[Any]) -> None:
     time.sleep(1.0)
 
 
+@pytest.mark.soak
 def test_an_executor_that_is_killed_is_named_and_its_ranks_end(
     cluster: Cluster, launcher: Launcher, submit: Submit, marker: str
 ) -> None:
@@ -213,6 +215,7 @@ def follow(cluster: Cluster, handle: RunHandle[Any], output: Path, how: str) -> 
     return cluster.b.start(sys.executable, "-c", FOLLOW, handle.directory, how, output=output)
 
 
+@pytest.mark.soak
 def test_another_host_follows_a_run_and_cancels_it(
     cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
 ) -> None:
@@ -227,6 +230,7 @@ def test_another_host_follows_a_run_and_cancels_it(
     assert cluster.a.processes(marker) + cluster.b.processes(marker) == []
 
 
+@pytest.mark.soak
 def test_a_killed_driver_leaves_no_rank_and_every_host_knows(
     cluster: Cluster, launcher: Launcher, submit: Submit, marker: str, tmp_path: Path
 ) -> None:
@@ -253,6 +257,7 @@ def driver_of(cluster: Cluster, handle: RunHandle[Any]) -> int:
     raise AssertionError("no driver runs on host a")
 
 
+@pytest.mark.soak
 def test_a_short_cut_costs_nothing(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
     handle = submit(launcher.options(store=cluster.hidden), train_apart, SHORT_CUT + 6.0)
     until_both_train(cluster, handle)
