@@ -55,7 +55,7 @@ def build_model() -> Any:
 
 
 def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: int = 32) -> dict[str, Any]:
-    """Trains with DistributedDataParallel; every rank runs this.
+    """Trains with DistributedDataParallel; every rank runs this. Goes on from the last checkpoint, if there is one.
 
     Args:
         data: What `prepare` returned.
@@ -82,7 +82,13 @@ def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: 
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     loss_function = torch.nn.CrossEntropyLoss()
-    for epoch in range(epochs):
+    first_epoch = 0
+    if checkpoint := rt.get_checkpoint():
+        state = checkpoint.load()
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first_epoch = state["epoch"] + 1
+    for epoch in range(first_epoch, epochs):
         sampler.set_epoch(epoch)
         total = 0.0
         for images, labels in loader:
@@ -91,7 +97,8 @@ def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: 
             loss.backward()
             optimizer.step()
             total += loss.item()
-        rt.report({"epoch": epoch, "loss": total / len(loader)})
+        state = {"epoch": epoch, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        rt.report({"epoch": epoch, "loss": total / len(loader)}, checkpoint=state if context.rank == 0 else None)
         if context.rank == 0:
             print(f"epoch {epoch}: loss {total / len(loader):.4f}")
     return dict(model.module.state_dict())

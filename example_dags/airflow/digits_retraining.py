@@ -46,6 +46,7 @@ def digits_retraining() -> None:
         op_kwargs={"data": data},
         num_processes=2,
         conn_id=os.environ.get("DIGITS_CONN_ID"),
+        max_restarts=1,
         retries=1,
     )
     accuracy = evaluate(data, train.output)

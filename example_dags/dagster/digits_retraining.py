@@ -71,7 +71,9 @@ defs = dg.Definitions(
     jobs=[retraining],
     schedules=[dg.ScheduleDefinition(name="nightly", job=retraining, cron_schedule="0 3 * * *")],
     resources={
-        "torch_distributor": TorchDistributorResource(num_processes=2, master=os.environ.get("SPARK_MASTER")),
+        "torch_distributor": TorchDistributorResource(
+            num_processes=2, master=os.environ.get("SPARK_MASTER"), max_restarts=1
+        ),
         "io_manager": RankZeroIOManager(),
     },
 )
