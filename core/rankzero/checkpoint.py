@@ -162,7 +162,7 @@ class Committer:
         self._on_loss = on_loss
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._closed = False
-        self._working = False
+        self._given = self._done = 0
         self._in_use: str | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
@@ -202,6 +202,7 @@ class Committer:
         """Has the committer's thread do something after what it was given before."""
         if not self._thread.ident:
             self._thread.start()
+        self._given += 1
         self._queue.put(action)
 
     def release(self) -> None:
@@ -220,19 +221,15 @@ class Committer:
     @property
     def is_busy(self) -> bool:
         """True while something that was given is not done."""
-        return self._thread.is_alive() and (self._working or not self._queue.empty())
+        return self._done < self._given
 
     def _work(self) -> None:
-        while True:
-            self._working = False
-            action = self._queue.get()
-            self._working = True
-            if action is None:
-                return
+        while (action := self._queue.get()) is not None:
             try:
                 action()
             except Exception:
                 logger.exception("the committer failed")
+            self._done += 1
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
         try:
