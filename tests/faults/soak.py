@@ -228,7 +228,7 @@ class Round:
             self._end_faults()
             for submitter in self.submitters:
                 try:
-                    submitter.wait(GONE)
+                    submitter.wait(ROUND_BOUND)
                 except subprocess.TimeoutExpired:
                     self.problems.append("a submitter did not end with its run")
             self._check()
