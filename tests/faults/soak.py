@@ -388,7 +388,8 @@ class Round:
             self.problems.append(f"there is a value, and the run is {handle.status().state}")
         if (step := kit.newest_step(handle)) != self.plan.steps - 1:
             self.problems.append(f"the newest checkpoint is of step {step}")
-        if (count := len(handle.checkpoints())) > 2:
+        # Two, and the one that the last attempt began with.
+        if (count := len(handle.checkpoints())) > 3:
             self.problems.append(f"{count} checkpoints are kept")
         self.attempts = handle.status().attempt + 1
         self._check_history(value["history"])
@@ -488,7 +489,9 @@ class Report:
             self.violations.append({"plan": asdict(done.plan), "problems": done.problems, "at": str(done.directory)})
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "injected": self.injected}
+        # asdict() would count the pairs of a Counter.
+        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {**plain, "injected": self.injected}
 
     def to_markdown(self) -> str:
         seconds = sorted(self.seconds) or [0.0]
