@@ -222,6 +222,7 @@ class Attempt:
     def _await_commits(self, timeout: float) -> None:
         """Waits for checkpoints on their way to the store, less long once the run is called off."""
         deadline = time.monotonic() + timeout
+        self._committer.release()
         while self._committer.is_busy and time.monotonic() < deadline:
             self._take(TICK)
             if self._is_called_off():

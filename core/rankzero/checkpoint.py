@@ -204,6 +204,12 @@ class Committer:
             self._thread.start()
         self._queue.put(action)
 
+    def release(self) -> None:
+        """The checkpoint that this attempt started from need not be kept any more."""
+        if self._in_use and self._thread.ident:
+            self._in_use = None
+            self.do(self._prune)
+
     def close(self, timeout: float) -> None:
         """Ends the thread; what is not committed after ``timeout`` seconds never will be."""
         if self._thread.ident:
