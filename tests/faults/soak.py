@@ -228,7 +228,8 @@ class Round:
             self._end_faults()
             for submitter in self.submitters:
                 try:
-                    submitter.wait(GONE)
+                    # One that came after the value was delivered trains from scratch, as it must.
+                    submitter.wait(ROUND_BOUND)
                 except subprocess.TimeoutExpired:
                     self.problems.append("a submitter did not end with its run")
             self._check()
