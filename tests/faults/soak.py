@@ -228,6 +228,7 @@ class Round:
             self._end_faults()
             for submitter in self.submitters:
                 try:
+                    # One that came after the value was delivered trains from scratch, as it must.
                     submitter.wait(ROUND_BOUND)
                 except subprocess.TimeoutExpired:
                     self.problems.append("a submitter did not end with its run")
@@ -488,7 +489,9 @@ class Report:
             self.violations.append({"plan": asdict(done.plan), "problems": done.problems, "at": str(done.directory)})
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "injected": self.injected}
+        # asdict() would count the pairs of a Counter.
+        plain = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {**plain, "injected": self.injected}
 
     def to_markdown(self) -> str:
         seconds = sorted(self.seconds) or [0.0]
