@@ -217,7 +217,7 @@ NO_CELL = {
     ("worker|agent|executor|driver|submitter", "*", "cut|deaf"): "the one connection is the channel's",
     ("channel|store", "*", "SIG*"): "no process",
     ("channel", "*", "full"): "a connection has no disk",
-    ("store", "*", "cut|deaf"): "a local directory has no connection; tests/test_object_store.py has",
+    ("store", "*", "cut|deaf"): "a local directory has no connection; test_store_outage.py has",
     ("worker|agent", "half", "SIGTERM|SIGSTOP"): "as 'returned': an attempt with ranks that have not committed",
     ("executor|driver", "half", "SIG*"): "as 'returned': an attempt with ranks that have not committed",
     ("channel", "half", "cut|deaf"): "as 'returned': an attempt with ranks that have not committed",
