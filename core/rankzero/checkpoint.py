@@ -177,8 +177,12 @@ class Committer:
         for name in store.list_names(self._run.path(FOLDER)):
             if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
                 store.remove(self._run.path(FOLDER, name))
-        self._in_use = committed[-1].id if committed else None
-        return committed[-1] if committed else None
+        if not committed:
+            return None
+        self._in_use = committed[-1].id
+        # The attempt before may have died before it could.
+        self.do(self._prune)
+        return committed[-1]
 
     def add(self, rank: int, part: dict[str, Any]) -> None:
         """Takes one rank's part: the worker's message, with ``uploaded`` if the driver holds the file.
@@ -273,7 +277,8 @@ class Committer:
         try:
             committed = list_committed(self._run)
             current = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
-            delivered = [manifest for manifest in committed if manifest.attempt < self._fresh_since]
+            # What was delivered goes when there is something in its place.
+            delivered = [manifest for manifest in committed if manifest.attempt < self._fresh_since and current]
             for manifest in [*delivered, *to_remove(current, self._config, self._in_use)]:
                 # The manifest first: what is half removed is no checkpoint.
                 store.remove(self._run.path(FOLDER, manifest.id, MANIFEST))
