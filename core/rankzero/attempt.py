@@ -208,7 +208,10 @@ class Attempt:
         """
         deadline = time.monotonic() + timeout
         while not self._engine_ended and time.monotonic() < deadline:
-            if self._take(TICK) and patient:
+            kind = self._take(TICK)
+            if kind == LOST:
+                break
+            if patient and kind not in (None, DISCONNECTED):
                 deadline = time.monotonic() + timeout
             if patient and self._is_called_off():
                 self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
@@ -239,14 +242,14 @@ class Attempt:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _take(self, timeout: float) -> bool:
-        """Handles what is there, or waits for it; False if nothing came."""
+    def _take(self, timeout: float) -> str | None:
+        """Handles what is there, or waits for it; the message's type, None if nothing came."""
         try:
             task, message = self._messages.get(timeout=timeout) if timeout else self._messages.get(False)
         except queue.Empty:
-            return False
+            return None
         self._handle(task, message)
-        return True
+        return str(message["type"])
 
     def _take_all(self) -> None:
         while self._take(0.0):

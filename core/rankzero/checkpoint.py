@@ -14,6 +14,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +30,11 @@ FOLDER = "checkpoints"
 
 COMMIT_TIMEOUT = 600.0
 """Seconds that a run waits at its end for checkpoints which are on their way to the store."""
+
+STORE_PATIENCE = 30.0
+"""Seconds for which a store that refuses the newest checkpoint is asked again."""
+
+_STORE_INTERVAL = 0.5
 
 MODES = ("min", "max")
 
@@ -236,13 +242,19 @@ class Committer:
             self._done += 1
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
-        try:
-            manifest = self._commit(parts)
-        except Exception:
-            # The checkpoint before it is whole, and training must not end for this one.
-            logger.exception("a checkpoint could not be committed")
-            self._on_loss(parts[min(parts)]["index"])
-            return
+        deadline, pause = time.monotonic() + STORE_PATIENCE, threading.Event()
+        while True:
+            try:
+                manifest = self._commit(parts)
+                break
+            except Exception:
+                # The checkpoint before it is whole, and training must not end for this one.
+                if self._closed or not self._queue.empty() or time.monotonic() > deadline:
+                    logger.exception("a checkpoint could not be committed")
+                    self._on_loss(parts[min(parts)]["index"])
+                    return
+            # A store that is out of reach for a moment; a newer checkpoint is worth more than this one.
+            pause.wait(_STORE_INTERVAL)
         self._on_commit(manifest)
         self._prune()
 
