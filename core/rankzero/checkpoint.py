@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -263,7 +264,9 @@ class Committer:
         folder = self._run.path(FOLDER, lead["id"])
         files = {}
         for rank, part in sorted(parts.items()):
-            if uploaded := part.get("uploaded"):
+            uploaded = part.get("uploaded")
+            # Gone if a try before this one came so far.
+            if uploaded and os.path.exists(uploaded):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]))
                 store.remove(uploaded)

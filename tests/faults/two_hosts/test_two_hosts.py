@@ -86,6 +86,7 @@ def reduce(run_directory: str) -> list[Any]:
     return [total.sum().item(), everyone]
 
 
+@pytest.mark.soak
 def test_ranks_on_two_hosts_reduce(cluster: Cluster, launcher: Launcher, submit: Submit) -> None:
     apart = launcher.options(store=cluster.hidden, run_id="reduce")
     handle = submit(apart, reduce, str(cluster.hidden / "reduce"))
