@@ -126,6 +126,7 @@ class Attempt:
             lambda manifest: self._messages.put((DRIVER, {"type": CHECKPOINT_COMMITTED, "manifest": manifest})),
             lambda index: self._messages.put((DRIVER, {"type": CHECKPOINT_LOST, "index": index})),
         )
+        self._remove_leftovers()
         self._resume = self._committer.newest()
         self._files = {**self._job.files, **self._resume_files()}
         secret = new_secret()
@@ -154,6 +155,13 @@ class Attempt:
             self._committer.close(0.0)
             if self._scratch:
                 self._scratch.cleanup()
+
+    def _remove_leftovers(self) -> None:
+        """What ranks of an attempt before had begun to write when they died."""
+        if not self._run.is_remote:
+            for name in store.list_names(self._run.path("result")):
+                if name.startswith("."):
+                    store.remove(self._run.path("result", name))
 
     def _start_server(self) -> int:
         try:
