@@ -15,6 +15,7 @@ import itertools
 import os
 import site
 import sys
+import threading
 import sysconfig
 import types
 import zipfile
@@ -31,6 +32,15 @@ _ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_r
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
 _NEVER_SHIPPED = _OUR_PACKAGES | {"pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__"}
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
+
+
+_PARSING = threading.Lock()
+
+
+def _parse(source: str | bytes) -> ast.Module:
+    """Parses in one thread at a time: CPython 3.11 before 3.11.5 counts the depth of all threads together."""
+    with _PARSING:
+        return ast.parse(source)
 
 
 def _installed_roots() -> tuple[str, ...]:
@@ -127,7 +137,7 @@ def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
     found: set[str] = set()
     try:
         with open(file, "rb") as source:
-            waiting: list[ast.AST] = [ast.parse(source.read())]
+            waiting: list[ast.AST] = [_parse(source.read())]
     except (SyntaxError, ValueError, OSError):
         return found
     while waiting:
@@ -190,7 +200,7 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
             files[archive_name] = path
             if path.endswith(".py"):
                 with contextlib.suppress(SyntaxError, ValueError, OSError), open(path, "rb") as source:
-                    waiting |= {name.partition(".")[0] for name in imports_of_tree(ast.parse(source.read()))}
+                    waiting |= {name.partition(".")[0] for name in imports_of_tree(_parse(source.read()))}
     if not files:
         return None
     total = sum(os.path.getsize(path) for path in files.values())
