@@ -15,8 +15,8 @@ import itertools
 import os
 import site
 import sys
-import threading
 import sysconfig
+import threading
 import types
 import zipfile
 from collections.abc import Iterable, Iterator
