@@ -41,10 +41,10 @@ def note(path: Path, text: str) -> None:
     writing.replace(path)
 
 
-def arrive(folder: str, moment: str) -> None:
-    """Says that this process has arrived, and waits to be let go."""
+def arrive(folder: str, moment: str, go: str = "go") -> None:
+    """Says that this process has arrived, and waits to be let go by the file ``go``."""
     note(Path(folder, f"at-{moment}"), json.dumps({"pid": os.getpid(), "agent": os.getppid()}))
-    while not Path(folder, "go").exists():
+    while not Path(folder, go).exists():
         time.sleep(LOOK)
 
 
@@ -60,7 +60,7 @@ class Held:
 
 
 class HeldByReader:
-    """A value whose loading arrives at a moment; it comes back as the folder."""
+    """A value whose loading arrives at a moment, until the file ``loaded``; it comes back as the folder."""
 
     def __init__(self, folder: str, moment: str) -> None:
         self.folder, self.moment = folder, moment
@@ -71,7 +71,7 @@ class HeldByReader:
 
 def opened(folder: str, moment: str) -> str:
     """Called where a `HeldByReader` is loaded."""
-    arrive(folder, moment)
+    arrive(folder, moment, go="loaded")
     return folder
 
 
