@@ -347,7 +347,7 @@ def test_the_start_waits_for_every_rank(launcher: Launcher, tmp_path: Path) -> N
         "import torch\n"
     )
     environment = {**(launcher.env or {}), "PYTHONPATH": str(block)}
-    handle = launcher.options(env=environment, start_timeout=8.0).submit(int)
+    handle = launcher.options(env=environment, start_timeout=8.0, warm_start=False).submit(int)
     with pytest.raises(StartTimeoutError, match="every task was started, but rank") as caught:
         handle.result(WAIT)
     assert len(caught.value.missing or []) == 1

@@ -146,6 +146,7 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "warm_start": self._job.warm_start,
                 "env": env,
             }
             group = self._session.launch(agent_config, self._on_engine_end)

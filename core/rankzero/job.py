@@ -39,6 +39,7 @@ class Job:
         stop_grace: Seconds between SIGTERM and SIGKILL.
         ports: First and last port that rankzero may listen on, or None.
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
+        warm_start: Ranks may be forks of a process that has torch loaded.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
         first_attempt: Number of this submission's first attempt.
@@ -65,6 +66,7 @@ class Job:
     stop_grace: float = STOP_GRACE
     ports: list[int] | None = None
     checkpoints: dict[str, Any] = field(default_factory=dict)
+    warm_start: bool = True
     owner: dict[str, Any] | None = None
     submission: int = 0
     first_attempt: int = 0
@@ -150,10 +152,15 @@ def check_ports(value: object) -> None:
         raise InvalidJobError(f"ports is {value!r}; give the first and the last port, for example (40000, 40100)")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises InvalidJobError for a flag that is not a bool."""
+    if type(value) is not bool:
+        raise InvalidJobError(f"{name} is {value!r}; it must be True or False")
+
+
 def check_choices(use_gpu: object, backend: object) -> None:
     """Raises InvalidJobError for a flag that is not a bool or an unknown backend."""
-    if type(use_gpu) is not bool:
-        raise InvalidJobError(f"use_gpu is {use_gpu!r}; it must be True or False")
+    check_flag("use_gpu", use_gpu)
     if backend not in BACKENDS:
         raise InvalidJobError(f"backend is {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and not use_gpu:

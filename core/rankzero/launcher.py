@@ -66,6 +66,8 @@ class Launcher:
         ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the
             system choose. The connections of a collective library are not rankzero's to place.
         checkpoints: Which checkpoints are kept.
+        warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
+            outlive. False starts every rank as a new interpreter.
 
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
@@ -101,6 +103,7 @@ class Launcher:
     stop_grace: float = STOP_GRACE
     ports: tuple[int, int] | None = None
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    warm_start: bool = True
 
     def __post_init__(self) -> None:
         jobs.check_counts(self.num_processes, self.processes_per_task)
@@ -117,6 +120,7 @@ class Launcher:
         jobs.check_limit("max_restarts", self.max_restarts)
         jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
         jobs.check_ports(self.ports)
+        jobs.check_flag("warm_start", self.warm_start)
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
@@ -341,6 +345,7 @@ def _prepare(
         stop_grace=launcher.stop_grace,
         ports=list(launcher.ports) if launcher.ports else None,
         checkpoints=asdict(launcher.checkpoints),
+        warm_start=launcher.warm_start,
         owner=owner,
     )
     engine.check(job)

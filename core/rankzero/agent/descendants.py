@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Collection
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,8 +48,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def find() -> list[int]:
-    """Process ids of all descendants of this process. Empty where there is no /proc."""
+def find(but: Collection[int] = ()) -> list[int]:
+    """Process ids of all descendants of this process, without some children of it and what is below them.
+
+    Empty where there is no /proc.
+    """
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit():
@@ -59,14 +63,14 @@ def find() -> list[int]:
                     parents[int(name)] = int(parent)
     family = {os.getpid()}
     while True:
-        more = {pid for pid, parent in parents.items() if parent in family} - family
+        more = {pid for pid, parent in parents.items() if parent in family and pid not in but} - family
         if not more:
             return sorted(family - {os.getpid()})
         family |= more
 
 
-def kill_all() -> None:
-    """SIGKILL for every descendant, until none is left.
+def kill_all(but: Collection[int] = ()) -> None:
+    """SIGKILL for every descendant, until none is left, apart from the children ``but`` and what is below them.
 
     Processes that clean up after others (Python's resource tracker, torch's shared memory manager) come last and
     get `CLEANERS_TIMEOUT` to do it: they end by themselves when their clients have. Gives up after `KILL_TIMEOUT`:
@@ -74,15 +78,17 @@ def kill_all() -> None:
     """
     start = time.monotonic()
     while time.monotonic() < start + KILL_TIMEOUT:
-        family = find()
+        if not but and not _reap():
+            return
+        family = find(but)
+        if but and not family:
+            return
         patience = time.monotonic() < start + CLEANERS_TIMEOUT
         cleaners = {pid for pid in family if patience and _is_cleaner(pid)}
         for pid in family:
             if pid not in cleaners:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-        if not _reap():
-            return
         time.sleep(_REAP_INTERVAL)
 
 

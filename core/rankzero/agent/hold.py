@@ -1,86 +1,74 @@
-"""The engine's side of an agent: starts it, waits for it, and by dying takes it along."""
+"""The engine's side of an agent: starts it, waits for it, and by dying takes it along.
+
+Like `start`, this runs in Spark's Python worker or in the driver, is pickled by value, and uses the standard library
+only.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
 from collections.abc import Callable
 from typing import Any
+
+from rankzero.agent.start import start_fresh, start_warm
+
+AGENT_EXIT_TIMEOUT = 3.0
+"""Seconds for an agent to end once whoever holds it lets go."""
+
+_MARKER = "RANKZERO_AGENT"
+"""Variable by which everything is found that an agent has started."""
 
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
     """Runs one agent to its end.
 
     Args:
-        config: What the agent reads from its standard input.
-        on_start: Gets the started process (a ``subprocess.Popen``).
+        config: What the agent reads from its standard input, and what starting it needs.
+        on_start: Gets the started process (a ``subprocess.Popen``, or a ``WarmAgent`` that is used like one).
 
-    Runs in Spark's Python worker or in the driver, where nothing of rankzero may be imported:
-    it is pickled by value, so it uses the standard library only and everything is local to it.
     The agent watches its standard input; when this process dies, however it dies, the agent
     reads end of file and ends its workers.
 
     Raises:
         RuntimeError: the agent crashed; holds the end of what it wrote.
     """
-    import contextlib
-    import json
-    import os
-    import secrets
-    import shutil
-    import signal
-    import subprocess
-    import sys
-    import tempfile
-
-    agent_exit_timeout = 3.0
     marker = secrets.token_hex(8)
     scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
     log = os.path.join(scratch, "agent.log")
-    code = config["code_path"]
-    if code is None:
-        code = os.path.join(scratch, "rankzero.zip")
-        with open(code, "wb") as file:
-            file.write(config["code_zip"])
-    start = "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero; sys.path.append(sys.path.pop(0)); "
-    start += "from rankzero.agent.supervise import main; main()"
-    agent_config = {key: value for key, value in config.items() if key != "code_zip"}
-    agent_config.update(scratch=scratch, code_path=code)
-
-    def kill_marked() -> None:
-        # An agent that was killed could not end what it started.
-        needle = f"RANKZERO_AGENT={marker}".encode()
-        for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
-                if needle in file.read().split(b"\0"):
-                    os.kill(int(name), signal.SIGKILL)
-
+    config = {**config, "env": _with_defaults(config)}
+    env = {**os.environ, _MARKER: marker, "RANKZERO_SCRATCH": scratch}
     try:
         with open(log, "wb") as output:
-            agent = subprocess.Popen(
-                [sys.executable, "-u", "-c", start, code, scratch],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "RANKZERO_AGENT": marker},
-            )
+            agent: Any = start_warm(config, output.fileno(), env)
+            code = _place_code(config, scratch) if agent is None else ""
+            if agent is None:
+                agent = start_fresh(code, output.fileno(), env)
+        told = {key: value for key, value in config.items() if key != "code_zip"}
         try:
             with contextlib.suppress(BrokenPipeError):
-                agent.stdin.write(json.dumps(agent_config).encode() + b"\n")  # type: ignore[union-attr]
-                agent.stdin.flush()  # type: ignore[union-attr]
+                agent.stdin.write(json.dumps({**told, "scratch": scratch, "code_path": code}).encode() + b"\n")
+                agent.stdin.flush()
             if on_start:
                 on_start(agent)
             code_of_agent = agent.wait()
         finally:
             # Reached early when this process is interrupted: end of file ends the agent.
             with contextlib.suppress(OSError):
-                agent.stdin.close()  # type: ignore[union-attr]
+                agent.stdin.close()
             try:
-                agent.wait(agent_exit_timeout)
+                agent.wait(AGENT_EXIT_TIMEOUT)
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
             if agent.returncode != 0:
-                kill_marked()
+                _kill_marked(f"{_MARKER}={marker}")
         if code_of_agent != 0:
             with open(log, "rb") as written:
                 tail = written.read()[-4096:].decode(errors="replace").strip()
@@ -88,3 +76,28 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {tail}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
+    """The user's variables, and what a worker gets where neither they nor this host say otherwise."""
+    cores = config["cores"] or os.cpu_count() or 1
+    defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}
+    return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
+
+
+def _place_code(config: dict[str, Any], scratch: str) -> str:
+    """Where the agent's interpreter finds rankzero."""
+    if config["code_path"]:
+        return str(config["code_path"])
+    path = os.path.join(scratch, "rankzero.zip")
+    with open(path, "wb") as file:
+        file.write(config["code_zip"])
+    return path
+
+
+def _kill_marked(marker: str) -> None:
+    """Ends what an agent had started that was killed."""
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
+            if marker.encode() in file.read().split(b"\0"):
+                os.kill(int(name), signal.SIGKILL)

@@ -10,8 +10,8 @@ import sys
 import time
 from typing import IO, Any
 
+from rankzero.agent import forked, worker
 from rankzero.agent.output import RankOutput
-from rankzero.agent.worker import STACK_SIGNAL
 from rankzero.channel import frames
 from rankzero.channel.client import ChannelClient
 from rankzero.channel.frames import Message
@@ -20,7 +20,7 @@ SOCKET_PATH_ROOM = 48
 """Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
 
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
-_WORKER = (
+_BOOTSTRAP = (
     "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
     "sys.path.append(sys.path.pop(0)); from rankzero.agent.worker import main; "
     "main(*map(int, sys.argv[2:]))"
@@ -51,19 +51,9 @@ class Rank:
         self.control, control = socket.socketpair()
         read, write = os.pipe()
         stack_read, stack_write = os.pipe()
-        numbers = (control.fileno(), stack_write, os.getpid())
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _WORKER, config["code_path"], *map(str, numbers)],
-            stdin=subprocess.DEVNULL,
-            stdout=write,
-            stderr=write,
-            pass_fds=[control.fileno(), stack_write],
-            start_new_session=True,
-            env=environment(config),
-        )
-        # Exit statuses are collected by waitpid(-1), since orphaned grandchildren come to the agent too.
-        process.returncode = 0
-        self.pid = process.pid
+        with open(os.devnull) as nothing:
+            stdio = (nothing.fileno(), write, write)
+            self.pid = _start_worker(config, local_rank, stdio, control.fileno(), stack_write)
         control.close()
         os.close(write)
         os.close(stack_write)
@@ -105,7 +95,7 @@ class Rank:
     def ask_for_stack(self) -> None:
         """Makes the worker write its stacks, which `take_stack` collects."""
         self._stack = b""
-        self.kill(STACK_SIGNAL)
+        self.kill(worker.STACK_SIGNAL)
 
     def take_stack(self, data: bytes) -> None:
         """Adds what came out of the stack pipe."""
@@ -130,10 +120,37 @@ class Rank:
         return f"its process {state}, {silence}"
 
 
+def _start_worker(
+    config: dict[str, Any], local_rank: int, stdio: tuple[int, int, int], control: int, stack: int
+) -> int:
+    """A worker process: a fork if this agent is one and has torch loaded, else a fresh interpreter."""
+    agent = os.getpid()
+    if "torch" in sys.modules:
+        return forked.fork(
+            lambda: worker.main(control, stack, agent),
+            title=f"rankzero.agent.worker local rank {local_rank}",
+            env=environment(config),
+            stdio=stdio,
+            keep=(control, stack),
+        )
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *map(str, (control, stack, agent))],
+        stdin=stdio[0],
+        stdout=stdio[1],
+        stderr=stdio[2],
+        pass_fds=[control, stack],
+        start_new_session=True,
+        env=environment(config),
+    )
+    # Exit statuses are collected by waitpid(-1), since orphaned grandchildren come to the agent too.
+    process.returncode = 0
+    return process.pid
+
+
 def environment(config: dict[str, Any]) -> dict[str, str]:
     """The environment that a worker starts with; what depends on its rank comes with ``start``."""
     scratch = config["scratch"]
-    env = {**os.environ, "RANKZERO_SCRATCH": scratch}
+    env = dict(os.environ)
     temporary = os.path.join(scratch, "tmp")
     if len(temporary) <= SOCKET_PATH_ROOM:
         # What a killed rank left there goes with the scratch directory.
@@ -141,9 +158,6 @@ def environment(config: dict[str, Any]) -> dict[str, str]:
         env["TMPDIR"] = temporary
     env.update(config["env"])
     env["CUDA_VISIBLE_DEVICES"] = ",".join(config["gpus"]) if config["use_gpu"] else ""
-    cores = config["cores"] or os.cpu_count() or 1
-    env.setdefault("PYTHONIOENCODING", "utf-8")
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config["workers"])))
     return env
 
 

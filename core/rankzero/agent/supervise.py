@@ -72,8 +72,6 @@ class Agent:
     def run(self) -> None:
         """Runs until everything below this process has ended."""
         descendants.become_subreaper()
-        # A stopped agent whose holder dies wakes up and reads the end of its standard input.
-        descendants.signal_on_parent_death(signal.SIGCONT)
         wakeup, signalled = socket.socketpair()
         for end in (wakeup, signalled):
             end.setblocking(False)
@@ -84,10 +82,11 @@ class Agent:
         self._watch(wakeup, lambda: self._on_signal(wakeup))
         self._watch(sys.stdin.fileno(), self._on_stdin)
         try:
-            self._client.start()
-            self._watch(self._client.fileno(), self._on_driver)
+            # Before any thread is there: these may be forks.
             for local_rank in range(self._config["workers"]):
                 self._start_rank(local_rank)
+            self._client.start()
+            self._watch(self._client.fileno(), self._on_driver)
             self._join()
             while not self._finished():
                 self._step()
@@ -402,12 +401,15 @@ def _signal_name(number: int) -> str:
 
 def main() -> None:
     """Entry point of the agent process: one line of JSON on standard input, then end of file."""
+    if "torch" not in sys.modules:
+        # A stopped agent whose holder dies wakes up and reads the end of its standard input.
+        descendants.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), _READ)
         if not piece:
             # Who would remove it is gone.
-            shutil.rmtree(sys.argv[2], ignore_errors=True)
+            shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it said what to do")
         line += piece
     Agent(json.loads(line)).run()

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import io
 import itertools
 import os
 import queue
@@ -27,7 +28,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from rankzero.agent import network
 from rankzero.agent.descendants import die_with_parent
@@ -139,6 +140,9 @@ class Control:
 def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     """Entry point of the worker process."""
     die_with_parent(agent_pid)
+    for stream in (sys.stdout, sys.stderr):
+        # As on a terminal: a line is seen when it is written, and costs one write.
+        cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     # The crashing thread alone: the stacks of all would push the last words of the rank out of the log tail.
     faulthandler.enable(all_threads=False)
     os.set_inheritable(stack_fd, False)

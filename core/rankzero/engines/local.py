@@ -75,6 +75,7 @@ class LocalSession(EngineSession):
                 "workers": self._job.num_processes,
                 "gpus": gpus,
                 "cores": os.cpu_count(),
+                "owner": os.getpid(),
                 "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
             },
             on_end,

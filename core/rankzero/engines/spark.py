@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.agent import hold as hold_module
+from rankzero.agent import start as start_module
 from rankzero.agent.network import address_towards
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import CUT_OFF, LOOPBACK, local_gpus, require_local_gpus
@@ -346,12 +347,13 @@ def make_task(
 ) -> Callable[[Iterable[Any]], Iterator[Any]]:
     """The function of one barrier task.
 
-    It is pickled by value, since it is local to this function, and so is ``hold``: executors
+    It is pickled by value, since it is local to this function, and so are ``hold`` and what it needs: executors
     need nothing of rankzero installed.
     """
     from pyspark import cloudpickle
 
-    cloudpickle.register_pickle_by_value(hold_module)  # type: ignore[no-untyped-call]
+    for module in (hold_module, start_module):
+        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     hold = hold_module.hold
 
     def task(rows: Iterable[Any]) -> Iterator[Any]:

@@ -1,0 +1,140 @@
+"""A forked process that looks and behaves as if it had been started: what `subprocess.Popen` does, without exec.
+
+The forking process has torch loaded; that is what a fork saves. Everything else that one process could inherit from
+another by accident is put right here: descriptors, signals, session, environment, working directory, randomness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from rankzero.agent.descendants import die_with_parent
+
+ROOM = "RANKZERO_ROOM"
+"""Variable that only takes up place in a warm server's environment: its forks show theirs there."""
+
+_RESET_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP)
+
+
+def fork(
+    main: Callable[[], object],
+    *,
+    title: str,
+    env: Mapping[str, str],
+    stdio: tuple[int, int, int],
+    keep: Sequence[int] = (),
+    directory: str | None = None,
+) -> int:
+    """Forks a child that runs ``main`` in a session of its own and leaves; it dies with this process.
+
+    Args:
+        main: What the child does. Its SystemExit and other exceptions become the exit code, as in a script.
+        title: The child's command line, for people who look at a process list.
+        env: The child's whole environment.
+        stdio: Descriptors that become its standard input, output and error.
+        keep: Descriptors that stay open in it, under their numbers.
+        directory: Its working directory; None keeps this one's.
+
+    Returns:
+        The child's process id.
+    """
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads; OpenBLAS stops its own for the fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
+    # Nothing of the parent's may be collected here: its files and sockets would close descriptors of ours.
+    gc.freeze()
+    code = 1
+    try:
+        os.setsid()
+        _take_descriptors(stdio, keep)
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        for number in _RESET_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if directory is not None:
+            os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(env)
+        with contextlib.suppress(Exception):
+            _show(title, env)
+        _forget()
+        main()
+        code = 0
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    sys.stderr.write(f"{leaving.code}\n")
+    return 1
+
+
+def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
+    for target, source in enumerate(stdio):
+        os.dup2(source, target)
+    kept = {0, 1, 2, *keep}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            # The listing's own descriptor is gone already.
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _forget() -> None:
+    """What would be another value in a process that had been started."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = ["-c"]
+    tempfile.tempdir = None
+    # Python's own generator seeds itself anew at a fork.
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+    if processes := sys.modules.get("multiprocessing.process"):
+        processes.current_process().authkey = os.urandom(32)
+
+
+def _show(title: str, env: Mapping[str, str]) -> None:
+    """Writes title and environment to where the kernel shows them: /proc/PID/cmdline and environ.
+
+    People, and tools that look for the processes of a job, see what they would see of a started process. The C
+    library does not use that memory any more: every variable of ``env`` was set anew.
+    """
+    import ctypes
+
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    # proc(5): fields 48 to 51 of the line, whose third is the first after the parenthesis.
+    arg_start, arg_end, env_start, env_end = (int(field) for field in fields[45:49])
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    for start, end, text in ((arg_start, arg_end, os.fsencode(title)), (env_start, env_end, variables)):
+        room = end - start
+        if start and room > 0:
+            ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)

@@ -1,0 +1,271 @@
+"""The warm server: one import of torch for many runs, and nothing that one run leaves for the next."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rankzero import EngineError, InvalidJobError, Launcher
+
+SERVER = "rankzero.agent.warm import main"
+ENDED = 8.0
+
+
+def servers(owner: int | None = None) -> set[int]:
+    """The warm servers that were started for a process."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        # directory, descriptor, owner, its start time
+        if any(SERVER in part for part in command) and command[-2] == str(owner or os.getpid()):
+            found.add(process.pid)
+    return found
+
+
+def wait_until_gone(pids: set[int]) -> set[int]:
+    """Those that are left after `ENDED` seconds."""
+    deadline = time.monotonic() + ENDED
+    while (left := {pid for pid in pids if psutil.pid_exists(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def look_around() -> dict[str, Any]:
+    """What a rank can see of the state of its process, before and after it spoils everything it can."""
+    import decimal
+    import locale
+
+    import numpy
+    import torch
+
+    facts = {
+        "server": psutil_free_parent(os.getppid()),
+        "environment": sorted(os.environ),
+        "directory": os.getcwd(),
+        "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        "path": [place for place in sys.path if not place.startswith(os.environ["RANKZERO_SCRATCH"])],
+        "modules": sorted(name for name in sys.modules if name.startswith("spoiled")),
+        "main": sorted(name for name in vars(sys.modules["__main__"]) if name.startswith("spoiled")),
+        "arguments": sys.argv[:],
+        "signals": [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)],
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "precision": decimal.getcontext().prec,
+        "umask": os.umask(0o022),
+        "cuda": torch.cuda.is_initialized(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "seeds": [torch.initial_seed(), random.random(), float(numpy.random.rand())],  # noqa: NPY002
+    }
+    os.environ["SPOILED"] = "1"
+    os.chdir("/")
+    os.open("/dev/null", os.O_RDONLY)
+    sys.path.insert(0, "/spoiled")
+    sys.modules["spoiled"] = sys
+    vars(sys.modules["__main__"])["spoiled"] = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)  # noqa: NPY002
+    decimal.getcontext().prec = 5
+    os.umask(0o077)
+    return facts
+
+
+def psutil_free_parent(pid: int) -> int:
+    """The parent of a process, where psutil may not be installed."""
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def test_a_run_leaves_nothing_in_the_process_that_the_next_one_comes_from(launcher: Launcher) -> None:
+    first = launcher.run(look_around)
+    second = launcher.run(look_around)
+    assert first["server"] == second["server"]
+    assert first["server"] in servers()
+    assert all(one != other for one, other in zip(first.pop("seeds"), second.pop("seeds"), strict=True))
+    assert first == second
+    assert "SPOILED" not in first["environment"]
+
+
+def test_a_fork_sees_what_a_started_process_sees(launcher: Launcher) -> None:
+    warm, fresh = (launcher.options(warm_start=choice).run(look_around) for choice in (True, False))
+    for facts in (warm, fresh):
+        del facts["seeds"], facts["server"]
+    # Variables of the server's own and of the interpreter's start.
+    assert warm == fresh
+
+
+def test_ranks_of_one_run_draw_different_numbers(launcher: Launcher) -> None:
+    def draw() -> list[float]:
+        import numpy
+        import torch
+        import torch.distributed as dist
+
+        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(1))]  # noqa: NPY002
+        dist.init_process_group("gloo")
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, numbers)
+        return [one - other for one, other in zip(*gathered, strict=True)]
+
+    assert all(launcher.run(draw))
+
+
+def test_a_module_that_was_edited_between_two_runs_is_the_new_one(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "edited_between_runs.py"
+    script = tmp_path / "script.py"
+    script.write_text("import edited_between_runs, rankzero.train as rt\nrt.set_result(edited_between_runs.VERSION)\n")
+    module.write_text("VERSION = 1\n")
+    assert launcher.run(script) == 1
+    module.write_text("VERSION = 2  # the size differs too\n")
+    assert launcher.run(script) == 2
+
+
+def test_variables_that_torch_reads_when_it_is_loaded_count(launcher: Launcher) -> None:
+    def threads() -> list[Any]:
+        import torch
+
+        return [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
+
+    for number in ("1", "2"):
+        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), "OMP_NUM_THREADS": number})
+        assert chosen.run(threads) == [int(number), number]
+
+
+def test_what_a_process_list_shows_of_a_fork_is_its_own(launcher: Launcher, marker: str) -> None:
+    def show() -> list[str]:
+        return [Path(f"/proc/self/{name}").read_bytes().decode(errors="replace") for name in ("cmdline", "environ")]
+
+    command, environment = launcher.run(show)
+    assert command.rstrip().startswith("rankzero.agent.worker local rank 0")
+    assert f"MARK={marker}\0" in environment
+
+
+def test_the_death_of_the_server_is_a_lost_host(launcher: Launcher, tmp_path: Path) -> None:
+    def wait(folder: str) -> int:
+        import rankzero.train as rt
+
+        if rt.get_context().attempt == 0:
+            Path(folder, f"up-{rt.get_context().rank}").write_text(str(psutil_free_parent(os.getppid())))
+            time.sleep(600)
+        return rt.get_context().attempt
+
+    for restarts in (0, 1):
+        folder = tmp_path / str(restarts)
+        folder.mkdir()
+        handle = launcher.options(max_restarts=restarts).submit(wait, str(folder))
+        while len(list(folder.iterdir())) < 2:
+            assert not handle.status().final
+            time.sleep(0.02)
+        os.kill(int((folder / "up-0").read_text()), signal.SIGKILL)
+        if restarts:
+            assert handle.result(120) == 1
+        else:
+            with pytest.raises(EngineError) as caught:
+                handle.result(120)
+            assert caught.value.cause == "lost"
+
+
+def test_what_a_killed_agent_left_is_ended_by_the_server(launcher: Launcher, tmp_path: Path) -> None:
+    def leave_a_stranger(file: str) -> None:
+        # No parent, session or environment by which anybody could find it.
+        program = f"import os, time; open({file!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+        subprocess.Popen(["setsid", "--fork", sys.executable, "-c", program], env={})
+        while not (os.path.exists(file) and os.path.getsize(file)):
+            time.sleep(0.02)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    file = tmp_path / "stranger"
+    with pytest.raises(EngineError):
+        launcher.options(num_processes=1).run(leave_a_stranger, str(file))
+    assert wait_until_gone({int(file.read_text())}) == set()
+
+
+def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from rankzero import Launcher\n"
+        f"assert Launcher(1, store={str(tmp_path)!r}).run(int) == 0\n"
+        "print(os.getpid(), flush=True); sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin and process.stdout
+    with process:
+        owner = int(process.stdout.readline())
+        (server,) = servers(owner)
+        directory = Path(psutil.Process(server).cmdline()[-4])
+        assert directory.stat().st_mode & 0o777 == 0o700
+        process.kill()
+    assert wait_until_gone({server}) == set()
+    assert not directory.exists()
+
+
+@pytest.fixture
+def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server that is content with little idling."""
+    program = (
+        "import sys; from rankzero.agent import warm; warm.IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = (); warm.main()"
+    )
+    owner = os.getpid()
+    started = Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()[19]
+    directory = tmp_path / "server"
+    directory.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "socket"))
+        listener.listen()
+        command = [sys.executable, "-c", program, str(directory), str(listener.fileno()), str(owner), started]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True)
+    with process:
+        yield process
+        process.kill()
+
+
+def test_a_server_ends_when_nobody_comes(lonely: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert lonely.wait(60) == 0
+    assert not (tmp_path / "server").exists()
+
+
+def test_a_request_that_makes_no_sense_harms_nobody(lonely: subprocess.Popen[str], tmp_path: Path) -> None:
+    for request in (
+        b"",
+        b"{}\n",
+        b"nonsense\n",
+        json.dumps({"env": {}, "directory": "/", "title": ""}).encode() + b"\n",
+    ):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(60)
+            connection.connect(str(tmp_path / "server" / "socket"))
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+    assert lonely.wait(60) == 0
+
+
+def test_without_a_private_directory_ranks_start_as_interpreters(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        Path(short, f"rankzero-warm-{os.geteuid()}").mkdir(0o755)
+        monkeypatch.setattr("tempfile.tempdir", short)
+        assert launcher.run(lambda: Path("/proc/self/cmdline").read_text().startswith(sys.executable)) is True
+
+
+def test_a_wrong_choice_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="warm_start is 1; it must be True or False"):
+        Launcher(1, warm_start=1)  # type: ignore[arg-type]
