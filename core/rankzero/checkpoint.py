@@ -300,8 +300,3 @@ class Committer:
                 store.remove(self._run.path(FOLDER, manifest.id))
         except Exception:
             logger.warning("an old checkpoint could not be removed", exc_info=True)
-
-
-def checkpoint_id(attempt: int, index: int) -> str:
-    """The folder's name of a checkpoint."""
-    return f"{attempt:04d}-{index:06d}"
