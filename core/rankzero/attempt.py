@@ -437,7 +437,8 @@ class Attempt:
 
         def put() -> None:
             error = _upload(path, uri)
-            self._messages.put((DRIVER, {"type": RESULT_STORED, "rank": rank, "result": result, "error": error}))
+            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
+            self._messages.put((DRIVER, stored))
 
         if self._run.is_remote:
             # In the thread that talks to the store: the driver goes on looking for failures and cancels.
@@ -450,9 +451,8 @@ class Attempt:
             self._broken = _not_stored(message["error"])
             return
         result = message["result"]
-        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
-        self._result = ResultRef(uri, result["format"], result["sha256"], result["size"], summary)
+        self._result = ResultRef(message["uri"], result["format"], result["sha256"], result["size"], summary)
         self._value = [result["value"]] if "value" in result else []
         self._committed.add(message["rank"])
 

@@ -9,6 +9,7 @@ write the same file. A folder without ``checkpoint.json`` is no checkpoint and i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -106,15 +107,16 @@ def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
+    committed = _read_manifests(run, store.list_names(run.path(FOLDER)))
+    return [manifest for manifest in committed if manifest.attempt >= fresh_since]
+
+
+def _read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     found = []
-    for name in store.list_names(run.path(FOLDER)):
-        try:
-            manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
-        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-            # Every other error is the store's, and says nothing of the checkpoint.
-            continue
-        if manifest.attempt >= fresh_since:
-            found.append(manifest)
+    for name in names:
+        # Every other error is the store's, and says nothing of the checkpoint.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            found.append(Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))))
     return found
 
 
@@ -180,11 +182,12 @@ class Committer:
         Raises:
             OSError: the store cannot be read.
         """
-        committed = list_committed(self._run, self._fresh_since)
-        for name in store.list_names(self._run.path(FOLDER)):
+        names = store.list_names(self._run.path(FOLDER))
+        committed = _read_manifests(self._run, names)
+        for name in set(names) - {manifest.id for manifest in committed}:
             if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
                 store.remove(self._run.path(FOLDER, name))
-        if not committed:
+        if not committed or committed[-1].attempt < self._fresh_since:
             return None
         self._in_use = committed[-1].id
         # The attempt before may have died before it could.
