@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -610,14 +609,10 @@ _RESULT_INTERVAL = 0.5
 
 def _upload(path: str, uri: str) -> str | None:
     """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
-    deadline = time.monotonic() + RESULT_PATIENCE
-    pause = threading.Event()
-    while True:
-        try:
-            store.upload(path, uri)
-            return None
-        except Exception as error:
-            # Drivers of object stores have exceptions of their own.
-            if not store.is_url(uri) or time.monotonic() > deadline:
-                return f"{type(error).__name__}: {error}"
-        pause.wait(_RESULT_INTERVAL)
+    try:
+        store.patiently(
+            lambda: store.upload(path, uri), RESULT_PATIENCE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

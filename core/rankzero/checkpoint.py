@@ -16,7 +16,6 @@ import math
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -246,19 +245,17 @@ class Committer:
             self._done += 1
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
-        deadline, pause = time.monotonic() + STORE_PATIENCE, threading.Event()
-        while True:
-            try:
-                manifest = self._commit(parts)
-                break
-            except Exception:
-                # The checkpoint before it is whole, and training must not end for this one.
-                if self._closed or not self._queue.empty() or time.monotonic() > deadline:
-                    logger.exception("a checkpoint could not be committed")
-                    self._on_loss(parts[min(parts)]["index"])
-                    return
-            # A store that is out of reach for a moment; a newer checkpoint is worth more than this one.
-            pause.wait(_STORE_INTERVAL)
+        def is_outdated(_: Exception) -> bool:
+            # A newer checkpoint is worth more than this one.
+            return self._closed or not self._queue.empty()
+
+        try:
+            manifest = store.patiently(lambda: self._commit(parts), STORE_PATIENCE, _STORE_INTERVAL, is_outdated)
+        except Exception:
+            # The checkpoint before it is whole, and training must not end for this one.
+            logger.exception("a checkpoint could not be committed")
+            self._on_loss(parts[min(parts)]["index"])
+            return
         self._on_commit(manifest)
         self._prune()
 
