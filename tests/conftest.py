@@ -29,13 +29,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
 
 
-def until(look: Callable[[], T | None], bound: float, what: str) -> T:
+def until(look: Callable[[], T | None], bound: float, what: str, pause: float = LOOK) -> T:
     """What ``look`` gives as soon as it is true. Raises TimeoutError, in the words of ``what``."""
     deadline = time.monotonic() + bound
     while not (found := look()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {bound} s")
-        time.sleep(LOOK)
+        time.sleep(pause)
     return found
 
 
