@@ -1,15 +1,24 @@
 """What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
 
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from rankzero import Launcher
 
+ROOT = Path(__file__).parents[1]
+
 ORPHAN_TIMEOUT = 6.0
+
+LOOK = 0.02
+"""Seconds between two looks at a condition."""
+
+T = TypeVar("T")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -18,6 +27,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
+
+
+def until(look: Callable[[], T | None], bound: float, what: str, pause: float = LOOK) -> T:
+    """What ``look`` gives as soon as it is true. Raises TimeoutError, in the words of ``what``."""
+    deadline = time.monotonic() + bound
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {bound} s")
+        time.sleep(pause)
+    return found
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def processes_with(marker: str) -> list[int]:
@@ -39,7 +65,7 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
     """The processes with the marker that are left after ``timeout`` seconds; empty when all ended."""
     deadline = time.monotonic() + timeout
     while (left := processes_with(marker)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(LOOK)
     return left
 
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import logging
 import queue
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from rankzero import policy, store
+from rankzero import policy, store, verdict
 from rankzero.channel.auth import new_secret
 from rankzero.channel.frames import Message
 from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.checkpoint import COMMIT_TIMEOUT, FOLDER, CheckpointConfig, Committer, Manifest
 from rankzero.directory import RunDirectory
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import (
-    EngineError,
-    HangError,
-    RankZeroError,
-    ResultError,
-    RunCancelledError,
-    RunTimeoutError,
-    StartTimeoutError,
-    WorkerFailedError,
-)
+from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.hang import HangWatch
 from rankzero.job import Job
 from rankzero.policy import Failure
 from rankzero.record import Recorder
@@ -95,9 +86,7 @@ class Attempt:
         self._returned: set[int] = set()
         self._ready: set[tuple[int, int]] = set()
         self._rendezvous = False
-        self._progress: dict[int, tuple[int, float]] = {}
-        self._stacks: dict[int, str] = {}
-        self._stacks_deadline: float | None = None
+        self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
@@ -315,7 +304,7 @@ class Attempt:
         elif kind == "metric":
             self._recorder.metric(rank, message["metrics"], message["time"])
         elif kind == "beat":
-            self._on_beat(rank, message["progress"])
+            self._hang.on_beat(rank, message["progress"], time.monotonic())
         elif kind == "ready":
             self._ready.add((task, message["local_rank"]))
             self._note_start()
@@ -326,7 +315,7 @@ class Attempt:
         elif kind == "returned":
             self._returned.add(rank)
         elif kind == "stack":
-            self._stacks[rank] = message["text"]
+            self._hang.on_stack(rank, message["text"])
         elif kind == "commit":
             self._on_commit(rank, task, message)
         elif kind == "failure":
@@ -406,10 +395,6 @@ class Attempt:
             self.started_at = time.monotonic()
             self._recorder.update(state="running", started=self._recorder.status.started or time.time())
 
-    def _on_beat(self, rank: int, progress: int) -> None:
-        if rank not in self._progress or self._progress[rank][0] != progress:
-            self._progress[rank] = progress, time.monotonic()
-
     def _on_checkpoint_part(self, rank: int, task: int, message: Message) -> None:
         part = {**message}
         if name := message.get("upload"):
@@ -431,14 +416,15 @@ class Attempt:
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.get("sha256") != result["sha256"]:
-                self._broken = _not_stored(uploaded.get("error", "the upload was damaged on its way"))
+                self._broken = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
                 return
             path = uploaded["path"]
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
 
         def put() -> None:
             error = _upload(path, uri)
-            self._messages.put((DRIVER, {"type": RESULT_STORED, "rank": rank, "result": result, "error": error}))
+            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
+            self._messages.put((DRIVER, stored))
 
         if self._run.is_remote:
             # In the thread that talks to the store: the driver goes on looking for failures and cancels.
@@ -448,12 +434,11 @@ class Attempt:
 
     def _on_result_stored(self, message: Message) -> None:
         if message["error"]:
-            self._broken = _not_stored(message["error"])
+            self._broken = verdict.not_stored(message["error"])
             return
         result = message["result"]
-        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
-        self._result = ResultRef(uri, result["format"], result["sha256"], result["size"], summary)
+        self._result = ResultRef(message["uri"], result["format"], result["sha256"], result["size"], summary)
         self._value = [result["value"]] if "value" in result else []
         self._committed.add(message["rank"])
 
@@ -485,7 +470,9 @@ class Attempt:
         timeout = self._job.timeout
         if timeout and now - (self._run_started_at or self.started_at) > timeout:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
-        self._look_for_hang(now)
+        bound, storing = self._job.hang_timeout, bool(self._returned - self._committed)
+        if bound is not None and (stacks := self._hang.look(now, bound, storing=storing)):
+            raise verdict.hung(bound, stacks, self._run.directory)
 
     def _look_at_failures(self, group: AgentGroup, now: float) -> None:
         gone = [(task, agent) for task, agent in self._agents.items() if agent.left_at or agent.disconnected_at]
@@ -494,7 +481,7 @@ class Attempt:
             if gone and all(failure.collateral for failure in self._failures):
                 # The peers of a lost host see broken connections only.
                 raise self._lost(*gone[0], group)
-            raise self._failed()
+            raise verdict.failed(self._failures, self._recorder.tail, self._run.directory)
         if self._broken:
             raise self._broken
         if self._engine_ended and not self._failures:
@@ -509,82 +496,23 @@ class Attempt:
         error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
         return group.explain(error)
 
-    def _lost(self, task: int, agent: _AgentState, group: AgentGroup) -> RankZeroError:
+    def _lost(self, task: int, agent: _AgentState, group: AgentGroup) -> EngineError:
         first = agent.first_rank or 0
-        ranks = policy.name_ranks(range(first, first + agent.join["workers"]))
+        ranks = range(first, first + agent.join["workers"])
         why = agent.why_left or "its connection broke and did not come back"
-        others = policy.group_others(self._failures, Failure(rank=-1, host=""))
-        text, cause = [f"task {task} on {agent.name} ({ranks}) was lost: {why}"], agent.cause
-        if self._engine_ended and self._engine_error:
-            explained = group.explain(self._engine_error)
-            text.append(str(explained))
-            cause = getattr(explained, "cause", None) or cause
-        if others:
-            text += ["Then failed:", *(f"  {line}" for line in others)]
-        return EngineError("\n".join(text), cause=cause)
-
-    def _look_for_hang(self, now: float) -> None:
-        bound = self._job.hang_timeout
-        if bound is None or len(self._progress) < self._job.num_processes:
-            return
-        if self._returned - self._committed:
-            # A value is on its way: however long that takes, nobody hangs.
-            self._progress = {rank: (count, now) for rank, (count, _) in self._progress.items()}
-            return
-        if not policy.is_hung((when for _, when in self._progress.values()), now, bound):
-            self._stacks_deadline = None
-        elif self._stacks_deadline is None:
-            self._stacks.clear()
-            self._stacks_deadline = now + policy.STACKS_WINDOW
-            self._server.broadcast({"type": "dump"})
-        elif now > self._stacks_deadline or len(self._stacks) == self._job.num_processes:
-            raise self._hung(bound)
-
-    def _hung(self, bound: float) -> HangError:
-        silent = "no answer: its agent or the network hangs"
-        stacks = {rank: self._stacks.get(rank, silent) for rank in range(self._job.num_processes)}
-        missing = policy.not_in_collective(stacks)
-        message = policy.hang_message(bound, stacks, missing, self._run.directory)
-        return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
-
-    def _failed(self) -> RankZeroError:
-        cause = policy.first_cause(self._failures)
-        if cause.cause == "no-torch":
-            return EngineError(cause.message)
-        if cause.exception_type == "rankzero.errors.ResultError":
-            return ResultError(cause.message)
-        others = policy.group_others(self._failures, cause)
-        same = policy.same_as(cause, self._failures)
-        tail = list(cause.log_tail) or self._recorder.tail(cause.rank)
-        return WorkerFailedError(
-            policy.failure_message(cause, same, others, tail, self._run.directory),
-            rank=cause.rank,
-            host=cause.host,
-            exception_type=cause.exception_type,
-            traceback=cause.traceback,
-            exit_code=cause.exit_code,
-            signal=cause.signal,
-            log_tail=tail,
-            others=([f"{policy.name_ranks(same)}: the same"] if same else []) + others,
-            cause=cause.restart_cause,
-        )
+        explained = group.explain(self._engine_error) if self._engine_ended and self._engine_error else None
+        return verdict.lost(f"task {task} on {agent.name}", ranks, why, agent.cause, explained, self._failures)
 
     def _start_timeout(self) -> StartTimeoutError:
         tasks = self._session.num_agents
-        missing = [f"task {task}" for task in range(tasks) if task not in self._agents]
-        if missing:
-            text = f"{len(missing)} of {tasks} tasks were not started: {', '.join(missing)}"
-        else:
-            missing = [
-                f"rank {self._rank(agent, task, {'local_rank': local_rank})}"
-                for task, agent in self._agents.items()
-                for local_rank in range(agent.join["workers"])
-                if (task, local_rank) not in self._ready
-            ] or ["rank 0"]
-            text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
-        return StartTimeoutError(
-            f"the ranks did not start within start_timeout={self._job.start_timeout} s: {text}", missing=missing
-        )
+        ranks = [
+            self._rank(agent, task, {"local_rank": local_rank})
+            for task, agent in self._agents.items()
+            for local_rank in range(agent.join["workers"])
+            if (task, local_rank) not in self._ready
+        ]
+        missing_tasks = [task for task in range(tasks) if task not in self._agents]
+        return verdict.start_timeout(self._job.start_timeout, tasks, missing_tasks, ranks)
 
 
 _FAILURE_FACTS = (
@@ -599,10 +527,6 @@ _FAILURE_FACTS = (
 )
 
 
-def _not_stored(error: object) -> ResultError:
-    return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
-
-
 RESULT_PATIENCE = 30.0
 """Seconds for which a store that refuses the result is asked again."""
 
@@ -611,14 +535,10 @@ _RESULT_INTERVAL = 0.5
 
 def _upload(path: str, uri: str) -> str | None:
     """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
-    deadline = time.monotonic() + RESULT_PATIENCE
-    pause = threading.Event()
-    while True:
-        try:
-            store.upload(path, uri)
-            return None
-        except Exception as error:
-            # Drivers of object stores have exceptions of their own.
-            if not store.is_url(uri) or time.monotonic() > deadline:
-                return f"{type(error).__name__}: {error}"
-        pause.wait(_RESULT_INTERVAL)
+    try:
+        store.patiently(
+            lambda: store.upload(path, uri), RESULT_PATIENCE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -9,13 +9,13 @@ write the same file. A folder without ``checkpoint.json`` is no checkpoint and i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -106,15 +106,16 @@ def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
+    committed = _read_manifests(run, store.list_names(run.path(FOLDER)))
+    return [manifest for manifest in committed if manifest.attempt >= fresh_since]
+
+
+def _read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     found = []
-    for name in store.list_names(run.path(FOLDER)):
-        try:
-            manifest = Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST))))
-        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-            # Every other error is the store's, and says nothing of the checkpoint.
-            continue
-        if manifest.attempt >= fresh_since:
-            found.append(manifest)
+    for name in names:
+        # Every other error is the store's, and says nothing of the checkpoint.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            found.append(Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))))
     return found
 
 
@@ -180,11 +181,12 @@ class Committer:
         Raises:
             OSError: the store cannot be read.
         """
-        committed = list_committed(self._run, self._fresh_since)
-        for name in store.list_names(self._run.path(FOLDER)):
+        names = store.list_names(self._run.path(FOLDER))
+        committed = _read_manifests(self._run, names)
+        for name in set(names) - {manifest.id for manifest in committed}:
             if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
                 store.remove(self._run.path(FOLDER, name))
-        if not committed:
+        if not committed or committed[-1].attempt < self._fresh_since:
             return None
         self._in_use = committed[-1].id
         # The attempt before may have died before it could.
@@ -243,19 +245,17 @@ class Committer:
             self._done += 1
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
-        deadline, pause = time.monotonic() + STORE_PATIENCE, threading.Event()
-        while True:
-            try:
-                manifest = self._commit(parts)
-                break
-            except Exception:
-                # The checkpoint before it is whole, and training must not end for this one.
-                if self._closed or not self._queue.empty() or time.monotonic() > deadline:
-                    logger.exception("a checkpoint could not be committed")
-                    self._on_loss(parts[min(parts)]["index"])
-                    return
-            # A store that is out of reach for a moment; a newer checkpoint is worth more than this one.
-            pause.wait(_STORE_INTERVAL)
+        def is_outdated(_: Exception) -> bool:
+            # A newer checkpoint is worth more than this one.
+            return self._closed or not self._queue.empty()
+
+        try:
+            manifest = store.patiently(lambda: self._commit(parts), STORE_PATIENCE, _STORE_INTERVAL, is_outdated)
+        except Exception:
+            # The checkpoint before it is whole, and training must not end for this one.
+            logger.exception("a checkpoint could not be committed")
+            self._on_loss(parts[min(parts)]["index"])
+            return
         self._on_commit(manifest)
         self._prune()
 
@@ -300,8 +300,3 @@ class Committer:
                 store.remove(self._run.path(FOLDER, manifest.id))
         except Exception:
             logger.warning("an old checkpoint could not be removed", exc_info=True)
-
-
-def checkpoint_id(attempt: int, index: int) -> str:
-    """The folder's name of a checkpoint."""
-    return f"{attempt:04d}-{index:06d}"

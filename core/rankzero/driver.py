@@ -64,7 +64,8 @@ class Driver:
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._session: EngineSession | None = None
         self._started_at: float | None = None
-        self._closed_cleanly = True
+        self.left_nothing = True
+        """False if an engine session did not close: a JVM that was stopped may still be there."""
 
     def run(self) -> None:
         """Never raises for a run that failed: the status says so.
@@ -86,11 +87,6 @@ class Driver:
             assert attempt.outcome is not None
             result, value = attempt.outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
-
-    @property
-    def left_nothing(self) -> bool:
-        """False if an engine session did not close: a JVM that was stopped may still be there."""
-        return self._closed_cleanly
 
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
@@ -149,7 +145,7 @@ class Driver:
     def _close_session(self) -> None:
         session, self._session = self._session, None
         if session:
-            self._closed_cleanly = within(CLOSE_TIMEOUT, session.close)
+            self.left_nothing = within(CLOSE_TIMEOUT, session.close)
 
     def _open(self, deadline: float) -> EngineSession:
         """An open engine with room for the job."""

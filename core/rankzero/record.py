@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from rankzero import store
 from rankzero.directory import Appender, RunDirectory, RunStatus
 from rankzero.errors import ResultError, RunNotFoundError
 from rankzero.liveness import process_namespace, process_start
@@ -140,17 +141,11 @@ class Recorder:
         with self._lock:
             for lines in (self._events, *self._logs.values()):
                 lines.close()
-        deadline = time.monotonic() + FINISH_TIMEOUT
-        pause = threading.Event()
-        while True:
-            try:
-                self._write({**changes, "ended": time.time()})
-                return
-            except Exception as error:
-                if time.monotonic() > deadline:
-                    what = f"the run ended as {changes['state']}, but its status could not be written: {error}"
-                    raise ResultError(what) from error
-                pause.wait(_FINISH_INTERVAL)
+        try:
+            store.patiently(lambda: self._write({**changes, "ended": time.time()}), FINISH_TIMEOUT, _FINISH_INTERVAL)
+        except Exception as error:
+            what = f"the run ended as {changes['state']}, but its status could not be written: {error}"
+            raise ResultError(what) from error
 
 
 class _Lines:

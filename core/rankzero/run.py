@@ -110,16 +110,9 @@ class RunHandle(Generic[R]):
             RunNotFoundError: there is no run.
             Exception: the store's, after `STORE_PATIENCE` seconds.
         """
-        deadline = time.monotonic() + STORE_PATIENCE
-        while True:
-            try:
-                return read()
-            except RunNotFoundError:
-                raise
-            except Exception:
-                if time.monotonic() > deadline:
-                    raise
-            self._tick.wait(FOLLOW_INTERVAL_REMOTE)
+        return store.patiently(
+            read, STORE_PATIENCE, FOLLOW_INTERVAL_REMOTE, lambda error: isinstance(error, RunNotFoundError)
+        )
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """True or False if this process can ask the driver; None where only the heartbeat can tell."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
-from typing import IO, Any
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any, TypeVar
 
 PRIVATE_DIRECTORY = 0o700
+
+T = TypeVar("T")
 
 
 def is_url(location: str) -> bool:
@@ -38,6 +42,31 @@ def _filesystem(location: str) -> tuple[Any, str]:
 
     filesystem, path = fsspec.core.url_to_fs(location)
     return filesystem, path
+
+
+def patiently(
+    action: Callable[[], T], seconds: float, interval: float, give_up: Callable[[Exception], bool] = lambda _: False
+) -> T:
+    """What ``action`` returns, tried again while the store fails: an outage of a moment must not end a run.
+
+    Args:
+        action: What reads or writes the store.
+        seconds: For so long a failure is followed by another try.
+        interval: Seconds between two tries.
+        give_up: True for an error after which another try is of no use.
+
+    Raises:
+        Exception: the last error, of any type: drivers of object stores have exceptions of their own.
+    """
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if give_up(error) or time.monotonic() > deadline:
+                raise
+        pause.wait(interval)
 
 
 def make_directory(location: str) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "example_dags"
+EXAMPLES = ROOT / "example_dags"
 
 # Deleted when the object is, at the end of the test process.
 _home = tempfile.TemporaryDirectory(prefix="rankzero-airflow-", ignore_cleanup_errors=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "example_dags"
+EXAMPLES = ROOT / "example_dags"
 GOOD_ACCURACY = 0.95
 
 

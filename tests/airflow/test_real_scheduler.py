@@ -3,22 +3,21 @@
 One ``airflow standalone`` (scheduler, API server, DAG processor, LocalExecutor on SQLite) serves the module.
 """
 
+import functools
 import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with
+from tests.conftest import free_port, processes_with, until
 
 from rankzero import RunHandle
 
@@ -30,24 +29,12 @@ HEARTBEAT = 1.0
 GONE_WITHIN = 5.0
 """Seconds after which nothing of a run may be left."""
 
-
-def wait_for(what: str, probe: Callable[[], Any], timeout: float) -> Any:
-    """What the probe finds, as soon as that is true."""
-    deadline = time.monotonic() + timeout
-    while not (found := probe()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
-        time.sleep(0.05)
-    return found
+# Most looks are requests to the API server.
+wait_until = functools.partial(until, pause=0.05)
 
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Standalone:
@@ -116,12 +103,12 @@ class Standalone:
             return None
 
     def wait_until_ready(self, dag_ids: list[str]) -> None:
-        token = wait_for("the API server", lambda: self._probe("GET", "/auth/token"), START_TIMEOUT)
+        token = wait_until(lambda: self._probe("GET", "/auth/token"), START_TIMEOUT, "the API server")
         self._token = token["access_token"]
         for dag_id in dag_ids:
             unpause = ("PATCH", f"/api/v2/dags/{dag_id}", {"is_paused": False})
-            wait_for(f"the DAG {dag_id}", lambda call=unpause: self._probe(*call), START_TIMEOUT)
-        wait_for("a healthy scheduler", self._is_healthy, START_TIMEOUT)
+            wait_until(lambda call=unpause: self._probe(*call), START_TIMEOUT, f"the DAG {dag_id}")
+        wait_until(self._is_healthy, START_TIMEOUT, "a healthy scheduler")
 
     def _is_healthy(self) -> bool:
         health = self._probe("GET", "/api/v2/monitor/health") or {}
@@ -138,7 +125,7 @@ class Standalone:
             now = self.call("GET", f"/api/v2/dags/{dag_id}/dagRuns/{run_id}")["state"]
             return str(now) if now in ("success", "failed") else None
 
-        return str(wait_for(f"the end of {dag_id}", state, RUN_TIMEOUT))
+        return str(wait_until(state, RUN_TIMEOUT, f"the end of {dag_id}"))
 
     def task(self, dag_id: str, run_id: str, task_id: str) -> str:
         return f"/api/v2/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}"
@@ -156,13 +143,13 @@ class Standalone:
         def directory() -> Path | None:
             return next((path for path in self.store.glob(pattern) if (path / "job.json").exists()), None)
 
-        return RunHandle.attach(wait_for("the run directory", directory, RUN_TIMEOUT))
+        return RunHandle.attach(wait_until(directory, RUN_TIMEOUT, "the run directory"))
 
     def stop(self) -> None:
         os.killpg(self._process.pid, signal.SIGTERM)
         try:
             self._process.wait(STOP_TIMEOUT)
-            wait_for("the end of Airflow", lambda: not processes_with(self.marker), STOP_TIMEOUT)
+            wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):
                 os.kill(pid, signal.SIGKILL)
@@ -198,9 +185,9 @@ def endless(airflow: Standalone) -> Iterator[tuple[str, str, RunHandle[Any]]]:
     marker = f"endless-{secrets.token_hex(8)}"
     run_id = airflow.trigger("endless", mark=marker)
     run = airflow.run_of("endless", run_id)
-    wait_for("the training", lambda: run.status().state == "running", RUN_TIMEOUT)
+    wait_until(lambda: run.status().state == "running", RUN_TIMEOUT, "the training")
     assert len(processes_with(marker)) >= 2
-    wait_for("live log lines", lambda: "[1] never ends" in airflow.log("endless", run_id, "train"), RUN_TIMEOUT)
+    wait_until(lambda: "[1] never ends" in airflow.log("endless", run_id, "train"), RUN_TIMEOUT, "live log lines")
     yield run_id, marker, run
     assert processes_with(marker) == []
 
@@ -209,8 +196,8 @@ def test_marking_a_task_failed_ends_its_ranks(airflow: Standalone, endless: tupl
     run_id, marker, run = endless
     airflow.call("PATCH", airflow.task("endless", run_id, "train"), {"new_state": "failed"})
     # Airflow tells the task with its next heartbeat.
-    wait_for("the end of the ranks", lambda: not processes_with(marker), HEARTBEAT + GONE_WITHIN)
-    wait_for("the end of the run", lambda: run.status().final, STOP_TIMEOUT)
+    wait_until(lambda: not processes_with(marker), HEARTBEAT + GONE_WITHIN, "the end of the ranks")
+    wait_until(lambda: run.status().final, STOP_TIMEOUT, "the end of the run")
     assert run.status().state == "cancelled"
 
 
@@ -221,7 +208,7 @@ def test_killed_task_process_takes_its_ranks_along(
     driver = run.status().driver_pid
     assert driver is not None
     os.kill(parent_of(driver), signal.SIGKILL)
-    wait_for("the end of the ranks", lambda: not processes_with(marker), GONE_WITHIN)
-    wait_for("the end of the run", lambda: run.status().final, STOP_TIMEOUT)
+    wait_until(lambda: not processes_with(marker), GONE_WITHIN, "the end of the ranks")
+    wait_until(lambda: run.status().final, STOP_TIMEOUT, "the end of the run")
     assert run.status().state == "cancelled"
     assert airflow.finish("endless", run_id) == "failed"

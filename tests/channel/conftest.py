@@ -53,6 +53,11 @@ class Serving:
         self.clients.append(client)
         return client
 
+    def hears(self, task: int = 0, hosts: list[str] | None = None) -> bool:
+        """True if the first word of a new agent is what arrives next."""
+        self.client(task, hosts=hosts).queue({"type": "join"})
+        return self.next() == (task, {"type": "join"})
+
     def next(self) -> tuple[int, Message]:
         return self.inbox.get(timeout=TIMEOUT)
 

@@ -52,19 +52,12 @@ def stranger(serving: Any) -> Iterator[Callable[[bytes], str]]:
         listener.close()
 
 
-def joined(serving: Any, hosts: list[str]) -> None:
-    client = serving.client(hosts=hosts)
-    client.queue({"type": "join"})
-    assert serving.next() == (0, {"type": "join"})
-    client.close(5.0)
-
-
 def test_a_closed_port_is_skipped(serving: Any) -> None:
-    joined(serving, ["127.0.0.3", "127.0.0.1"])
+    assert serving.hears(hosts=["127.0.0.3", "127.0.0.1"])
 
 
 def test_a_name_that_does_not_resolve_is_skipped(serving: Any) -> None:
-    joined(serving, ["no-such-host.invalid", "not a name..", "x" * 300, "127.0.0.1"])
+    assert serving.hears(hosts=["no-such-host.invalid", "not a name..", "x" * 300, "127.0.0.1"])
 
 
 CHALLENGE = frames.encode({"type": "challenge", "nonce": "00"})
@@ -88,7 +81,7 @@ CHALLENGE = frames.encode({"type": "challenge", "nonce": "00"})
 def test_a_stranger_who_answers_is_skipped(
     serving: Any, stranger: Callable[[bytes], str], answer: bytes, fast: None
 ) -> None:
-    joined(serving, [stranger(answer), "127.0.0.1"])
+    assert serving.hears(hosts=[stranger(answer), "127.0.0.1"])
 
 
 def test_the_agent_says_what_it_tried(receive: Receive, monkeypatch: pytest.MonkeyPatch, fast: None) -> None:
@@ -114,8 +107,8 @@ def test_a_wrong_secret_finds_no_driver(serving: Any, receive: Receive, monkeypa
 @needs_ipv6
 @pytest.mark.parametrize(("bind", "hosts"), [("::1", ["::1"]), ("::", ["::1"]), ("::", ["127.0.0.1"])])
 def test_ipv6_and_both(serve: Any, bind: str, hosts: list[str]) -> None:
-    joined(serve(host=bind), hosts)
+    assert serve(host=bind).hears(hosts=hosts)
 
 
 def test_a_name_is_bound_and_found(serve: Any) -> None:
-    joined(serve(host="localhost"), ["localhost"])
+    assert serve(host="localhost").hears(hosts=["localhost"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero.channel import limits
 from rankzero.channel.frames import Message
@@ -95,9 +96,7 @@ def test_a_client_holds_no_file_in_memory(serve: Any, tmp_path: Path, receive: C
     client.queue({"type": "control"})
     serving.await_type("control")
     # What was not read yet is read later: it is the new end that arrives.
-    deadline = time.monotonic() + 20.0
-    while serving.server._peers[0].withheld < limits.BULK_WINDOW and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: serving.server._peers[0].withheld >= limits.BULK_WINDOW, 20.0, "a full window")
     with open(path, "r+b") as file:
         file.seek(-10, 2)
         file.write(b"0123456789")

@@ -9,8 +9,6 @@ import pytest
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def dagster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

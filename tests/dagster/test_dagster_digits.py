@@ -10,11 +10,12 @@ from types import ModuleType
 import dagster as dg
 import pytest
 import torch
+from tests.conftest import ROOT
 
 from dagster_rankzero import TorchDistributorResource
 from rankzero import ResultRef
 
-EXAMPLES = Path(__file__).parents[2] / "example_dags"
+EXAMPLES = ROOT / "example_dags"
 PIPELINE = EXAMPLES / "dagster" / "digits_retraining.py"
 
 

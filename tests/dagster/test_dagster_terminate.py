@@ -4,18 +4,17 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
-from tests.conftest import processes_with, wait_until_gone
+from tests.conftest import free_port, processes_with, until, wait_until_gone
 
 DEFINITIONS = Path(__file__).parent / "endless_training.py"
 RANKS = 2
@@ -59,19 +58,6 @@ class Webserver:
         return self.query(text, id=run_id)["runOrError"]["status"]
 
 
-def wait_for(what: str, condition: Callable[[], object], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture
 def webserver(tmp_path: Path, marker: str, dagster_home: Path) -> Iterator[Webserver]:
     """`dagster dev` with an instance of its own; nothing of it is left afterwards."""
@@ -91,7 +77,7 @@ def webserver(tmp_path: Path, marker: str, dagster_home: Path) -> Iterator[Webse
         )
     try:
         web = Webserver(port)
-        wait_for("the webserver answers", lambda: server.poll() is None and web.answers(), 90)
+        until(lambda: server.poll() is None and web.answers(), 90, "a webserver that answers")
         yield web
     finally:
         server.terminate()
@@ -121,7 +107,7 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(webserver: Webserve
         assert webserver.status(run_id) not in ("FAILURE", "SUCCESS", "CANCELED")
         return sum("training" in log.read_text() for log in logs) == RANKS
 
-    wait_for("every rank trains", training, 150)
+    until(training, 150, "ranks that train")
     assert len(processes_with(rank_mark)) >= RANKS
 
     called = time.monotonic()
@@ -132,7 +118,7 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(webserver: Webserve
     assert left == [], f"ranks {left} still run {took:.2f} s after the call"
     print(f"ranks were gone {took:.2f} s after the call")
 
-    wait_for("the run is canceled", lambda: webserver.status(run_id) == "CANCELED", 60)
+    until(lambda: webserver.status(run_id) == "CANCELED", 60, "a canceled run")
     assert not list((tmp_path / "assets").rglob("manifest.json"))
     with dg.DagsterInstance.get() as instance:
         assert instance.get_latest_materialization_event(dg.AssetKey("endless")) is None

@@ -8,11 +8,9 @@ import os
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -20,21 +18,6 @@ from rankzero import LocalEngine, RunHandle, formats
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LOOPBACK, LocalSession
 from rankzero.job import Job
-
-LOOK = 0.02
-"""Seconds between two looks at a condition."""
-
-T = TypeVar("T")
-
-
-def until(look: Callable[[], T | None], bound: float, what: str) -> T:
-    """What ``look`` gives as soon as it is true. Raises TimeoutError, in the words of ``what``."""
-    deadline = time.monotonic() + bound
-    while not (found := look()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {bound} s")
-        time.sleep(LOOK)
-    return found
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.conftest import processes_with, wait_until_gone
+from tests.conftest import LOOK, ROOT, describe, processes_with, wait_until_gone
 from tests.faults import kit
 from tests.faults.kit import Proxy
 from tests.faults.trainings import expected
 
 from rankzero import RunHandle, RunNotFoundError
-
-ROOT = Path(__file__).parents[2]
 
 RANKS = 2
 MAX_RESTARTS = 1
@@ -249,7 +247,7 @@ class Round:
             self._heal()
             if time.monotonic() - self.began > ROUND_BOUND:
                 raise TimeoutError(f"the round took longer than {ROUND_BOUND} s")
-            time.sleep(kit.LOOK)
+            time.sleep(LOOK)
 
     def _take_error(self, submitter: subprocess.Popen[bytes]) -> None:
         file = self.folder / "error"
@@ -439,13 +437,6 @@ def kill_connections(agent: int) -> bool:
             done = subprocess.run(["ss", "-K", "-t", *filters], capture_output=True, text=True)
             killed |= str(target.port) in done.stdout
     return killed
-
-
-def describe(pid: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return f"{pid} {process.status()} {' '.join(process.cmdline())[-120:]}"
-    return f"{pid} gone"
 
 
 # -- the report --------------------------------------------------------------------------------

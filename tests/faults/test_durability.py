@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import wait_until_gone
+from tests.conftest import ROOT, until, wait_until_gone
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, submission
 from rankzero.directory import RunDirectory
@@ -39,6 +39,21 @@ def starts(directory: Path) -> int:
 
 def follow_until_started(handle: RunHandle[Any]) -> None:
     assert any("started" in line for line in handle.logs(follow=True))
+
+
+def start(launcher: Launcher, directory: Path) -> RunHandle[str]:
+    """A submitted run whose rank waits for ``go``."""
+    handle = launcher.submit(count_and_wait, str(directory))
+    follow_until_started(handle)
+    return handle
+
+
+def strike_driver(handle: RunHandle[Any], number: signal.Signals) -> int:
+    """Sends the driver a signal; its process."""
+    driver = handle.status().driver_pid
+    assert driver
+    os.kill(driver, number)
+    return driver
 
 
 @pytest.fixture
@@ -85,11 +100,8 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
 
 
 def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
-    handle = single.submit(count_and_wait, str(tmp_path))
-    follow_until_started(handle)
-    driver = handle.status().driver_pid
-    assert driver
-    os.kill(driver, signal.SIGKILL)
+    handle = start(single, tmp_path)
+    strike_driver(handle, signal.SIGKILL)
     with pytest.raises(EngineError, match="died without ending the run"):
         handle.result(WAIT)
     assert wait_until_gone(marker, 5.0) == []
@@ -98,15 +110,11 @@ def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launche
 
 
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
-    handle = single.submit(count_and_wait, str(tmp_path))
-    follow_until_started(handle)
-    driver = handle.status().driver_pid
-    assert driver
-    os.kill(driver, signal.SIGSTOP)
+    handle = start(single, tmp_path)
+    driver = strike_driver(handle, signal.SIGSTOP)
     try:
         # Its ranks end when they have not heard of it for so long, whatever it may do later.
-        left = wait_until_gone(f"MARK={marker}", DRIVER_DEAD_AFTER + 5.0)
-        assert left == []
+        assert wait_until_gone(f"MARK={marker}", DRIVER_DEAD_AFTER + 5.0) == []
         assert handle.wait(DRIVER_DEAD_AFTER)
         assert handle.status().state == "failed"
         (tmp_path / "go").touch()
@@ -115,10 +123,7 @@ def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher,
     finally:
         os.kill(driver, signal.SIGCONT)
     # It wakes up, sees that it was superseded, and does not write over its heir.
-    deadline = time.monotonic() + WAIT
-    while os.path.exists(f"/proc/{driver}") and handle._driver and handle._driver.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not handle._driver or handle._driver.poll() is not None, WAIT, "the end of the driver")
     assert RunHandle.attach(heir.directory).result() == "attempt 1"
 
 
@@ -130,20 +135,15 @@ from rankzero import Launcher
 launcher = Launcher(store={str(tmp_path / "store")!r}, run_id="leased", orphan_timeout=4.0)
 launcher.submit(count_and_wait, {str(tmp_path)!r})
 """
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT, cwd=root)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT, cwd=ROOT)
     run = RunDirectory(str(tmp_path / "store" / "leased"))
-    deadline = time.monotonic() + WAIT
-    while not run.status().final:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: run.status().final, WAIT, "the end of the run")
     with pytest.raises(RunCancelledError, match=r"nobody followed the run for orphan_timeout=4.0 s"):
         RunHandle.attach(run.directory).result()
 
 
 def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -> None:
-    handle = single.options(orphan_timeout=2.0).submit(count_and_wait, str(tmp_path))
-    follow_until_started(handle)
+    handle = start(single.options(orphan_timeout=2.0), tmp_path)
     assert not handle.wait(6.0)
     (tmp_path / "go").touch()
     assert handle.result(WAIT) == "attempt 0"

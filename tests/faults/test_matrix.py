@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with
+from tests.conftest import ROOT, processes_with, until
 from tests.faults import kit
-from tests.faults.kit import Arrival, Proxy, ProxyEngine, until
+from tests.faults.kit import Arrival, Proxy, ProxyEngine
 from tests.faults.trainings import HOLD_AT, STEPS, arrive, expected, train
 
 from rankzero import (
@@ -40,8 +40,6 @@ from rankzero import (
     WorkerFailedError,
     submission,
 )
-
-ROOT = Path(__file__).parents[2]
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""

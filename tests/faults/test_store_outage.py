@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 from tests.faults import kit
-from tests.faults.kit import until
 from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 
 from rankzero import Launcher, RunHandle, store

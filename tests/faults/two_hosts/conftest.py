@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import processes_with
+from tests.conftest import ROOT, processes_with, until
 
 from rankzero import Launcher, RunHandle, SparkEngine
-
-ROOT = Path(__file__).parents[3]
 
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 
@@ -36,7 +34,6 @@ INTERFACE = "eth0"
 START_TIMEOUT = 60.0
 END_TIMEOUT = 15.0
 CALL_TIMEOUT = 120.0
-LOOK_INTERVAL = 0.05
 
 # The first process of a host: collects its orphans, and ends with its standard input.
 FIRST_PROCESS = """
@@ -64,16 +61,6 @@ def run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def wait_for(condition: Callable[[], object], timeout: float) -> float:
-    """Seconds until a condition held. Raises TimeoutError."""
-    started = time.monotonic()
-    while not condition():
-        if time.monotonic() - started > timeout:
-            raise TimeoutError(f"not after {timeout} s")
-        time.sleep(LOOK_INTERVAL)
-    return time.monotonic() - started
 
 
 class Host:
@@ -294,13 +281,10 @@ def start_cluster(cluster: Cluster) -> None:
 
     package = "org.apache.spark.deploy"
     start(cluster.a, "master", f"{package}.master.Master", "--port", "0")
-    wait_for(lambda: find(r"spark://[\d.]+:\d+", 1), START_TIMEOUT)
-    master = find(r"spark://[\d.]+:\d+", 1)
-    assert master is not None
-    cluster.master = master[0]
+    cluster.master = until(lambda: find(r"spark://[\d.]+:\d+", 1), START_TIMEOUT, "a master")[0]
     for host, name, cores in ((cluster.a, "worker-a", "2"), (cluster.b, "worker-b", "4")):
         start(host, name, f"{package}.worker.Worker", "--cores", cores, "--memory", "4g", cluster.master)
-    wait_for(lambda: find("Registering worker", 2), START_TIMEOUT)
+    until(lambda: find("Registering worker", 2), START_TIMEOUT, "two workers")
 
 
 @pytest.fixture(scope="module")

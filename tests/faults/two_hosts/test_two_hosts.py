@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.two_hosts.conftest import INTERFACE, Cluster, wait_for
+from tests.conftest import until
+from tests.faults.kit import executor_of
+from tests.faults.two_hosts.conftest import INTERFACE, Cluster
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 
@@ -148,7 +150,7 @@ def train_apart(seconds: float) -> int:
 def until_both_train(cluster: Cluster, handle: RunHandle[Any]) -> None:
     """Waits until both ranks have announced themselves, one on each host, and the run is under way."""
     assert {cluster.host_of(rank, handle) for rank in range(2)} == {cluster.a, cluster.b}, handle.status()
-    wait_for(lambda: handle.status().state != "starting", WAIT)
+    until(lambda: handle.status().state != "starting", WAIT, "a run under way")
     time.sleep(1.0)
 
 
@@ -161,22 +163,13 @@ def test_an_executor_that_is_killed_is_named_and_its_ranks_end(
     (rank,) = cluster.b.processes(marker)
     killed_at = time.time()
     os.kill(executor_of(rank), signal.SIGKILL)
-    gone = wait_for(lambda: not cluster.b.processes(marker), KILLED_WITHIN)
+    until(lambda: not cluster.b.processes(marker), KILLED_WITHIN, "the end of the ranks")
+    gone = time.time() - killed_at
     with pytest.raises((EngineError, WorkerFailedError)) as caught:
         handle.result(WAIT)
     print(f"ranks gone after {gone:.1f} s, known after {ended_at(handle) - killed_at:.1f} s: {caught.value!r}")
     assert cluster.b.name in str(caught.value)
     assert ended_at(handle) - killed_at < LOST_WITHIN
-
-
-def executor_of(pid: int) -> int:
-    """The JVM above a rank."""
-    while pid > 1:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        if "(java)" in stat:
-            return pid
-        pid = int(stat.rpartition(")")[2].split()[1])
-    raise AssertionError("a rank without a JVM above it")
 
 
 def ended_at(handle: RunHandle[Any]) -> float:
@@ -240,7 +233,8 @@ def test_a_killed_driver_leaves_no_rank_and_every_host_knows(
     until_both_train(cluster, handle)
     killed_at = time.time()
     os.kill(driver_of(cluster, handle), signal.SIGKILL)
-    gone = wait_for(lambda: not (cluster.a.processes(marker) + cluster.b.processes(marker)), ORPHANED_WITHIN)
+    until(lambda: not (cluster.a.processes(marker) + cluster.b.processes(marker)), ORPHANED_WITHIN, "the ranks' end")
+    gone = time.time() - killed_at
     assert follower.wait(ORPHANED_WITHIN + WAIT) == 0
     last = list(followed(tmp_path / "followed"))[-1]
     print(f"ranks gone after {gone:.1f} s, known after {last['time'] - killed_at:.1f} s")

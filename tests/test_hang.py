@@ -1,0 +1,66 @@
+"""When a run counts as hung, and what is known of it then."""
+
+from rankzero import policy
+from rankzero.hang import HangWatch
+
+BOUND = 10.0
+
+
+class Watched:
+    """Two ranks that were heard of at time 0, and how often they were asked for their stacks."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.watch = HangWatch(2, self.ask)
+        for rank in range(2):
+            self.watch.on_beat(rank, 1, 0.0)
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def look(self, now: float, *, storing: bool = False) -> dict[int, str] | None:
+        return self.watch.look(now, BOUND, storing=storing)
+
+
+def test_ranks_that_were_not_all_heard_of_do_not_hang() -> None:
+    watch = HangWatch(3, lambda: None)
+    watch.on_beat(0, 1, 0.0)
+    assert watch.look(1000.0, BOUND, storing=False) is None
+
+
+def test_stacks_are_asked_for_once_and_told_when_all_are_there() -> None:
+    ranks = Watched()
+    assert ranks.look(BOUND) is None
+    assert ranks.asked == 0
+    assert ranks.look(BOUND + 1) is None
+    ranks.watch.on_stack(0, "here")
+    assert ranks.look(BOUND + 2) is None
+    ranks.watch.on_stack(1, "there")
+    assert ranks.look(BOUND + 3) == {0: "here", 1: "there"}
+    assert ranks.asked == 1
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_longer() -> None:
+    ranks = Watched()
+    assert ranks.look(BOUND + 1) is None
+    ranks.watch.on_stack(1, "there")
+    stacks = ranks.look(BOUND + 1.1 + policy.STACKS_WINDOW)
+    assert stacks == {0: "no answer: its agent or the network hangs", 1: "there"}
+
+
+def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:
+    ranks = Watched()
+    assert ranks.look(BOUND + 1) is None
+    ranks.watch.on_beat(0, 1, BOUND + 1)
+    ranks.watch.on_beat(1, 2, BOUND + 1)
+    assert ranks.look(BOUND + 2) is None
+    # It hangs again: the ranks are asked anew.
+    assert ranks.look(2 * BOUND + 2) is None
+    assert ranks.asked == 2
+
+
+def test_nobody_hangs_while_a_value_is_stored() -> None:
+    ranks = Watched()
+    assert ranks.look(BOUND * 100, storing=True) is None
+    assert ranks.look(BOUND * 101) is None
+    assert ranks.asked == 0
