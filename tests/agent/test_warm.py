@@ -65,7 +65,7 @@ def look_around() -> dict[str, Any]:
         "umask": os.umask(0o022),
         "cuda": torch.cuda.is_initialized(),
         "locale": locale.setlocale(locale.LC_ALL),
-        "seeds": [torch.initial_seed(), random.random(), float(numpy.random.rand())],  # noqa: NPY002
+        "seeds": [torch.initial_seed(), random.random(), float(numpy.random.rand())],
     }
     os.environ["SPOILED"] = "1"
     os.chdir("/")
@@ -78,7 +78,7 @@ def look_around() -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     random.seed(0)
-    numpy.random.seed(0)  # noqa: NPY002
+    numpy.random.seed(0)
     decimal.getcontext().prec = 5
     os.umask(0o077)
     return facts
@@ -114,7 +114,7 @@ def test_ranks_of_one_run_draw_different_numbers(launcher: Launcher) -> None:
         import torch
         import torch.distributed as dist
 
-        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(1))]  # noqa: NPY002
+        numbers = [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
         dist.init_process_group("gloo")
         gathered: list[Any] = [None, None]
         dist.all_gather_object(gathered, numbers)
