@@ -205,7 +205,7 @@ def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> No
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin and process.stdout
+    assert process.stdout
     with process:
         owner = int(process.stdout.readline())
         (server,) = servers(owner)

@@ -46,6 +46,9 @@ STACKS_WAIT = 1.0
 PUMP_INTERVAL = 0.05
 """Seconds between two looks whether the driver takes lines that wait on disk, or a worker what it is told."""
 
+FIRST_LOOK = 0.001
+"""Seconds to the first of these looks at the end of a run; the pauses double."""
+
 DRAIN_READS = 16
 """Reads that empty a pipe of what was written before; a child may go on writing for ever."""
 
@@ -371,12 +374,13 @@ class Agent:
         """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped."""
         deadline = progress_at = now = time.monotonic()
         deadline += STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_LIMIT
-        left = self._waiting()
+        left, pause = self._waiting(), FIRST_LOOK
         while left and now < min(deadline, progress_at + FAREWELL_PATIENCE):
             for rank in self._ranks:
                 rank.output.pump()
-            for key, _ in self._selector.select(PUMP_INTERVAL):
+            for key, _ in self._selector.select(pause):
                 key.data()
+            pause = min(2 * pause, PUMP_INTERVAL)
             now = time.monotonic()
             if self._stopped_early:
                 # A stop, or the end of who holds this agent, may come meanwhile.

@@ -100,6 +100,8 @@ class Peer:
         elif kind == BULK:
             self._take_message(body)
             self._grant(self, len(body))
+            # With the next pump: an agent that has ended waits for nothing else.
+            self.session.ping()
         elif kind == CONTENT:
             self._uploads.content(*split_content(body), len(body))
         elif kind == OWN:
