@@ -212,6 +212,10 @@ class DriverThread(threading.Thread):
         """None while it lives, as a process would say."""
         return None if self.is_alive() else 0
 
+    def await_end(self, timeout: float) -> None:
+        """Returns when it has ended, or after so many seconds."""
+        self.join(timeout)
+
 
 def _watch_owner(fd: int, inbox: Inbox) -> None:
     """Cancels the run when the process at the other end of the pipe is gone, however it went."""

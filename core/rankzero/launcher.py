@@ -385,13 +385,22 @@ def _describe_files(parts: Payload, files: dict[str, bytes]) -> dict[str, dict[s
     return described
 
 
+class DriverProcess(subprocess.Popen[bytes]):
+    """A driver in a process of its own."""
+
+    def await_end(self, timeout: float) -> None:
+        """Returns when it has ended, or after so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
+
+
 # Drivers that this process started. A submitted driver outlives its handle; keeping it here lets
 # poll() collect its exit status, whoever holds the handle.
-_drivers: list[subprocess.Popen[bytes]] = []
+_drivers: list[DriverProcess] = []
 _drivers_lock = threading.Lock()
 
 
-def _start_driver(run: RunDirectory, owner: int | None) -> subprocess.Popen[bytes]:
+def _start_driver(run: RunDirectory, owner: int | None) -> DriverProcess:
     """Starts a detached driver in its own session, with its output in ``driver.log``."""
     import rankzero
 
@@ -403,7 +412,7 @@ def _start_driver(run: RunDirectory, owner: int | None) -> subprocess.Popen[byte
     if owner is not None:
         command += ["--owner", str(owner)]
     with _open_driver_log(run) as log:
-        driver = subprocess.Popen(
+        driver = DriverProcess(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -48,6 +48,9 @@ class OwnDriver(Protocol):
     def poll(self) -> int | None:
         """None while it lives."""
 
+    def await_end(self, timeout: float) -> None:
+        """Returns when it has ended, or after so many seconds."""
+
 
 class RunHandle(Generic[R]):
     """A run, from any process that knows its directory.
@@ -158,8 +161,12 @@ class RunHandle(Generic[R]):
 
     def _pause(self) -> None:
         self._renew_lease()
-        # An Event, not a sleep: exceptions of signal handlers get out at once.
-        self._tick.wait(FOLLOW_INTERVAL_REMOTE if self._run.is_remote else FOLLOW_INTERVAL)
+        interval = FOLLOW_INTERVAL_REMOTE if self._run.is_remote else FOLLOW_INTERVAL
+        if self._driver is not None and self._driver.poll() is None:
+            self._driver.await_end(interval)
+        else:
+            # An Event, not a sleep: exceptions of signal handlers get out at once.
+            self._tick.wait(interval)
 
     def _renew_lease(self) -> None:
         """Tells the driver of a run with an ``orphan_timeout`` that somebody follows it."""
