@@ -109,8 +109,9 @@ def marker(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, marker: str) -> Launcher:
-    """Two ranks on this machine, with a store of their own."""
-    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240)
+    """Two ranks on this machine, with a store of their own. ``RANKZERO_TEST_WARM_START=0`` starts them fresh."""
+    warm_start = os.environ.get("RANKZERO_TEST_WARM_START") != "0"
+    return Launcher(2, store=tmp_path / "store", env={"MARK": marker}, start_timeout=240, warm_start=warm_start)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.agent.lines import MAX_LINE, LineSplitter
+from rankzero.agent.lines import MAX_LINE, LineSplitter, is_own_frame
 
 
 def split(*pieces: bytes) -> list[str]:
@@ -55,3 +55,11 @@ def test_the_way_the_bytes_are_cut_does_not_matter(text: str, cuts: list[int]) -
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
     assert split(*pieces) == split(data)
+
+
+def test_frames_of_ours_are_told_from_those_of_the_user() -> None:
+    assert is_own_frame('  File "/x/core/rankzero/agent/worker.py", line 210 in _call')
+    assert is_own_frame('  File "/x/rankzero.zip/rankzero/agent/warm.py", line 9 in run')
+    assert is_own_frame('  File "<string>", line 1 in <module>')
+    assert not is_own_frame('  File "/home/me/rankzero/train.py", line 210 in train')
+    assert not is_own_frame('  File "<ipython-input-3>", line 1 in train')

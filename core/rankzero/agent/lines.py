@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import re
 
 MAX_LINE = 2 << 20
 """Characters after which an unfinished line is passed on in pieces."""
+
+_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/agent/\w+\.py|<string>)", line \d+ in ')
+
+
+def is_own_frame(line: str) -> bool:
+    """True for a line of a stack, as faulthandler writes it, that shows what called the user's code."""
+    return bool(_OWN_FRAME.match(line))
 
 
 class LineSplitter:

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from typing import IO
 
-from rankzero.agent.lines import LineSplitter
+from rankzero.agent.lines import LineSplitter, is_own_frame
 from rankzero.channel.client import ChannelClient
 from rankzero.policy import LOG_TAIL, LOG_TAIL_WIDTH
 
@@ -59,7 +59,8 @@ class RankOutput:
         """Takes whole lines."""
         if not lines:
             return
-        self._tail.extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
+        # The stack of a crash must not push the last words of the rank out.
+        self._tail.extend(line[:LOG_TAIL_WIDTH] for line in lines[-2 * LOG_TAIL :] if not is_own_frame(line))
         if not self.waiting and self._client.bulk_bytes <= HIGH_WATER:
             self._send(lines)
         else:

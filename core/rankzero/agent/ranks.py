@@ -11,6 +11,7 @@ import time
 from typing import IO, Any
 
 from rankzero.agent import forked, worker
+from rankzero.agent.lines import is_own_frame
 from rankzero.agent.output import RankOutput
 from rankzero.channel import frames
 from rankzero.channel.client import ChannelClient
@@ -186,7 +187,7 @@ def _main_stack(text: str, main_thread: int) -> list[str]:
     for line in text.splitlines():
         if line.startswith(("Thread 0x", "Current thread 0x")):
             taking = int(line.split("0x")[1].split()[0], 16) == main_thread
-        elif taking and line.startswith("  File") and "rankzero/agent/worker.py" not in line:
+        elif taking and line.startswith("  File") and not is_own_frame(line):
             lines.append(line.strip())
     return lines
 
