@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench soak clean
+.PHONY: demo test setup lint types unit bench faults soak clean
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -20,12 +20,11 @@ types: setup
 unit: setup
 	.venv/bin/python -m pytest
 
-# Side by side with pyspark's TorchDistributor, in one run.
+# Side by side with TorchDistributor, torchrun and the floor: benchmarks/results.md, results.json, docs/launch.svg.
+# BENCH may name some of them, for example BENCH="launch logs".
 bench: setup
-	.venv/bin/python benchmarks/launch.py
-	.venv/bin/python benchmarks/result_size.py
-	.venv/bin/python benchmarks/failure.py
-	.venv/bin/python benchmarks/steps.py
+	.venv/bin/python -m pip install --quiet matplotlib
+	.venv/bin/python benchmarks/all.py $(BENCH)
 
 # The tests that take too long for every change: the rest of the fault matrix, of two hosts, of the fuzzing.
 faults: setup

@@ -6,16 +6,17 @@ collective, where it would wait for minutes. Prints a table of seconds (median, 
 
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from measure import Report
+
 from rankzero import Launcher, RunHandle, WorkerFailedError
 
 RANKS = 2
-KILLS = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+KILLS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 50
 CANCELS = int(sys.argv[2]) if len(sys.argv) > 2 else 20
 LOOK = 0.01
 WAIT = 120.0
@@ -95,20 +96,19 @@ def cancel_once(launcher: Launcher, marker: str) -> float:
     return took
 
 
-def row(name: str, seconds: list[float]) -> None:
-    print(f"| {name:58} | {len(seconds):5} | {statistics.median(seconds):7.2f} | {max(seconds):7.2f} |")
-
-
 def main() -> None:
+    report = Report("failure", f"{RANKS} ranks, a failure and a cancel")
     # Before the first run, so that drivers and agents carry it too.
     marker = os.environ["RANKZERO_BENCHMARK"] = f"benchmark-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store:
         launcher = Launcher(RANKS, store=store)
         kills = [kill_once(launcher, number % RANKS) for number in range(KILLS)]
         cancels = [cancel_once(launcher, marker) for _ in range(CANCELS)]
-    print(f"\n| {f'{RANKS} ranks, seconds':58} | {'times':>5} | {'median':>7} | {'worst':>7} |\n|---|---|---|---|")
-    row("a rank's SIGKILL to the caller's error, peer in collective", kills)
-    row("cancel() to the last process gone", cancels)
+    report.add("a rank's SIGKILL to the caller's error, peer in a collective", kills)
+    report.add("cancel() to the last process gone", cancels)
+    report.hold("worst of the kills, s", max(kills), 2.0)
+    report.hold("worst of the cancels, s", max(cancels), 3.0)
+    report.finish()
 
 
 if __name__ == "__main__":

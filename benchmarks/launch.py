@@ -1,23 +1,26 @@
-"""Launch time of a 2-rank all-reduce, beside pyspark's TorchDistributor, in one run and one SparkSession.
+"""Launch time of a 2-rank all-reduce, beside pyspark's TorchDistributor, torchrun and the floor.
 
-Run: ``python benchmarks/launch.py [runs]``. Prints a table of seconds (median, min, max).
+Run: ``python benchmarks/launch.py [runs]``. The floor is a no-op barrier job, and a fork of two processes that have
+torch loaded and do the same all-reduce. What is compared runs in turn, so that the machine's moods hit all of it.
 """
 
 import os
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
-from pyspark.sql import SparkSession
+from measure import Report, timed
 
 from rankzero import Launcher, SparkEngine
 
 RANKS = 2
-RUNS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
+FIRST_RUNS = 3
 
 
 def all_reduce() -> float:
@@ -31,54 +34,121 @@ def all_reduce() -> float:
     return float(x.item())
 
 
-def timed(action: Callable[[], object], runs: int) -> list[float]:
-    seconds = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+def fork_floor() -> None:
+    """Two forks of this process, which has torch loaded, meet and do it."""
+    import torch.distributed as dist
+
+    read, write = os.pipe()
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            store = dist.TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False) if rank == 0 else None
+            if store:
+                os.write(write, store.port.to_bytes(4, "big"))
+            else:
+                store = dist.TCPStore("127.0.0.1", int.from_bytes(os.read(read, 4), "big"), RANKS, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+            import torch
+
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    os.close(read)
+    os.close(write)
 
 
-def row(name: str, seconds: list[float]) -> None:
-    print(f"| {name:42} | {statistics.median(seconds):7.2f} | {min(seconds):7.2f} | {max(seconds):7.2f} |")
+def make_session() -> object:
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.master(f"local[{RANKS}]").config("spark.ui.enabled", "false").getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+def spark_runs(spark: object, store: str) -> dict[str, Callable[[], object]]:
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    return {
+        "rankzero": lambda: Launcher(RANKS, engine=SparkEngine(session=spark), store=store).run(all_reduce),  # type: ignore[arg-type]
+        "peer": lambda: TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(all_reduce),
+    }
+
+
+def first(which: str) -> None:
+    """The first launch in a fresh session: this process's only one."""
+    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store:
+        if which == "local":
+            action: Callable[[], object] = lambda: Launcher(RANKS, store=store).run(all_reduce)  # noqa: E731
+        else:
+            action = spark_runs(make_session(), store)[which]
+        print("took", *timed(action), flush=True)
+    os._exit(0)
+
+
+def timed_first(which: str) -> float:
+    done = subprocess.run([sys.executable, __file__, "first", which], check=True, capture_output=True, text=True)
+    return float(done.stdout.split("took", 1)[1].split()[0])
+
+
+def torchrun() -> None:
+    program = Path(__file__).parent / "torchrun_job.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", program]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def main() -> None:
-    from pyspark.ml.torch.distributor import TorchDistributor
-
-    store = tempfile.TemporaryDirectory(prefix="rankzero-bench-")
-    spark = SparkSession.builder.master(f"local[{RANKS}]").config("spark.ui.enabled", "false").getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    on_spark = Launcher(RANKS, engine=SparkEngine(session=spark), store=store.name)
-    local = Launcher(RANKS, store=store.name)
-    peer = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
+    report = Report("launch", "Launch of 2 ranks, one all-reduce, return")
+    firsts: dict[str, list[float]] = {"rankzero": [], "peer": [], "local": []}
+    bare: list[float] = []
+    for _ in range(FIRST_RUNS):
+        for which, seconds in firsts.items():
+            seconds.append(timed_first(which))
+        bare += timed(torchrun)
+    spark = make_session()
 
     def no_op(rows: object) -> list[int]:
         return [sum(1 for _ in rows)]  # type: ignore[attr-defined]
 
     def barrier() -> None:
-        spark.sparkContext.parallelize(range(RANKS), RANKS).barrier().mapPartitions(no_op).collect()
+        spark.sparkContext.parallelize(range(RANKS), RANKS).barrier().mapPartitions(no_op).collect()  # type: ignore[attr-defined]
 
-    first = timed(lambda: on_spark.run(all_reduce), 1)
-    floor = timed(barrier, RUNS)
-    first_peer = timed(lambda: peer.run(all_reduce), 1)
-    ours, theirs, locally = [], [], []
-    for _ in range(RUNS):  # in turn, so that the machine's moods hit both
-        ours += timed(lambda: on_spark.run(all_reduce), 1)
-        theirs += timed(lambda: peer.run(all_reduce), 1)
-        locally += timed(lambda: local.run(all_reduce), 1)
-    print(f"\n| {f'{RANKS} ranks, seconds':42} | {'median':>7} | {'min':>7} | {'max':>7} |\n|---|---|---|---|")
-    row("no-op barrier job (floor)", floor)
-    row("rankzero, SparkEngine, first in session", first)
-    row("rankzero, SparkEngine, later", ours)
-    row("rankzero, LocalEngine", locally)
-    row("TorchDistributor, second in session", first_peer)
-    row("TorchDistributor, later", theirs)
-    print(f"\nlater launches: {statistics.median(ours) / statistics.median(theirs):.2f} x TorchDistributor")
-    spark.stop()
-    store.cleanup()
+    later: dict[str, list[float]] = {name: [] for name in ("barrier", "fork", "rankzero", "peer", "local")}
+    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store:
+        runs = {**spark_runs(spark, store), "barrier": barrier}
+        runs["local"] = lambda: Launcher(RANKS, store=store).run(all_reduce)
+        for action in runs.values():
+            action()
+        time.sleep(3.0)  # What a warm server loads in a pause.
+        import torch  # noqa: F401
+
+        runs["fork"] = fork_floor
+        for _ in range(RUNS):
+            for name, seconds in later.items():
+                seconds += timed(runs[name])
+            bare += timed(torchrun)
+    barriers = report.add("no-op barrier job", later["barrier"])
+    fork = report.add("fork and all-reduce", later["fork"])
+    ours = report.add("rankzero, SparkEngine, later launches", later["rankzero"])
+    ours_first = report.add("rankzero, SparkEngine, first launch in a session", firsts["rankzero"])
+    local = report.add("rankzero, LocalEngine, later launches", later["local"])
+    local_first = report.add("rankzero, LocalEngine, first launch", firsts["local"])
+    peer = report.add("TorchDistributor, later launches", later["peer"])
+    peer_first = report.add("TorchDistributor, first launch in a session", firsts["peer"])
+    plain = report.add("torchrun", bare)
+    report.hold("SparkEngine later / TorchDistributor later", ours / peer, 0.05)
+    report.hold("SparkEngine later / floor (barrier job + fork)", ours / (barriers + fork), 2.0)
+    report.hold("SparkEngine first / TorchDistributor first", ours_first / peer_first, 0.3)
+    report.hold("LocalEngine first / torchrun", local_first / plain, 0.5)
+    report.hold("LocalEngine later / torchrun", local / plain, 0.1)
+    report.finish()
+    spark.stop()  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["first"]:
+        first(sys.argv[2])
     main()

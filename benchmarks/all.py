@@ -1,0 +1,64 @@
+"""Every measurement, one after the other: a table, JSON and a chart. ``python benchmarks/all.py [name ...]``.
+
+Takes about twenty minutes on two cores, which should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from measure import RESULTS_VARIABLE, to_markdown
+
+HERE = Path(__file__).parent
+NAMES = ["launch", "scale", "results", "arguments", "logs", "steps", "control_plane", "imports", "failure"]
+
+
+def main() -> None:
+    unknown = set(sys.argv[1:]) - set(NAMES)
+    if unknown:
+        sys.exit(f"there is no {', '.join(sorted(unknown))}; choose of {', '.join(NAMES)}")
+    table = HERE / "results.json"
+    results = json.loads(table.read_text()) if table.exists() else {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name in sys.argv[1:] or NAMES:
+            print(f"\n# {name}", flush=True)
+            environment = {**os.environ, RESULTS_VARIABLE: directory}
+            done = subprocess.run([sys.executable, HERE / f"{name}.py"], env=environment)
+            if done.returncode:
+                print(f"{name} failed with code {done.returncode}; its last results stay")
+                continue
+            results[name] = json.loads(Path(directory, f"{name}.json").read_text())
+    table.write_text(json.dumps(results, indent=1) + "\n")
+    reports = [results[name] for name in NAMES if name in results]
+    (HERE / "results.md").write_text("\n".join(to_markdown(report) for report in reports))
+    if "launch" in results:
+        draw(results["launch"], HERE.parent / "docs" / "launch.svg")
+
+
+def draw(launch: dict[str, object], path: Path) -> None:
+    """Bars of launch times, on a logarithmic scale."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no chart: matplotlib is not installed")
+        return
+    rows = list(reversed(launch["rows"]))  # type: ignore[call-overload]
+    figure = Figure(figsize=(8, 0.45 * len(rows) + 0.9), layout="constrained")
+    axes = figure.subplots()
+    colors = ["#0b6e4f" if row["what"].startswith("rankzero") else "#9aa5b1" for row in rows]
+    bars = axes.barh([row["what"] for row in rows], [row["median"] for row in rows], color=colors)
+    axes.bar_label(bars, labels=[f"{row['median']:.2f} s" for row in rows], padding=3)
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds, 2 ranks, one all-reduce, 2 cores (logarithmic)")
+    axes.margins(x=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

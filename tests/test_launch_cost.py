@@ -1,0 +1,136 @@
+"""What a launch costs, in things that can be counted: processes, imports of torch, sleeps, bytes in Spark's closure.
+
+Seconds are in `benchmarks/`; here is what must not come back unnoticed.
+"""
+
+import os
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rankzero import Launcher, SparkEngine
+from rankzero.agent.warm import PRELOADED_LATER
+from rankzero.engines.spark import make_task
+
+TASK_BYTES = 400_000
+"""The code of rankzero, compressed, is most of what Spark sends with a task."""
+
+
+def where_from() -> list[int]:
+    """This rank's process and the two that it comes from."""
+    chain = [os.getpid()]
+    for _ in range(2):
+        with open(f"/proc/{chain[-1]}/stat") as file:
+            chain.append(int(file.read().rpartition(")")[2].split()[1]))
+    return chain
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the processes that this one starts, and its sleeps."""
+    count: Counter[str] = Counter()
+
+    def counting(name: str, action: Any) -> Any:
+        def counted_action(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return action(*args, **kwargs)
+
+        return counted_action
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", counting("processes", subprocess.Popen.__init__))
+    monkeypatch.setattr(time, "sleep", counting("sleeps", time.sleep))
+    monkeypatch.setattr(os, "fork", counting("forks", os.fork))
+    return count
+
+
+def test_a_warm_launch_starts_no_interpreter_and_sleeps_never(launcher: Launcher, counted: Counter[str]) -> None:
+    first = launcher.run(where_from)
+    counted.clear()
+    threads = threading.active_count()
+    second = launcher.run(where_from)
+    assert counted == Counter()
+    assert second[2] == first[2]
+    assert second[:2] != first[:2]
+    assert threading.active_count() <= threads
+
+
+def test_torch_is_imported_once_for_all_ranks_and_runs(launcher: Launcher) -> None:
+    def imported_at() -> list[Any]:
+        import sys
+
+        return ["torch" in sys.modules, where_from()[2]]
+
+    servers = {launcher.options(num_processes=ranks).run(imported_at)[1] for ranks in (2, 2, 4)}
+    # 2 and 4 ranks differ in nothing that torch reads when it is loaded, where there are so few cores.
+    assert len(servers) <= 1 + (len(os.sched_getaffinity(0)) > 2)
+
+
+def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: Launcher) -> None:
+    def loaded(names: list[str]) -> list[str]:
+        import sys
+
+        return [name for name in names if name in sys.modules]
+
+    names = list(PRELOADED_LATER)
+    deadline = time.monotonic() + 60
+    while launcher.run(loaded, names) != names:
+        assert time.monotonic() < deadline
+        time.sleep(1.0)
+
+
+@pytest.fixture(scope="module")
+def spark() -> Any:
+    from pyspark.sql import SparkSession
+
+    os.environ.pop("PYSPARK_PYTHON", None)
+    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    yield session
+    session.stop()
+
+
+def test_launches_on_spark_share_a_server_and_its_python_workers(launcher: Launcher, spark: Any) -> None:
+    on_spark = launcher.options(engine=SparkEngine(session=spark))
+
+    def python_workers() -> set[int]:
+        below = psutil.Process().children(recursive=True)
+        return {process.pid for process in below if "pyspark.daemon" in " ".join(process.cmdline())}
+
+    server = on_spark.run(where_from)[2]
+    workers = python_workers()
+    for _ in range(3):
+        assert on_spark.run(where_from)[2] == server
+    # An input that is not drained, or a task that fails, costs Spark its worker each time.
+    assert python_workers() == workers
+
+
+def test_barriers_that_cost_a_second_are_not_on_the_way() -> None:
+    package = Path(make_task.__code__.co_filename).parent.parent
+    sources = {path.name: path.read_text() for path in package.rglob("*.py")}
+    assert [name for name, text in sources.items() if "allGather(" in text or "context.barrier(" in text] == []
+
+
+def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher: Launcher, spark: Any) -> None:
+    from pyspark import cloudpickle
+
+    sizes = []
+    for argument in (b"", bytes(3_000_000)):
+        seen: list[int] = []
+
+        def measured(*args: Any, into: list[int] = seen) -> Any:
+            task = make_task(*args)
+            into.append(len(cloudpickle.dumps(task)))
+            return task
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rankzero.engines.spark.make_task", measured)
+            assert launcher.options(engine=SparkEngine(session=spark)).run(len, argument) == len(argument)
+        sizes += seen
+    small, large = sizes
+    assert abs(large - small) < 1000
+    assert large < TASK_BYTES
