@@ -15,7 +15,18 @@ from pathlib import Path
 from measure import RESULTS_VARIABLE, to_markdown
 
 HERE = Path(__file__).parent
-NAMES = ["launch", "scale", "results", "arguments", "logs", "steps", "control_plane", "imports", "failure"]
+NAMES = [
+    "launch",
+    "scale",
+    "results",
+    "arguments",
+    "logs",
+    "steps",
+    "control_plane",
+    "imports",
+    "airflow_task",
+    "failure",
+]
 
 
 def main() -> None:

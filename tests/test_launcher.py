@@ -17,8 +17,10 @@ import torch
 from tests.conftest import wait_until_gone
 
 from rankzero import (
+    EngineError,
     InvalidJobError,
     Launcher,
+    LocalEngine,
     ResultRef,
     RunCancelledError,
     RunHandle,
@@ -27,6 +29,8 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
+from rankzero.engines.local import LocalSession
+from rankzero.job import Job
 
 WAIT = 60.0
 
@@ -503,3 +507,19 @@ def test_gpus_of_this_machine_are_shared_out(launcher: Launcher, monkeypatch: py
     with pytest.raises(InsufficientSlotsError, match="needs 3 GPUs, .* offers 2") as caught:
         launcher.options(num_processes=3, use_gpu=True).run(read)
     assert (caught.value.needed, caught.value.available) == (3, 2)
+
+
+class TamperingEngine(LocalEngine):
+    """Changes a file of the run after the driver recorded its checksum."""
+
+    def open(self, job: Job) -> LocalSession:
+        location = job.files["payload.pkl"]["location"]
+        data = bytearray(Path(location).read_bytes())
+        data[-2] ^= 1
+        Path(location).write_bytes(data)
+        return super().open(job)
+
+
+def test_a_payload_that_was_changed_is_not_unpickled(launcher: Launcher) -> None:
+    with pytest.raises(EngineError, match=r"payload\.pkl does not carry the checksum that the driver recorded"):
+        launcher.options(engine=TamperingEngine()).run(int)

@@ -22,6 +22,7 @@ import pickle
 import struct
 import sys
 import tarfile
+import threading
 from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ DIRECTORY = "tar"
 """A directory tree, for checkpoints."""
 
 _HASH_CHUNK = 16 << 20
+_HASH_BESIDE = 1 << 20
 _HEADER_LENGTH = struct.Struct("<Q")
 _HEADER_ALIGNMENT = 8
 _MAX_HEADER = 100 << 20
@@ -187,11 +189,22 @@ class _HashingWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _HASH_CHUNK):
-            chunk = view[start : start + _HASH_CHUNK]
-            self.digest.update(chunk)
-            self._file.write(chunk)
+            self._write_chunk(view[start : start + _HASH_CHUNK])
         self.size += len(view)
         return len(view)
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        if len(chunk) < _HASH_BESIDE:
+            self.digest.update(chunk)
+            self._file.write(chunk)
+            return
+        # Both leave the interpreter's lock: the slower of the two is what it takes.
+        hashing = threading.Thread(target=self.digest.update, args=(chunk,), daemon=True)
+        hashing.start()
+        try:
+            self._file.write(chunk)
+        finally:
+            hashing.join()
 
 
 def _write_cloudpickle(value: object, sink: _HashingWriter) -> None:

@@ -23,7 +23,7 @@ from rankzero.agent.descendants import die_with_parent
 ROOM = "RANKZERO_ROOM"
 """Variable that only takes up place in a warm server's environment: its forks show theirs there."""
 
-_RESET_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP)
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def fork(
@@ -63,8 +63,10 @@ def fork(
         _take_descriptors(stdio, keep)
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
-        for number in _RESET_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in _HANDLED_SIGNALS:
+            # As exec does it: what is ignored stays so.
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         if directory is not None:
             os.chdir(directory)
         os.environ.clear()

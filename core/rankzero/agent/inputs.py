@@ -65,15 +65,16 @@ class Inputs:
         """What every worker of this task is told. Call it once nothing is missing.
 
         Raises:
-            RuntimeError: modules.zip is not what the driver recorded.
+            RuntimeError: payload or modules are not what the driver recorded.
         """
         files = self._start["files"]
+        # Once for all workers: they unpickle it.
+        self._check("payload.pkl")
         directory = self._start["run_directory"]
         return {
             "type": "start",
             "master_addr": self._start["master_addr"],
             "payload": self._here["payload.pkl"],
-            "payload_sha256": files["payload.pkl"]["sha256"],
             "modules": self._unpack_modules(),
             "refs": {file["uri"]: self._here[name] for name, file in files.items() if "uri" in file},
             "result_directory": os.path.join(directory, "result") if self.shared else self._scratch,
@@ -91,13 +92,15 @@ class Inputs:
     def _unpack_modules(self) -> str | None:
         if "modules.zip" not in self._here:
             return None
-        archive_path = self._here["modules.zip"]
-        if sha256_of(archive_path) != self._start["files"]["modules.zip"]["sha256"]:
-            raise RuntimeError("modules.zip does not carry the checksum that the driver recorded")
+        self._check("modules.zip")
         directory = os.path.join(self._scratch, "modules")
-        with zipfile.ZipFile(archive_path) as archive:
+        with zipfile.ZipFile(self._here["modules.zip"]) as archive:
             archive.extractall(directory)
         return directory
+
+    def _check(self, name: str) -> None:
+        if sha256_of(self._here[name]) != self._start["files"][name]["sha256"]:
+            raise RuntimeError(f"{name} does not carry the checksum that the driver recorded")
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
         """The fields of one worker's `rankzero.train.TrainContext`."""

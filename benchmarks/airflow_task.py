@@ -1,0 +1,105 @@
+"""An Airflow task on embedded Spark, beside the same function in a PythonOperator around TorchDistributor.
+
+Run: ``python benchmarks/airflow_task.py [runs]``. Each task runs in a fresh process, through Airflow's task runner
+and its database; the time is from the task's start to its XCom.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+from measure import Report
+
+RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 3
+RANKS = 2
+
+
+def train(lr: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    x = torch.full((1,), lr)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return float(x.item())
+
+
+def wrapped() -> float:
+    """What people write today."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.master(f"local[{RANKS}]").getOrCreate()
+    try:
+        return float(TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(train, 0.5))
+    finally:
+        spark.stop()
+
+
+def run_task(which: str) -> None:
+    from airflow.dag_processing.bundles.manager import DagBundlesManager
+    from airflow.models.serialized_dag import SerializedDagModel
+    from airflow.providers.standard.operators.python import PythonOperator
+    from airflow.sdk import DAG
+    from airflow.serialization.definitions.dag import SerializedDAG
+    from airflow.serialization.serialized_objects import LazyDeserializedDAG
+    from airflow.utils.session import create_session
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    with DAG("benchmark", schedule=None) as dag:
+        if which == "rankzero":
+            TorchDistributorOperator(task_id="train", train=train, op_args=[0.5], num_processes=RANKS)
+        else:
+            PythonOperator(task_id="train", python_callable=wrapped)
+    DagBundlesManager().sync_bundles_to_db()
+    lazy = LazyDeserializedDAG.from_dag(dag)
+    with create_session() as session:
+        SerializedDAG.bulk_write_to_db("dags-folder", None, [lazy], session=session)
+        SerializedDagModel.write_dag(lazy, bundle_name="dags-folder", session=session)
+    started = time.perf_counter()
+    dag_run = dag.test()
+    took = time.perf_counter() - started
+    task = dag_run.get_task_instance("train")
+    assert task.state == "success", task.state
+    assert task.xcom_pull(task_ids="train") is not None
+    print("took", task.duration or took, flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    report = Report("airflow_task", "An Airflow task on embedded Spark, 2 ranks, one all-reduce")
+    seconds: dict[str, list[float]] = {"rankzero": [], "peer": []}
+    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as home:
+        environment = {
+            **os.environ,
+            "AIRFLOW_HOME": home,
+            "AIRFLOW__CORE__DAGS_FOLDER": os.path.join(home, "dags"),
+            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/airflow.db",
+            "RANKZERO_STORE": os.path.join(home, "store"),
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
+        subprocess.run(migrate, check=True, capture_output=True, env=environment)
+        for _ in range(RUNS):
+            for which, values in seconds.items():
+                command = [sys.executable, __file__, "task", which]
+                done = subprocess.run(command, capture_output=True, text=True, env=environment)
+                if done.returncode:
+                    sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+                values.append(float(done.stdout.split("took")[-1].split()[0]))
+    ours = report.add("TorchDistributorOperator", seconds["rankzero"])
+    theirs = report.add("PythonOperator around TorchDistributor", seconds["peer"])
+    report.hold("ours / theirs", ours / theirs, 0.5)
+    report.finish()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["task"]:
+        run_task(sys.argv[2])
+    else:
+        main()
