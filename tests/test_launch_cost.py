@@ -3,6 +3,7 @@
 Seconds are in `benchmarks/`; here is what must not come back unnoticed.
 """
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -98,11 +99,16 @@ def test_launches_on_spark_share_a_server_and_its_python_workers(launcher: Launc
     on_spark = launcher.options(engine=SparkEngine(session=spark))
 
     def python_workers() -> set[int]:
-        below = psutil.Process().children(recursive=True)
-        return {process.pid for process in below if "pyspark.daemon" in " ".join(process.cmdline())}
+        found = set()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "pyspark.daemon" in process.cmdline():
+                    found.add(process.pid)
+        return found
 
     server = on_spark.run(where_from)[2]
     workers = python_workers()
+    assert len(workers) > 1
     for _ in range(3):
         assert on_spark.run(where_from)[2] == server
     # An input that is not drained, or a task that fails, costs Spark its worker each time.

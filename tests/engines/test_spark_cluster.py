@@ -70,6 +70,7 @@ def test_a_cluster_that_is_too_small_is_known_without_spark_waiting(
     assert time.monotonic() - started < 120  # Spark itself takes ten minutes
 
 
+@pytest.mark.soak
 def test_gpus_of_a_local_cluster(launcher: Launcher, gpu_script: Path) -> None:
     spark = engine(
         "local-cluster[2,1,1024]",
