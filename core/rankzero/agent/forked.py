@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -114,6 +115,9 @@ def _forget() -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["-c"]
     tempfile.tempdir = None
+    # What the libraries would undo at their process's end is not this one's to undo.
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
     # Python's own generator seeds itself anew at a fork.
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()

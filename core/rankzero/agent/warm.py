@@ -38,7 +38,8 @@ REQUEST_TIMEOUT = 5.0
 """Seconds for a client to send its request once it has connected."""
 
 PRELOADED = ("torch.distributed", "rankzero.agent.worker", "rankzero.train", "rankzero.formats", "rankzero.result")
-PRELOADED_LATER = ("torch._dynamo",)
+PRELOADED_LATER = ("torch._dynamo", "tabulate")
+"""With it comes an exit handler that imports the other."""
 
 _READ = 1 << 16
 _CREDENTIALS = struct.Struct("3i")

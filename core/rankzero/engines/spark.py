@@ -194,7 +194,7 @@ class SparkEngineSession(EngineSession):
         """The host that Spark's own executors use to reach the driver."""
         if self._master.startswith("local"):
             return LOOPBACK
-        return str(self._context.getConf().get("spark.driver.host"))
+        return str(self._setting("spark.driver.host"))
 
     @property
     def driver_hosts(self) -> list[str]:
@@ -211,17 +211,21 @@ class SparkEngineSession(EngineSession):
         """The address that Spark's own driver binds."""
         if self._master.startswith("local"):
             return LOOPBACK
-        return str(self._context.getConf().get("spark.driver.bindAddress", self.driver_host))
+        return self._setting("spark.driver.bindAddress") or self.driver_host
 
     def check(self) -> None:
         """Raises EngineError or InsufficientSlotsError for what Spark would refuse, hang on or ignore."""
-        conf = dict(self._context.getConf().getAll())
-        _refuse_dynamic_allocation(conf.get(_DYNAMIC_ALLOCATION))
+        _refuse_dynamic_allocation(self._setting(_DYNAMIC_ALLOCATION))
         if self._job.use_gpu and _LOCAL.fullmatch(self._master):
             require_local_gpus(self._job.num_processes)
         elif self._job.use_gpu:
-            _require_task_gpus(self._job, conf.get(_TASK_GPUS))
+            _require_task_gpus(self._job, self._setting(_TASK_GPUS))
         self._await_slots(growing=False)
+
+    def _setting(self, key: str) -> str | None:
+        """One setting of the SparkContext; ``getConf()`` copies all of them, one call into the JVM each."""
+        conf = self._context._jsc.sc().conf()
+        return str(conf.get(key)) if conf.contains(key) else None
 
     def _await_slots(self, *, growing: bool) -> None:
         """Waits while executors register; a cluster that has stopped growing is what it is.
@@ -261,7 +265,7 @@ class SparkEngineSession(EngineSession):
             {**config, "workers": self._job.processes_per_task, "code_path": None, "code_zip": code_zip()},
             gpus,
             LOOPBACK if self._master.startswith("local") else None,
-            int(self._context.getConf().get(_TASK_CPUS, "1")),
+            int(self._setting(_TASK_CPUS) or "1"),
         )
         return SparkGroup(self._context, self._job, task, on_end)
 
