@@ -1,6 +1,6 @@
 """One driver and many agents: the real driver, run directory and channel; agents that only speak the protocol.
 
-Run: ``python benchmarks/control_plane.py [agents] [seconds]``. Each agent joins, is told its ranks, beats every two
+Run: ``python benchmarks/control_plane.py [agents]``. Each agent joins, is told its ranks, beats every two
 seconds, commits, and says goodbye. They live in a few processes of their own, one channel each, as real ones do.
 """
 
@@ -26,7 +26,7 @@ from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
 
 AGENTS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 1024
-SECONDS = float(sys.argv[2]) if sys.argv[2:] else 10.0
+SECONDS = 10.0
 PROCESSES = 4
 BEAT = 2.0
 RUNS = 3
