@@ -96,16 +96,17 @@ def test_references_are_found_wherever_they_are() -> None:
 
 def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
     """Unpickles and calls the payload in a process that knows nothing of this one's modules."""
-    (tmp_path / "payload.pkl").write_bytes(built.data)
+    (tmp_path / "payload.pkl").write_bytes(b"".join(built.data))
     extra = []
     if built.modules:
         with zipfile.ZipFile(io.BytesIO(built.modules)) as archive:
             archive.extractall(tmp_path / "modules")
         extra = [str(tmp_path / "modules")]
     program = f"""
-        import sys, pickle
+        import sys
+        from rankzero.envelope import open_sealed
         sys.path[:0] = {extra!r}
-        payload = pickle.load(open({str(tmp_path / "payload.pkl")!r}, "rb"))
+        payload = open_sealed({str(tmp_path / "payload.pkl")!r})
         print(payload["function"](*payload["args"], **payload["kwargs"]))
     """
     done = subprocess.run(

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any, cast
 
 from rankzero import store
+from rankzero.envelope import Part
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 
@@ -115,10 +116,10 @@ class RunDirectory:
         """Number of the newest submission that somebody claimed; -1 if there is none."""
         return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
 
-    def write_files(self, submission: int, private: dict[str, Any], files: dict[str, bytes]) -> None:
+    def write_files(self, submission: int, private: dict[str, Any], files: dict[str, list[Part]]) -> None:
         """Writes what a driver needs beside the job. For who `claim`ed the submission. Raises OSError."""
-        for name, data in files.items():
-            store.write_bytes(self.submission_path(submission, name), data)
+        for name, parts in files.items():
+            store.write_parts(self.submission_path(submission, name), parts)
         store.write_bytes(self.submission_path(submission, "private.json"), json.dumps(private).encode())
 
     def write_submission(self, job: Job) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -24,6 +24,7 @@ from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
+    from rankzero.envelope import Part
     from rankzero.payload import Payload
 
 P = ParamSpec("P")
@@ -352,29 +353,51 @@ def _prepare(
     root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
     files = {"payload.pkl": parts.data}
     if parts.modules is not None:
-        files["modules.zip"] = parts.modules
+        files["modules.zip"] = [parts.modules]
     run = RunDirectory(store.join(store.normalize(root), job.run_id))
-    described = _describe_files(parts, files)
+    arguments = _describe_arguments(parts)
+    digests = {name: _digest(data) for name, data in files.items()}
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
-        located = {
-            name: facts if "location" in facts else {**facts, "location": run.submission_path(number, name)}
-            for name, facts in described.items()
+        described = {
+            name: {
+                "location": run.submission_path(number, name),
+                "size": sum(map(len, data)),
+                "sha256": digests[name](),
+                "absolute": False,
+            }
+            for name, data in files.items()
         }
-        return replace(job, files=located, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
+        files_of_job = {**described, **arguments}
+        return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
 
     env = jobs.check_strings("env", launcher.env)
     return run, submission.submit(run, make_job, {"env": env, "engine": private}, files)
 
 
-def _describe_files(parts: Payload, files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of what the ranks need; those of the run directory get their location later."""
+def _digest(parts: Sequence[Part]) -> Callable[[], str]:
+    """Begins to compute a checksum, beside whatever else is done with the parts, and gives what waits for it."""
     import hashlib
 
-    described: dict[str, dict[str, Any]] = {
-        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "absolute": False}
-        for name, data in files.items()
-    }
+    digest = hashlib.sha256()
+
+    def compute() -> None:
+        for part in parts:
+            digest.update(part)
+
+    computing = threading.Thread(target=compute, name="rankzero-checksum", daemon=True)
+    computing.start()
+
+    def finish() -> str:
+        computing.join()
+        return digest.hexdigest()
+
+    return finish
+
+
+def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
+    """Files that arguments refer to. Raises InvalidJobError if one is gone."""
+    described: dict[str, dict[str, Any]] = {}
     for number, ref in enumerate(parts.refs):
         # A reference to an object store is opened there by the workers themselves.
         if not store.is_url(ref.uri):

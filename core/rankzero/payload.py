@@ -27,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from rankzero.envelope import Part, beside, seal
 from rankzero.errors import InvalidJobError
 from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, travels_as_source, zip_modules
 from rankzero.result import ResultRef, map_refs
@@ -41,13 +42,13 @@ class Payload:
 
     Attributes:
         name: Of the function or script, for people.
-        data: The pickle of function or script and arguments.
+        data: The pickle of function or script and arguments, as `envelope.seal` makes it.
         modules: A zip of user modules, or None.
         refs: The `ResultRef` objects among the arguments.
     """
 
     name: str
-    data: bytes
+    data: list[Part]
     modules: bytes | None = None
     refs: list[ResultRef] = field(default_factory=list)
 
@@ -136,21 +137,22 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
         raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
     shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
     parts = {"kind": "script", "path": absolute, "source": source, "args": shipped}
-    data = pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
+    data = seal(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
     with _search_path(os.path.dirname(absolute)):
         modules = zip_modules(imports_of_tree(tree))
     return Payload(os.path.basename(path), data, modules, refs)
 
 
-def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[bytes, bytes | None]:
+def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], bytes | None]:
     buffer = io.BytesIO()
+    buffers: list[memoryview] = []
     with _user_modules_by_value():
-        pickler = _Pickler(buffer)
+        pickler = _Pickler(buffer, beside(buffers))
         try:
             pickler.dump(parts)
         except Exception as error:
             raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
-    return buffer.getvalue(), zip_modules(pickler.needed)
+    return seal(buffer.getvalue(), buffers), zip_modules(pickler.needed)
 
 
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -172,8 +174,8 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the user modules that must be importable where the pickle is loaded."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self, file: io.BytesIO, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needed: set[str] = set()
         self._travels = functools.cache(travels_as_source)
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, TypeVar
 
 PRIVATE_DIRECTORY = 0o700
@@ -127,12 +127,17 @@ def open_read(location: str) -> IO[bytes]:
 
 def write_bytes(location: str, data: bytes) -> None:
     """Replaces the file by ``data``, atomically."""
+    write_parts(location, [data])
+
+
+def write_parts(location: str, parts: Sequence[bytes | memoryview]) -> None:
+    """Replaces the file by the parts, one after the other, atomically."""
     if is_url(location):
         filesystem, path = _filesystem(location)
-        filesystem.pipe_file(path, data)
+        filesystem.pipe_file(path, b"".join(parts))
         return
     with atomic_file(location) as temporary, open(temporary, "wb") as file:
-        file.write(data)
+        file.writelines(parts)
 
 
 def create(location: str, data: bytes) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from rankzero import policy, store
 from rankzero.checkpoint import FOLDER
 from rankzero.directory import RunDirectory, RunStatus
+from rankzero.envelope import Part
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run import RunHandle
@@ -72,7 +73,7 @@ def submit(
     run: RunDirectory,
     make_job: Callable[[int, int, int], Job],
     private: dict[str, object],
-    files: dict[str, bytes],
+    files: dict[str, list[Part]],
 ) -> bool:
     """Makes this the next submission of the run, unless there is one that lives or waits to be delivered.
 
@@ -80,7 +81,7 @@ def submit(
         run: Its directory, which may not be there yet.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         private: The user's environment and the engine's private configuration.
-        files: Payload and modules, by name.
+        files: Payload and modules, by name: the parts of each.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.

@@ -295,16 +295,14 @@ def _separate_process_groups() -> None:
 
 def _call(start: Message) -> object:
     """Loads the payload, opens references and calls the user's code."""
-    import pickle
-
+    from rankzero.envelope import open_sealed
     from rankzero.result import ResultRef, map_refs
 
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
     # The agent has compared its checksum with what the driver recorded.
-    with open(start["payload"], "rb") as file:
-        payload = pickle.load(file)
+    payload = open_sealed(start["payload"])
 
     def open_ref(ref: ResultRef) -> object:
         path = start["refs"].get(ref.uri)

@@ -1,0 +1,72 @@
+"""A pickle in a file with its large buffers beside it: written without a copy in memory, mapped where it is loaded.
+
+    8 bytes   length of the header
+    header    JSON: offset and size of the pickle, then of each of its out-of-band buffers (pickle protocol 5)
+    content   each part at a multiple of 64 bytes
+
+Runs inside workers too: standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LARGE = 1 << 20
+"""Bytes from which a buffer lies beside the pickle."""
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64
+
+Part = bytes | memoryview
+
+
+def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    """A pickler's ``buffer_callback`` that takes large contiguous buffers out of the pickle, into ``buffers``."""
+
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        try:
+            view = buffer.raw()
+        except BufferError:
+            return True
+        if view.nbytes < LARGE:
+            return True
+        buffers.append(view)
+        return False
+
+    return take
+
+
+def seal(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
+    """The parts of the file, one after the other; the buffers are not copied."""
+    contents: list[Part] = [pickled, *buffers]
+    sizes = [len(content) for content in contents]
+    # Offsets are longer with a longer header, so it gets more room than it needs.
+    room = _padded(_LENGTH.size + 48 * len(contents))
+    places, offset = [], room
+    for size in sizes:
+        places.append([offset, size])
+        offset += _padded(size)
+    header = json.dumps(places).encode()
+    parts: list[Part] = [(_LENGTH.pack(len(header)) + header).ljust(room, b"\0")]
+    for content, size in zip(contents, sizes, strict=True):
+        parts += [content, bytes(_padded(size) - size)]
+    return parts
+
+
+def open_sealed(path: str) -> Any:
+    """Loads what `seal` made: arrays are mapped copy-on-write, and read when they are used."""
+    with open(path, "rb") as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    (length,) = _LENGTH.unpack_from(mapped)
+    places = json.loads(bytes(mapped[_LENGTH.size : _LENGTH.size + length]))
+    pickled, *buffers = (mapped[offset : offset + size] for offset, size in places)
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
