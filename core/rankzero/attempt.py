@@ -185,6 +185,10 @@ class Attempt:
         try:
             while self.outcome is None:
                 self._take(TICK)
+                # What has come meanwhile, of many agents, is worth one look.
+                for _ in range(BACKLOG):
+                    if self._take(0.0) is None:
+                        break
                 self._look(group)
         except BaseException as error:
             self._stopping = True
@@ -352,6 +356,7 @@ class Attempt:
 
     def _assign_ranks(self) -> None:
         order = policy.order_tasks([self._agents[task].join["host"] for task in range(len(self._agents))])
+        token = self._run.token()
         first_rank = 0
         for node_rank, task in enumerate(order):
             agent = self._agents[task]
@@ -365,7 +370,7 @@ class Attempt:
                     "node_rank": node_rank,
                     "master_addr": self._agents[order[0]].join["host"],
                     "run_directory": None if self._run.is_remote else self._run.directory,
-                    "run_token": self._run.token(),
+                    "run_token": token,
                     "files": self._files,
                     "checkpoint": self._resume.to_json() if self._resume else None,
                     "beat_interval": policy.beat_interval(self._job.hang_timeout),
