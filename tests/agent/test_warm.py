@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import psutil
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero.engines.local import LocalGroup
 
 SERVER = "rankzero.agent.warm import main"
 ENDED = 8.0
@@ -27,7 +30,7 @@ def servers(owner: int | None = None) -> set[int]:
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        # directory, descriptor, owner, its start time
+        # ..., its owner, the owner's start time
         if any(SERVER in part for part in command) and command[-2] == str(owner or os.getpid()):
             found.add(process.pid)
     return found
@@ -135,6 +138,57 @@ def test_a_module_that_was_edited_between_two_runs_is_the_new_one(
     assert launcher.run(script) == 2
 
 
+def test_what_comes_onto_the_search_path_between_two_runs_is_found(launcher: Launcher, tmp_path: Path) -> None:
+    """The server has looked there when it loaded torch, and found nothing."""
+
+    def find() -> bool:
+        import importlib.util
+
+        return importlib.util.find_spec("comes_between_runs") is not None
+
+    place = tmp_path / "later"
+    later = launcher.options(env={**(launcher.env or {}), "PYTHONPATH": str(place)})
+    assert later.run(find) is False
+    place.mkdir()
+    (place / "comes_between_runs.py").write_text("")
+    assert later.run(find) is True
+
+
+def test_mask_limits_and_cores_are_those_of_now_and_not_of_the_first_run(launcher: Launcher) -> None:
+    def look() -> list[Any]:
+        import resource
+
+        mask = os.umask(0)
+        return [mask, resource.getrlimit(resource.RLIMIT_CORE)[0], sorted(os.sched_getaffinity(0))]
+
+    before = launcher.run(look)
+    cores = os.sched_getaffinity(0)
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    mask = os.umask(0o027)
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (min(limits[0] if limits[0] >= 0 else 4096, 4096), limits[1]))
+        os.sched_setaffinity(0, {min(cores)})
+        now = [0o027, resource.getrlimit(resource.RLIMIT_CORE)[0], [min(cores)]]
+        assert launcher.run(look) == now != before
+    finally:
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_CORE, limits)
+        os.umask(mask)
+
+
+def test_an_agent_that_comes_after_the_cancel_is_ended(tmp_path: Path) -> None:
+    killed = threading.Event()
+
+    class Agent:
+        kill = staticmethod(killed.set)
+
+    group = LocalGroup.__new__(LocalGroup)
+    group._agent, group._cancelled = None, False
+    group.cancel()
+    group._on_start(Agent())  # type: ignore[arg-type]
+    assert killed.is_set()
+
+
 def test_variables_that_torch_reads_when_it_is_loaded_count(launcher: Launcher) -> None:
     def threads() -> list[Any]:
         import torch
@@ -209,11 +263,13 @@ def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> No
     with process:
         owner = int(process.stdout.readline())
         (server,) = servers(owner)
-        directory = Path(psutil.Process(server).cmdline()[-4])
-        assert directory.stat().st_mode & 0o777 == 0o700
+        directory, path = map(Path, psutil.Process(server).cmdline()[-6:-4])
+        assert directory.parent.stat().st_mode & 0o777 == 0o700
+        assert path.is_socket()
         process.kill()
     assert wait_until_gone({server}) == set()
     assert not directory.exists()
+    assert not path.exists()
 
 
 @pytest.fixture
@@ -229,7 +285,8 @@ def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / "socket"))
         listener.listen()
-        command = [sys.executable, "-c", program, str(directory), str(listener.fileno()), str(owner), started]
+        places = [str(directory), str(directory / "socket")]
+        command = [sys.executable, "-c", program, *places, str(listener.fileno()), "0", str(owner), started]
         process = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True)
     with process:
         yield process

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -17,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rankzero.agent.descendants import die_with_parent
 
@@ -34,7 +36,7 @@ def fork(
     env: Mapping[str, str],
     stdio: tuple[int, int, int],
     keep: Sequence[int] = (),
-    directory: str | None = None,
+    surroundings: Mapping[str, Any] | None = None,
 ) -> int:
     """Forks a child that runs ``main`` in a session of its own and leaves; it dies with this process.
 
@@ -44,17 +46,23 @@ def fork(
         env: The child's whole environment.
         stdio: Descriptors that become its standard input, output and error.
         keep: Descriptors that stay open in it, under their numbers.
-        directory: Its working directory; None keeps this one's.
+        surroundings: Its working ``directory``, ``umask``, resource ``limits`` and ``cores``; None keeps this one's.
 
     Returns:
         The child's process id.
     """
     parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        # Else both write what waits there.
+        stream.flush()
+    # A signal that comes to the child before it is one would be taken by the parent's handlers.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with warnings.catch_warnings():
         # Python 3.12 warns of threads; OpenBLAS stops its own for the fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return child
     # Nothing of the parent's may be collected here: its files and sockets would close descriptors of ours.
     gc.freeze()
@@ -68,8 +76,9 @@ def fork(
             # As exec does it: what is ignored stays so.
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        if directory is not None:
-            os.chdir(directory)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if surroundings is not None:
+            _move_to(surroundings)
         os.environ.clear()
         os.environ.update(env)
         with contextlib.suppress(Exception):
@@ -110,8 +119,23 @@ def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
                 os.close(int(name))
 
 
+def _move_to(surroundings: Mapping[str, Any]) -> None:
+    os.chdir(surroundings["directory"])
+    os.umask(surroundings["umask"])
+    os.sched_setaffinity(0, surroundings["cores"])
+    for name, limit in surroundings["limits"].items():
+        # Lower ones only, unless this user may do more.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            resource.setrlimit(getattr(resource, name), tuple(limit))
+
+
 def _forget() -> None:
     """What would be another value in a process that had been started."""
+    # A zip or a directory on the search path may have changed since it was looked at.
+    importlib.invalidate_caches()
+    compiler: Any = sys.modules.get("torch._dynamo.config")
+    if compiler:
+        compiler.debug_dir_root = os.path.join(os.getcwd(), "torch_compile_debug")
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["-c"]
     tempfile.tempdir = None

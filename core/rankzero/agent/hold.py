@@ -43,7 +43,9 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
     log = os.path.join(scratch, "agent.log")
     config = {**config, "env": _with_defaults(config)}
-    env = {**os.environ, _MARKER: marker, "RANKZERO_SCRATCH": scratch}
+    # First, so that no long environment pushes the marker out of sight (see `forked`).
+    own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
+    env = {**own, **os.environ, **own}
     try:
         with open(log, "wb") as output:
             agent: Any = start_warm(config, output.fileno(), env)

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -31,20 +32,22 @@ LOCK_TIMEOUT = 3.0
 ANSWER_TIMEOUT = 120.0
 """Seconds for a warm server, which may be loading torch, to answer a request."""
 
-ORPHAN_TIMEOUT = 3.0
-"""Seconds for an agent to die with its warm server."""
+ORPHAN_TIMEOUT = 7.0
+"""Seconds for an agent to die with its warm server, and for that to say how an agent ended."""
 
 SOCKET_PATH_LIMIT = 100
 """Characters that the path of a Unix socket may have."""
 
 _LOCK_INTERVAL = 0.005
-_READ = 1 << 12
+_NEW = ".new"
 
 # What torch and the libraries below it read while they are loaded; every other variable is set after a fork.
 _LOAD_TIME = re.compile(
-    r"(LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
+    r"(LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
     r"PYTORCH|ATEN_|TRITON_|CUDA(?!_VISIBLE_DEVICES$)|CUBLAS|CUDNN|NVIDIA_|HIP|HSA_|ROC|MIOPEN_|DNNL_|ONEDNN_|IPEX_|XLA_|"
-    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV"
+    r"KINETO_|GFORTRAN_|I_MPI_|ACC_|INDUCTOR_|AOT|SYMPY_|MPMATH_|CUTLASS_|CUTEDSL_|ENABLE_|FX_|PARTITIONER_|COMPILE_|"
+    r"LOG_AUTOTUNE|LOG_TLPARSE|UNSAFE_SKIP_FSDP|DUMP_AOTI|FAKE_ALLOW_META|"
+    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV|CXX|CI"
 )
 
 _BOOTSTRAP = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
@@ -66,21 +69,31 @@ class WarmAgent:
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, minus the signal's number if one ended it. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            self._connection.settimeout(timeout)
+            if not self._await_word(timeout):
+                raise subprocess.TimeoutExpired("agent", timeout or 0.0)
             try:
+                self._connection.settimeout(ORPHAN_TIMEOUT)
                 self.returncode = os.waitstatus_to_exitcode(_hear(self._connection)["status"])
-            except TimeoutError:
-                raise subprocess.TimeoutExpired("agent", timeout or 0.0) from None
-            except OSError:
+            except (OSError, ValueError):
                 # The server was killed, and the kernel kills the agent for it.
                 if self._pidfd is not None:
-                    select.select([self._pidfd], [], [], ORPHAN_TIMEOUT)
+                    _await_readable([self._pidfd], ORPHAN_TIMEOUT)
                 self.returncode = -signal.SIGKILL
             self._connection.close()
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
         return self.returncode
+
+    def _await_word(self, timeout: float | None) -> bool:
+        """True when the server says how the agent ended, or does not say it although the agent has."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        watched = [self._connection.fileno(), *([self._pidfd] if self._pidfd is not None else [])]
+        ready = _await_readable(watched, timeout)
+        if not ready or self._connection.fileno() in ready:
+            return bool(ready)
+        left = ORPHAN_TIMEOUT if deadline is None else min(ORPHAN_TIMEOUT, deadline - time.monotonic())
+        return bool(_await_readable(watched[:1], left)) or deadline is None or time.monotonic() < deadline
 
     def kill(self) -> None:
         """Sends SIGKILL, if it lives."""
@@ -109,18 +122,33 @@ def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAge
     if not (config["warm_start"] and hasattr(os, "pidfd_open") and sys.platform == "linux"):
         return None
     try:
+        # Kernels and sandboxes that do not have it say so now.
+        os.close(os.pidfd_open(os.getpid()))
         owner = config.get("owner") or _executor()
         loaded = {name: value for name, value in {**env, **config["env"]}.items() if _LOAD_TIME.fullmatch(name)}
-        directory = _directory(_key(config, owner, loaded))
-        request = {"env": env, "directory": os.getcwd(), "title": f"task {config['task']}"}
-        for _ in range(2):
-            # A server that has just ended by itself hangs up: the second try starts another.
-            with contextlib.suppress(OSError):
-                return _ask(_connect(directory) or _serve(directory, config, owner, loaded), request, log)
-    except (OSError, ValueError):
-        # No place for its socket, or no Linux as we know it.
-        pass
-    return None
+        path = _socket_path(_key(config, owner, loaded))
+        request = {"env": env, "title": f"task {config['task']}", **_surroundings()}
+        if connection := _connect(path):
+            # A server that has just ended by itself hangs up.
+            with contextlib.suppress(ConnectionError):
+                return _ask(connection, request, log)
+        return _ask(_serve(path, config, owner, loaded), request, log)
+    except Exception:
+        # No place for its socket, a torch that cannot be imported, no Linux as we know it: a fresh one says it better.
+        return None
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a started process has from its parent, and a fork of another process has not."""
+    with open("/proc/self/status") as file:
+        mask = next(line.split()[1] for line in file if line.startswith("Umask:"))
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        "directory": os.getcwd(),
+        "umask": int(mask, 8),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
 
 
 def _ask(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAgent:
@@ -177,102 +205,137 @@ def start_time(pid: int) -> str:
 
 def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
     """Names everything on which the state of a warm server depends."""
-    places = []
+    places: list[list[Any]] = []
     for place in sys.path:
         # Installing or removing a package changes the directory it is in.
         if os.path.basename(place) in ("site-packages", "dist-packages"):
             with contextlib.suppress(OSError):
                 places.append([place, os.stat(place).st_mtime_ns])
     torch = importlib.util.find_spec("torch")
+    if torch and torch.origin:
+        version = os.path.join(os.path.dirname(torch.origin), "version.py")
+        with contextlib.suppress(OSError):
+            places.append([version, os.stat(version).st_mtime_ns])
+    if not all(map(os.path.isabs, loaded.get("PYTHONPATH", "/").split(os.pathsep))):
+        places.append([os.getcwd(), 0])
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
-    facts = [sys.executable, sys.version, owner, start_time(owner), code, torch and torch.origin, places, loaded]
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    facts = [sys.executable, sys.version, namespace, owner, start_time(owner), code, places, loaded]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _directory(key: str) -> str:
-    """The server's directory below one that is this user's alone. Raises OSError if that cannot be had."""
+def _socket_path(key: str) -> str:
+    """The server's socket in a directory that is this user's alone. Raises OSError if that cannot be had."""
     for temporary in (tempfile.gettempdir(), "/tmp"):
         base = os.path.join(temporary, f"rankzero-warm-{os.geteuid()}")
-        if len(os.path.join(base, key, "socket")) <= SOCKET_PATH_LIMIT:
+        path = os.path.join(base, f"{key}.socket")
+        if len(path) + len(_NEW) <= SOCKET_PATH_LIMIT:
             break
     with contextlib.suppress(FileExistsError):
         os.mkdir(base, 0o700)
     found = os.lstat(base)
     if found.st_uid != os.geteuid() or found.st_mode & 0o170077 != 0o040000:
         raise PermissionError(f"{base} is not a directory of this user alone")
-    return os.path.join(base, key)
+    return path
 
 
-def _connect(directory: str) -> socket.socket | None:
+def _connect(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(LOCK_TIMEOUT)
-        connection.connect(os.path.join(directory, "socket"))
+        connection.connect(path)
     except OSError:
         connection.close()
         return None
     return connection
 
 
-def _serve(directory: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> socket.socket:
+def _serve(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> socket.socket:
     """Starts the server, unless another task was faster, and connects. Raises OSError."""
-    os.makedirs(directory, 0o700, exist_ok=True)
-    lock = os.open(os.path.join(directory, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    base = os.path.dirname(path)
+    # One lock for all servers, which stays: who removes one that is held by somebody makes two of it.
+    lock = os.open(os.path.join(base, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+        while not _locks(lock):
             if time.monotonic() > deadline:
-                raise TimeoutError("the warm server is being started, and does not come")
+                raise TimeoutError("another warm server is being started, and that takes too long")
             time.sleep(_LOCK_INTERVAL)
-        if connection := _connect(directory):
+        if connection := _connect(path):
             return connection
-        _remove_dead(os.path.dirname(directory), directory)
-        _start_server(directory, config, owner, loaded)
+        _remove_dead(base)
+        _start_server(path, config, owner, loaded)
     finally:
         os.close(lock)
-    if connection := _connect(directory):
+    if connection := _connect(path):
         return connection
     raise ConnectionError("the warm server ended at once")
 
 
-def _start_server(directory: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> None:
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> None:
+    directory = tempfile.mkdtemp(prefix="server-", dir=os.path.dirname(path))
     code = config["code_path"]
     if code is None:
         code = os.path.join(directory, "rankzero.zip")
         with open(code, "wb") as file:
             file.write(config["code_zip"])
-    path = os.path.join(directory, "socket")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
     # Its forks show their environment in the place that its own takes.
     room = sum(len(name) + len(value) + 2 for name, value in {**os.environ, **config["env"]}.items())
     env = {**loaded, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANKZERO_ROOM": "." * min(room + 8192, 100_000)}
-    with socket.socket(socket.AF_UNIX) as listener, open(os.path.join(directory, "log"), "wb") as log:
-        listener.bind(path)
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        open(os.path.join(directory, "log"), "wb") as log,
+        open(os.path.join(directory, "alive"), "wb") as alive,
+    ):
+        # Held by the server as long as it lives.
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path + _NEW)
+        listener.bind(path + _NEW)
         listener.listen(128)
-        arguments = [directory, str(listener.fileno()), str(owner), start_time(owner)]
+        os.rename(path + _NEW, path)
+        arguments = [directory, path, *map(str, (listener.fileno(), alive.fileno(), owner)), start_time(owner)]
         server = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP.format("warm"), code, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            pass_fds=[listener.fileno()],
+            cwd="/",
+            pass_fds=[listener.fileno(), alive.fileno()],
             env=env,
         )
     # Collects its exit status, should it end before this process does.
     threading.Thread(target=server.wait, name="rankzero-warm", daemon=True).start()
 
 
-def _remove_dead(base: str, mine: str) -> None:
-    """Removes what servers left that were killed."""
-    for path in glob.glob(os.path.join(glob.escape(base), "*", "socket")):
-        directory = os.path.dirname(path)
-        if directory != mine:
-            if connection := _connect(directory):
-                connection.close()
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
+def _remove_dead(base: str) -> None:
+    """Removes what servers left that were killed. For who holds the lock."""
+    for path in glob.glob(os.path.join(glob.escape(base), "*.socket")):
+        if connection := _connect(path):
+            connection.close()
+        else:
+            os.unlink(path)
+    for directory in glob.glob(os.path.join(glob.escape(base), "server-*")):
+        with contextlib.suppress(OSError):
+            alive = os.open(os.path.join(directory, "alive"), os.O_RDWR)
+            try:
+                if _locks(alive):
+                    shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(alive)
+
+
+def _await_readable(descriptors: list[int], timeout: float | None) -> list[int]:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poll.poll(None if timeout is None else max(0.0, timeout) * 1000)]

@@ -412,8 +412,9 @@ def main() -> None:
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), _READ)
         if not piece:
-            # Who would remove it is gone.
-            shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
+            if "torch" not in sys.modules:
+                # Who would remove it is gone; of a warm server's agent, who asked may have turned to a fresh one.
+                shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it said what to do")
         line += piece
     Agent(json.loads(line)).run()

@@ -4,7 +4,7 @@ One for each executor (or local driver process) and each environment that matter
 runs user code, touches no GPU, and what a run does in its forks cannot come back here: so nothing leaks from one
 run into the next. It ends with its executor, or after `IDLE_TIMEOUT` without a run.
 
-    -> {"env": {...}, "directory": "..."}    with two descriptors: the agent's standard input, its log
+    -> {"env": {...}, "directory": "...", ...}    with two descriptors: the agent's standard input, its log
     <- {"pid": 4711}
     <- {"status": 0}                          of waitpid, when the agent has ended
     end of file: whoever holds the agent is gone
@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -24,6 +26,8 @@ import socket
 import struct
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from rankzero.agent import descendants, forked, start, supervise
@@ -34,10 +38,21 @@ IDLE_TIMEOUT = 300.0
 PRELOAD_AFTER = 0.5
 """Seconds without a request after which it loads what the first step of an optimizer would."""
 
+OWNER_INTERVAL = 0.5
+"""Seconds between two looks whether the owner lives, while something is imported."""
+
 REQUEST_TIMEOUT = 5.0
 """Seconds for a client to send its request once it has connected."""
 
-PRELOADED = ("torch.distributed", "rankzero.agent.worker", "rankzero.train", "rankzero.formats", "rankzero.result")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "rankzero.agent.worker",
+    "rankzero.envelope",
+    "rankzero.formats",
+    "rankzero.result",
+    "rankzero.train",
+)
 PRELOADED_LATER = ("torch._dynamo", "tabulate")
 """With it comes an exit handler that imports the other."""
 
@@ -48,15 +63,16 @@ _CREDENTIALS = struct.Struct("3i")
 class WarmServer:
     """Forks an agent for each connection."""
 
-    def __init__(self, directory: str, listener: socket.socket, owner: int) -> None:
+    def __init__(self, path: str, listener: socket.socket, owner: int) -> None:
         """Prepares the server.
 
         Args:
-            directory: The server's own, which it removes at its end.
-            listener: A listening Unix socket in it.
+            path: Where its socket is.
+            listener: That socket, listening.
             owner: Descriptor of the process (a pidfd) with which the server ends.
         """
-        self._directory = directory
+        self._path = path
+        self._inode = _inode(path)
         self._listener = listener
         self._agents: dict[int, socket.socket] = {}
         self._idle_since = time.monotonic()
@@ -79,43 +95,52 @@ class WarmServer:
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
             for key, _ in events:
-                key.data()
+                try:
+                    key.data()
+                except Exception:
+                    # Agents live and die with this process: nothing that one client does may end it.
+                    traceback.print_exc()
             if not events:
                 self._use_the_pause()
 
     def _time_left(self) -> float | None:
-        if not self._loaded and not self._ending:
-            return PRELOAD_AFTER
         if self._agents:
             return None
+        if not self._loaded and not self._ending:
+            return PRELOAD_AFTER
         return max(0.0, self._idle_since + IDLE_TIMEOUT - time.monotonic())
 
     def _use_the_pause(self) -> None:
         if not self._loaded:
             self._loaded = True
-            load(PRELOADED_LATER)
+            with ending_with(self._owner):
+                load(PRELOADED_LATER)
             if touches_gpu():
-                self._end()
+                self.end()
         elif not self._agents and time.monotonic() - self._idle_since >= IDLE_TIMEOUT:
-            self._end()
+            self.end()
 
     def _on_owner_gone(self) -> None:
         self._selector.unregister(self._owner)
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """From here on nobody finds this server; who had connected already is told by the end of the connection."""
         if not self._ending:
             self._ending = True
             self._selector.unregister(self._listener)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            # Another server may have taken the place.
+            if self._inode == _inode(self._path):
+                os.unlink(self._path)
             self._listener.close()
 
     def _accept(self) -> None:
+        if self._ending:
+            return
         connection, _ = self._listener.accept()
         try:
             pid = self._serve(connection)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
             sys.stderr.write(f"a request failed: {error}\n")
             connection.close()
             return
@@ -136,12 +161,14 @@ class WarmServer:
                 data += more
             request: dict[str, Any] = json.loads(data)
             standard_input, log = descriptors
+            if select.select([connection], [], [], 0)[0]:
+                raise ConnectionError("the client has given up")
             pid = forked.fork(
                 supervise.main,
                 title=f"rankzero.agent.supervise {request['title']}",
                 env=request["env"],
                 stdio=(standard_input, log, log),
-                directory=request["directory"],
+                surroundings=request,
             )
         finally:
             for descriptor in descriptors:
@@ -153,9 +180,10 @@ class WarmServer:
 
     def _on_holder(self, pid: int, connection: socket.socket) -> None:
         """A client never says anything again: this is its end. A stopped agent would not read it."""
-        self._selector.unregister(connection)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        if self._agents.get(pid) is connection:
+            self._selector.unregister(connection)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def _on_child(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -179,32 +207,78 @@ class WarmServer:
 
 
 def load(names: tuple[str, ...]) -> None:
-    """Imports modules, and takes everything that is there out of the collector's sight: forks share it."""
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    """Imports modules, and takes everything that is there out of the collector's sight: forks share it.
+
+    The user's own directories are not searched, unless torch itself is there.
+    """
+    path = sys.path
+    own = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    installed = [place for place in path if place not in own]
+    if importlib.machinery.PathFinder.find_spec("torch", installed):
+        sys.path = installed
+    try:
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    finally:
+        sys.path = path
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def ending_with(owner: int) -> Iterator[None]:
+    """Meanwhile this process ends when its owner (a pidfd) does: an import may take long, and runs no loop."""
+
+    def look(*_: object) -> None:
+        if select.select([owner], [], [], 0)[0]:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, OWNER_INTERVAL, OWNER_INTERVAL)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")
 
 
 def touches_gpu() -> bool:
     """True if something here has opened a GPU: its forks could not use it any more."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
                 return True
     return False
 
 
 def main() -> None:
-    """Entry point of the server: its directory, the listener's descriptor, process id and start time of its owner."""
-    directory, listener, owner, started = sys.argv[1:]
+    """Entry point of the server.
+
+    Arguments: its own directory, the path of its socket, descriptors of that socket and of a lock that shows that it
+    lives, process id and start time of its owner.
+    """
+    directory, path, listener, _, owner, started = sys.argv[1:]
     descendants.become_subreaper()
     watched = os.pidfd_open(int(owner))
     if start.start_time(int(owner)) != started:
         raise SystemExit("whoever started this server is gone")
-    load(("torch", *PRELOADED))
+    with ending_with(watched):
+        load(PRELOADED)
     os.environ.pop(forked.ROOM, None)
+    server = WarmServer(path, socket.socket(fileno=int(listener)), watched)
     if "torch" in sys.modules and not touches_gpu():
-        WarmServer(directory, socket.socket(fileno=int(listener)), watched).run()
+        server.run()
+    server.end()
+    # Its forks may have imported from there to the last.
     shutil.rmtree(directory, ignore_errors=True)

@@ -93,6 +93,7 @@ class LocalGroup(AgentGroup):
         self._config = config
         self._on_end = on_end
         self._agent: subprocess.Popen[bytes] | None = None
+        self._cancelled = False
         threading.Thread(target=self._hold, name="rankzero-agent", daemon=True).start()
 
     def _hold(self) -> None:
@@ -106,9 +107,12 @@ class LocalGroup(AgentGroup):
 
     def _on_start(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
+        if self._cancelled:
+            agent.kill()
 
     def cancel(self) -> None:
-        """Kills the agent; its workers die with it, and what they started is ended by `hold`."""
+        """Kills the agent, also one that is still to come; its workers die with it, `hold` ends what they started."""
+        self._cancelled = True
         if self._agent:
             self._agent.kill()
 
