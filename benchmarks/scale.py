@@ -8,6 +8,8 @@ import sys
 import tempfile
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+# The peer's ranks have to find the module of the function; ours get it with the job.
+os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
 
 from launch import all_reduce
 from measure import Report, timed
