@@ -28,13 +28,13 @@ RANKS = 2
 PAIRS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 20
 TURN = 2.0
 SETTLE = 0.3
-SIZES = {"small": 64, "large": 1024}
-"""Width of the model's layers: a step takes a few milliseconds, or tens of them."""
+CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1024, True)}
+"""Width of the model's layers (a step takes a few milliseconds, or tens of them), and whether it reports."""
 
 NAMES = ("torchrun", "rankzero")
 
 
-def train(folder: str, name: str, width: int) -> None:
+def train(folder: str, name: str, width: int, reports: bool) -> None:
     """Steps of a DDP model for ever; rank 0 counts them in a file that is mapped."""
     import torch
     import torch.distributed as dist
@@ -62,7 +62,7 @@ def train(folder: str, name: str, width: int) -> None:
         counter[8:] = struct.pack("<q", step)
         if step % 10 == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
-            if name == "rankzero":
+            if reports:
                 import rankzero.train as rt
 
                 rt.report({"loss": loss.item(), "step": step})
@@ -76,25 +76,31 @@ def look(folder: Path, name: str, rank: int = 0) -> tuple[int, int]:
         return 0, 0
 
 
-def turn(folder: Path, name: str) -> float:
-    """Lets one training go on for a turn; its steps per second."""
+def turn(folder: Path, name: str, supervisors: list[psutil.Process]) -> tuple[float, float]:
+    """Lets one training go on for a turn.
+
+    Returns:
+        Its steps per second, and per second of processor time that its ranks and supervisors used: what other tenants
+        of the machine take away changes the first and not the second.
+    """
     ranks = [look(folder, name, rank)[0] for rank in range(RANKS)]
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
     time.sleep(SETTLE)
-    (_, before), began = look(folder, name), time.perf_counter()
+    processes = [*map(psutil.Process, ranks), *supervisors]
+    (_, before), began, used = look(folder, name), time.perf_counter(), cpu_of(processes)
     time.sleep(TURN)
-    (_, after), ended = look(folder, name), time.perf_counter()
+    (_, after), ended, used = look(folder, name), time.perf_counter(), cpu_of(processes) - used
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    return (after - before) / (ended - began)
+    return (after - before) / (ended - began), (after - before) / used
 
 
 def cpu_of(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def measure(report: Report, size: str, width: int) -> None:
+def measure(report: Report, size: str, width: int, reports: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
         folder = Path(directory)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
@@ -102,24 +108,21 @@ def measure(report: Report, size: str, width: int) -> None:
         with open(folder / "torchrun.log", "wb") as log:
             command += [__file__, "rank", directory, str(width)]
             bare = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-        handle = Launcher(RANKS, store=folder / "store").submit(train, directory, "rankzero", width)
+        handle = Launcher(RANKS, store=folder / "store").submit(train, directory, "rankzero", width, reports)
         try:
             deadline = time.monotonic() + 120
             while not all(look(folder, name, rank)[1] > 20 for name in NAMES for rank in range(RANKS)):
                 assert time.monotonic() < deadline, (folder / "torchrun.log").read_text()
                 time.sleep(0.1)
             for name in NAMES:
-                turn(folder, name)
+                turn(folder, name, [])
             driver = psutil.Process(handle.status().driver_pid)
             below = driver.children(recursive=True)
             supervisors = [driver, *(process for process in below if "agent.supervise" in " ".join(process.cmdline()))]
-            rates: dict[str, list[float]] = {name: [] for name in NAMES}
-            used = 0.0
+            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
             for pair in range(PAIRS):
                 for name in NAMES if pair % 2 else reversed(NAMES):
-                    before = cpu_of(supervisors)
-                    rates[name].append(turn(folder, name))
-                    used += cpu_of(supervisors) - before if name == "rankzero" else 0.0
+                    turns[name].append(turn(folder, name, supervisors if name == "rankzero" else []))
         finally:
             for name in NAMES:
                 for rank in range(RANKS):
@@ -129,24 +132,24 @@ def measure(report: Report, size: str, width: int) -> None:
             bare.terminate()
             handle.wait(60)
             bare.wait(60)
-    for name in NAMES:
-        report.add(f"{size} steps, {name}", rates[name], "steps/s")
-    ratios = [ours / theirs for ours, theirs in zip(rates["rankzero"], rates["torchrun"], strict=True)]
-    report.add(f"{size} steps, ratio of each pair", ratios, "x")
-    report.hold(f"{size} steps, rankzero / torchrun", statistics.median(ratios), 0.99, at_least=True)
-    share = used / PAIRS / (TURN + SETTLE)
-    report.hold(f"{size} steps, agent and driver, share of a core in its turns", share, 0.02)
+    for place, unit in enumerate(("steps/s", "steps per processor second")):
+        rates = {name: [pair[place] for pair in turns[name]] for name in NAMES}
+        for name in NAMES:
+            report.add(f"{size} steps, {name}", rates[name], unit)
+        ratios = [ours / theirs for ours, theirs in zip(rates["rankzero"], rates["torchrun"], strict=True)]
+        report.add(f"{size} steps, {unit}, ratio of each pair", ratios, "x")
+        report.hold(f"{size} steps, {unit}, rankzero / torchrun", statistics.median(ratios), 0.99, at_least=True)
 
 
 def main() -> None:
     report = Report("steps", "Training throughput under supervision")
-    for size, width in SIZES.items():
-        measure(report, size, width)
+    for size, (width, reports) in CASES.items():
+        measure(report, size, width, reports)
     report.finish()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        train(sys.argv[2], "torchrun", int(sys.argv[3]))
+        train(sys.argv[2], "torchrun", int(sys.argv[3]), False)
     else:
         main()
