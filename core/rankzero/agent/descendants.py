@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -97,6 +97,13 @@ def _is_cleaner(pid: int) -> bool:
         command = file.read()
         return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
     return False
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Collects the children that have ended: process id and status, as of waitpid. Never waits."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield ended
 
 
 def _reap() -> bool:

@@ -295,13 +295,7 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             if signal.SIGTERM in wakeup.recv(_READ):
                 self._leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in descendants.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
                     self._on_exit(rank, status)

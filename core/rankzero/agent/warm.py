@@ -188,13 +188,7 @@ class WarmServer:
     def _on_child(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(_READ)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in descendants.ended_children():
             if connection := self._agents.pop(pid, None):
                 self._idle_since = time.monotonic()
                 # What a killed agent left comes to this process; its holder hears of the end when that has gone too.
