@@ -5,7 +5,10 @@ the one that waits are stopped (SIGSTOP). A pair is one turn of each. Under rank
 output and a report every ten steps; under torchrun the line alone. What agent and driver use of the processor is
 measured beside it, since it would slow down a training that uses every core.
 
-    python benchmarks/steps.py [pairs]
+Two processes that do the same differ by some percent, by where their memory came to lie; so both are launched several
+times.
+
+    python benchmarks/steps.py [launches]
 """
 
 import mmap
@@ -25,7 +28,8 @@ from measure import Report
 from rankzero import Launcher
 
 RANKS = 2
-PAIRS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 20
+LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 4
+PAIRS = 5
 TURN = 2.0
 SETTLE = 0.3
 CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1024, True)}
@@ -97,10 +101,16 @@ def turn(folder: Path, name: str, supervisors: list[psutil.Process]) -> tuple[fl
 
 
 def cpu_of(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+    """Seconds of processor time, as the scheduler counts them: clock ticks overrate what a timer wakes."""
+    tasks = [task for process in processes for task in Path("/proc", str(process.pid), "task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def measure(report: Report, size: str, width: int, reports: bool) -> None:
+Turns = dict[str, list[tuple[float, float]]]
+
+
+def take_turns(width: int, reports: bool, turns: Turns) -> None:
+    """Launches both trainings and adds their turns."""
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
         folder = Path(directory)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
@@ -119,7 +129,6 @@ def measure(report: Report, size: str, width: int, reports: bool) -> None:
             driver = psutil.Process(handle.status().driver_pid)
             below = driver.children(recursive=True)
             supervisors = [driver, *(process for process in below if "agent.supervise" in " ".join(process.cmdline()))]
-            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
             for pair in range(PAIRS):
                 for name in NAMES if pair % 2 else reversed(NAMES):
                     turns[name].append(turn(folder, name, supervisors if name == "rankzero" else []))
@@ -132,6 +141,12 @@ def measure(report: Report, size: str, width: int, reports: bool) -> None:
             bare.terminate()
             handle.wait(60)
             bare.wait(60)
+
+
+def measure(report: Report, size: str, width: int, reports: bool) -> None:
+    turns: Turns = {name: [] for name in NAMES}
+    for _ in range(LAUNCHES):
+        take_turns(width, reports, turns)
     for place, unit in enumerate(("steps/s", "steps per processor second")):
         rates = {name: [pair[place] for pair in turns[name]] for name in NAMES}
         for name in NAMES:

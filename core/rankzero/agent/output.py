@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from typing import IO
 
@@ -23,6 +24,12 @@ SPOOL_LIMIT = 8 << 30
 
 _BLOCK = 1 << 20
 
+QUIET_INTERVAL = 0.2
+"""Seconds between two looks at a rank that prints little: its lines of that time travel in one message."""
+
+QUIET_BYTES = 16 << 10
+"""Bytes in about `QUIET_INTERVAL` that are little: a quarter of what a pipe holds, so that the rank never waits."""
+
 
 class RankOutput:
     """Cuts a rank's output into lines, keeps the last ones, and passes all on."""
@@ -36,11 +43,18 @@ class RankOutput:
         self._read = self._written = 0
         self._dropped = 0
         self._tail: deque[str] = deque(maxlen=LOG_TAIL)
+        self._recent = 0.0
+        self._fed_at = 0.0
 
     @property
     def tail(self) -> list[str]:
         """The last lines, oldest first."""
         return list(self._tail)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if the rank has printed so little lately that its next lines may wait for `QUIET_INTERVAL`."""
+        return self._recent < QUIET_BYTES
 
     @property
     def waiting(self) -> int:
@@ -49,6 +63,9 @@ class RankOutput:
 
     def feed(self, data: bytes) -> None:
         """Takes what the rank wrote."""
+        now = time.monotonic()
+        self._recent = self._recent * 0.5 ** ((now - self._fed_at) / QUIET_INTERVAL) + len(data)
+        self._fed_at = now
         self.add(self._splitter.feed(data))
 
     def finish(self) -> None:

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from rankzero.agent import descendants, network
 from rankzero.agent.inputs import Inputs
+from rankzero.agent.output import QUIET_INTERVAL
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.agent.worker import EXIT_HANDLERS_TIMEOUT
 from rankzero.channel.client import ChannelClient, ChannelClosed
@@ -71,6 +72,8 @@ class Agent:
         self._lost: str | None = None
         self._kill_at: float | None = None
         self._stacks_at: float | None = None
+        self._quiet: list[Rank] = []
+        self._listen_at: float | None = None
 
     def run(self) -> None:
         """Runs until everything below this process has ended."""
@@ -119,12 +122,17 @@ class Agent:
             self._stacks_at = None
             for rank in self._ranks:
                 self._client.queue({"type": "stack", "local_rank": rank.local_rank, "text": rank.stack()})
+        if self._listen_at is not None and now >= self._listen_at:
+            self._listen_at = None
+            for rank in self._quiet:
+                self._listen_to(rank)
+            self._quiet.clear()
         for rank in self._ranks:
             rank.output.pump()
             rank.flush()
 
     def _time_left(self) -> float | None:
-        times = [at - time.monotonic() for at in (self._kill_at, self._stacks_at) if at is not None]
+        times = [at - time.monotonic() for at in (self._kill_at, self._stacks_at, self._listen_at) if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
             times.append(PUMP_INTERVAL)
         return max(0.0, min(times)) if times else None
@@ -210,7 +218,7 @@ class Agent:
         rank = Rank(local_rank, self._config, self._client)
         self._ranks.append(rank)
         self._watch(rank.control, lambda: self._on_control(rank))
-        self._watch(rank.pipe, lambda: self._on_output(rank))
+        self._listen_to(rank)
         self._watch(rank.stack_pipe, lambda: self._on_stack(rank))
 
     def _on_control(self, rank: Rank) -> bool:
@@ -258,6 +266,17 @@ class Agent:
         elif kind == "rendezvous":
             del message["local_rank"]
         self._client.queue(message)
+
+    def _listen_to(self, rank: Rank) -> None:
+        self._watch(rank.pipe, lambda: self._on_printed(rank))
+
+    def _on_printed(self, rank: Rank) -> None:
+        """Takes lines, and after few lines waits for others: each look wakes agent, channel and driver."""
+        if self._on_output(rank) and rank.output.is_quiet:
+            self._unwatch(rank.pipe)
+            self._quiet.append(rank)
+            if self._listen_at is None:
+                self._listen_at = time.monotonic() + QUIET_INTERVAL
 
     def _on_output(self, rank: Rank) -> bool:
         """Takes one read's worth of what a worker printed; True if there may be more."""

@@ -45,6 +45,15 @@ MAX_OUTGOING = 10_000
 ROOM_INTERVAL = 0.1
 """Seconds between two looks whether there is room for the next."""
 
+PATIENT = ("metric", "beat")
+"""Types of messages that may wait a little for others: each delivery wakes agent, channel and driver."""
+
+PATIENCE = 0.2
+"""Seconds between two deliveries of such messages."""
+
+PATIENT_MESSAGES = 1000
+"""How many of them wait for one delivery at most."""
+
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its Python stacks, also while it is blocked in native code."""
 
@@ -70,7 +79,7 @@ class Control:
         self._socket = socket.socket(fileno=fd)
         self._decoder = frames.Decoder()
         self._decoder.trust(None)
-        self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[bool, bytes | threading.Event]] = queue.SimpleQueue()
         self._room = threading.Event()
         threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
         self.ended = threading.Event()
@@ -81,23 +90,43 @@ class Control:
         while self._outgoing.qsize() > MAX_OUTGOING:
             self._room.clear()
             self._room.wait(ROOM_INTERVAL)
-        self._outgoing.put(frames.encode(message))
+        self._outgoing.put((message["type"] in PATIENT, frames.encode(message)))
 
     def flush(self) -> None:
         """Waits until everything was sent. A dead agent ends this process anyway."""
         sent = threading.Event()
-        self._outgoing.put(sent)
+        self._outgoing.put((False, sent))
         sent.wait()
 
     def _write(self) -> None:
+        next_delivery = 0.0
         while True:
-            item = self._outgoing.get()
-            self._room.set()
-            if isinstance(item, bytes):
-                with contextlib.suppress(OSError):
-                    self._socket.sendall(item)
-            else:
-                item.set()
+            batch = b""
+            for item in self._gather(next_delivery):
+                if isinstance(item, bytes):
+                    batch += item
+                else:
+                    self._deliver(batch)
+                    batch = b""
+                    item.set()
+            self._deliver(batch)
+            next_delivery = time.monotonic() + PATIENCE
+
+    def _gather(self, next_delivery: float) -> Iterator[bytes | threading.Event]:
+        """Waits for a message; gives it and, if it is patient, those that come until the next delivery."""
+        patient, item = self._outgoing.get()
+        yield item
+        count = 1
+        with contextlib.suppress(queue.Empty):
+            while patient and count < PATIENT_MESSAGES:
+                patient, item = self._outgoing.get(timeout=max(0.0, next_delivery - time.monotonic()))
+                yield item
+                count += 1
+        self._room.set()
+
+    def _deliver(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.sendall(data)
 
     def receive(self) -> Message:
         """Waits for the agent's next message; the agent's death ends this process."""
