@@ -60,6 +60,8 @@ def torch_distributor(
     hang_timeout: float | None = ...,
     max_restarts: int = ...,
     stop_grace: float = ...,
+    orphan_timeout: float | None = ...,
+    deferrable: bool = ...,
     multiple_outputs: bool = ...,
     **kwargs: Any,
 ) -> Callable[[Callable[P, R]], Task[P, R]]: ...
