@@ -198,7 +198,3 @@ def _master(connection: Connection, where: str) -> str:
 def _is_host_name(host: str) -> bool:
     """True for ``yarn-gateway`` or ``localhost``: begins like a master, but is none."""
     return "://" not in host and host not in ("yarn", "local") and not host.startswith(("local[", "local-cluster["))
-
-
-# The operator's name for it, before there were connections of another type than `spark`.
-SparkTarget = Target

@@ -48,8 +48,8 @@ def torch_distributor(python_callable: Callable[P, R]) -> Task[P, R]: ...
 def torch_distributor(
     *,
     num_processes: int = ...,
-    processes_per_task: int = ...,
-    use_gpu: bool = ...,
+    processes_per_task: int | None = ...,
+    use_gpu: bool | None = ...,
     backend: str | None = ...,
     conn_id: str | None = ...,
     spark_conf: Mapping[str, str] | None = ...,

@@ -7,19 +7,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from airflow.sdk import BaseOperator, conf
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferralTimeout
 
-from airflow_rankzero import delivery, lines, tries
-from airflow_rankzero.connection import SparkTarget
+from airflow_rankzero import delivery, lineage, lines, settings, tries
+from airflow_rankzero.connection import Target
+from airflow_rankzero.links import RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
+from airflow_rankzero.spark_conf import as_text
 from airflow_rankzero.triggers import RunTrigger
-from rankzero.engines.spark import SparkEngine
 from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError
 from rankzero.launcher import Launcher
 from rankzero.policy import STOP_GRACE
+from rankzero.result import map_refs
 from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 if TYPE_CHECKING:
@@ -58,15 +61,17 @@ class TorchDistributorOperator(BaseOperator):
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
         num_processes: World size, the number of ranks.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
-        use_gpu: Give every rank one GPU. Without enough GPUs the task fails.
+        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``. None: what the connection says,
+            else 1.
+        use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
-        conn_id: Connection of type ``spark`` (templated). None: an embedded ``local[N]`` Spark.
+        conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); wins over what the connection says.
         env: Environment variables for the ranks (templated).
         store: Root of the run directories, a path or an fsspec URL that the next tasks can read
-            (templated). None: ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
+            (templated). None: what the connection says, else ``[rankzero] store`` of Airflow's configuration, else
+            ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
         timeout: Seconds the run may take once every rank has started; None for no bound.
         start_timeout: Seconds until every rank must have started.
         hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends.
@@ -103,6 +108,7 @@ class TorchDistributorOperator(BaseOperator):
         "env": "json",
     }
     shallow_copy_attrs: Sequence[str] = ("train",)
+    operator_extra_links = (SparkUILink(), RunDirectoryLink())
     ui_color = "#f4e3d7"
 
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.
@@ -113,8 +119,8 @@ class TorchDistributorOperator(BaseOperator):
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
         num_processes: int = 2,
-        processes_per_task: int = 1,
-        use_gpu: bool = False,
+        processes_per_task: int | None = None,
+        use_gpu: bool | None = None,
         backend: str | None = "auto",
         conn_id: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
@@ -150,10 +156,12 @@ class TorchDistributorOperator(BaseOperator):
         self.deferrable = deferrable
         self.delivered_run: str | None = None
         self._killed = False
+        self._facts = lineage.RunFacts(num_processes)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
         handle, since = self._submit(context)
+        push_links(context["ti"], directory=handle.directory)
         if self.deferrable and not handle.status().final:
             self.defer(
                 trigger=RunTrigger(handle.directory, lines.to_json(since)),
@@ -209,6 +217,9 @@ class TorchDistributorOperator(BaseOperator):
                 delivery.settle(before, tries.generation(context["ti"]))
             ends = before.ends() if before else {}
             number = before.submission if before else -1
+            inputs: list[str] = []
+            map_refs((args, kwargs), lambda ref: inputs.append(ref.uri))
+            self._facts = replace(self._facts, inputs=inputs)
             handle = launcher.submit(self.train, *args, **kwargs)
         except InvalidJobError as error:
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
@@ -221,8 +232,12 @@ class TorchDistributorOperator(BaseOperator):
         positions = lines.begin(handle, since)
         tick = threading.Event()
         shown = time.monotonic()
+        url = None
         while True:
             status = handle.status()
+            if status.engine_url and url is None:
+                url = status.engine_url
+                push_links(ti, spark_ui=url)
             for line in handle.lines(positions, follow=False, prefix=True):
                 self.log.info("%s", line)
                 shown = time.monotonic()
@@ -255,9 +270,28 @@ class TorchDistributorOperator(BaseOperator):
             handle.cancel()
             handle.wait(self.stop_grace + CANCEL_TIMEOUT)
 
+    def get_openlineage_facets_on_start(self) -> Any:
+        """What the OpenLineage provider asks for: the world size by now. None without that provider."""
+        return lineage.facets(self._facts)
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """The same with the run directory, the results that were given as arguments, and the one that came of it."""
+        return lineage.facets(self._facts)
+
+    def get_openlineage_facets_on_failure(self, task_instance: Any) -> Any:
+        """The same with the error."""
+        return lineage.facets(self._facts)
+
     def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
-        value = delivery.value_of(handle)
-        delivery.fill_outlets(context, delivery.describe(handle, self.num_processes))
+        self._facts = replace(self._facts, directory=handle.directory)
+        try:
+            value = delivery.value_of(handle)
+        except RankZeroError as error:
+            self._facts = replace(self._facts, error=error)
+            raise
+        described = delivery.describe(handle, self.num_processes)
+        delivery.fill_outlets(context, described)
+        self._facts = replace(self._facts, result=described["uri"])
         self.delivered_run = handle.directory
         return value
 
@@ -272,47 +306,25 @@ class TorchDistributorOperator(BaseOperator):
         return dict(self.op_kwargs)
 
     def _launcher(self, context: Context) -> Launcher:
-        target = SparkTarget.from_conn_id(self.conn_id)
-        conf = {**target.conf, **_as_text("spark_conf", self.spark_conf)}
+        target = Target.from_conn_id(self.conn_id)
+        spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
         names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
-        launcher = Launcher(
+        return Launcher(
             self.num_processes,
-            engine=SparkEngine(master=target.master, conf=conf),
-            use_gpu=self.use_gpu,
-            processes_per_task=self.processes_per_task,
+            engine=target.engine(spark_conf),
+            use_gpu=target.use_gpu if self.use_gpu is None else self.use_gpu,
+            processes_per_task=self.processes_per_task or target.processes_per_task or 1,
             backend=self.backend,
-            env=_as_text("env", self.env),
+            env=as_text("env", self.env),
             timeout=self.timeout,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
             max_restarts=self.max_restarts,
             stop_grace=self.stop_grace,
-            store=self.store,
+            store=self.store or target.store or settings.store(),
             orphan_timeout=self.orphan_timeout or tries.lease(self, ti, deferred=self.deferrable),
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
             labels={**names, "generation": tries.generation(ti)},
         )
-        return launcher
-
-
-def _as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Numbers and flags as Spark spells them; core refuses what else is no string.
-
-    A DAG with ``render_template_as_native_obj`` turns every ``"2"`` into a number.
-    """
-    if pairs is None:
-        return {}
-    if not isinstance(pairs, Mapping):
-        raise InvalidJobError(f"{name} is {pairs!r}; it must map strings to strings")
-    texts = {}
-    for key, value in pairs.items():
-        if isinstance(value, bool):
-            value = str(value).lower()
-        elif isinstance(value, (int, float)):
-            value = str(value)
-        if not isinstance(value, str):
-            raise InvalidJobError(f"{name}[{key!r}] is a {type(value).__name__}; names and values must be strings")
-        texts[key] = value
-    return texts

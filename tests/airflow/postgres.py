@@ -19,7 +19,7 @@ def find_programs() -> str | None:
     """The directory of ``initdb`` and ``pg_ctl``; None if PostgreSQL is not here."""
     found = shutil.which("initdb")
     if found:
-        return os.path.dirname(found)
+        return os.path.dirname(os.path.realpath(found))
     return next((path for path in sorted(glob.glob(_DEBIAN), reverse=True) if os.path.exists(f"{path}/initdb")), None)
 
 
@@ -40,8 +40,7 @@ class Postgres:
         self._run(
             "pg_ctl", "-D", f"{self._directory}/data", "-w", "-l", f"{self._directory}/log", "-o", options, "start"
         )
-        self._run("createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "postgres", "airflow")
-        self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/airflow"
+        self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
 
     def _run(self, program: str, *arguments: str) -> None:
         subprocess.run(
