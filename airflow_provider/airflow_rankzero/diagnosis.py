@@ -45,8 +45,12 @@ def find_problems(target: Target, root: str) -> list[str]:
 
 
 def _check_packages(target: Target) -> str | None:
+    if (target.kind == LOCAL or (target.master or "local").startswith("local")) and not importlib.util.find_spec(
+        "torch"
+    ):
+        return f"the ranks on {target} need torch here: pip install torch"
     if target.kind == LOCAL:
-        return None if importlib.util.find_spec("torch") else "engine 'local' needs torch here: pip install torch"
+        return None
     spec = importlib.util.find_spec("pyspark")
     if spec is None:
         return "engine 'spark' needs pyspark here: pip install 'rankzero[spark]'"

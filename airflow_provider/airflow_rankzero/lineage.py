@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FACET_NAME = "rankzero_run"
-"""Key of the run facet that holds world size and run directory."""
+"""Key of the run facet that holds world size, run directory and the first cause of a failure."""
 
 _PROVIDER = "airflow.providers.openlineage"
 _INJECTIONS = "airflow.providers.common.compat.openlineage.utils.spark"
@@ -94,8 +94,8 @@ def facets(facts: RunFacts) -> Any:
         facts: What is known by then.
 
     Returns:
-        An ``OperatorLineage``: the result as output, the results given as arguments as inputs, a run facet
-        `FACET_NAME`, and one for the error. None without the OpenLineage provider.
+        An ``OperatorLineage``: the result as output, the results given as arguments as inputs, and a run facet
+        `FACET_NAME`. None without the OpenLineage provider.
     """
     if not is_installed():
         return None
@@ -109,21 +109,15 @@ def facets(facts: RunFacts) -> Any:
 def _build(facts: RunFacts) -> Any:
     from airflow.providers.openlineage.extractors import OperatorLineage
     from openlineage.client.event_v2 import Dataset
-    from openlineage.client.facet_v2 import error_message_run
 
     from airflow_rankzero.lineage_facet import RankZeroRunFacet
 
-    run_facets: dict[str, Any] = {FACET_NAME: RankZeroRunFacet(facts.world_size, facts.directory)}
-    if facts.error is not None:
-        # The rank's own traceback says more than that of the task, which only waited.
-        trace = getattr(facts.error, "traceback", None)
-        run_facets["errorMessage"] = error_message_run.ErrorMessageRunFacet(
-            message=str(facts.error), programmingLanguage="python", stackTrace=trace
-        )
+    # Not the standard facet `errorMessage`: Airflow puts its own in its place, with the traceback of the task.
+    cause = None if facts.error is None else getattr(facts.error, "traceback", None) or str(facts.error)
     return OperatorLineage(
         inputs=[Dataset(*dataset_name(uri)) for uri in facts.inputs],
         outputs=[Dataset(*dataset_name(facts.result))] if facts.result else [],
-        run_facets=run_facets,
+        run_facets={FACET_NAME: RankZeroRunFacet(facts.world_size, facts.directory, cause)},
     )
 
 

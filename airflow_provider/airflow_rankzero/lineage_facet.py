@@ -13,7 +13,9 @@ class RankZeroRunFacet(RunFacet):  # type: ignore[misc]
     Attributes:
         worldSize: Number of ranks.
         runDirectory: Path or URL of the run directory; None before it is there.
+        firstCause: Traceback of the rank that failed first, or what the error says; None without an error.
     """
 
     worldSize: int
     runDirectory: str | None = None
+    firstCause: str | None = None

@@ -108,8 +108,7 @@ def test_facets_describe_the_run() -> None:
     assert found.inputs == [Dataset("file", "/data/b/result/value.json")]
     run = Serde.to_dict(found.run_facets["rankzero_run"])
     assert (run["worldSize"], run["runDirectory"]) == (4, "s3://bucket/runs/a")
-    error = Serde.to_dict(found.run_facets["errorMessage"])
-    assert (error["message"], error["stackTrace"]) == ("rank 1 failed", "Traceback of rank 1")
+    assert run["firstCause"] == "Traceback of rank 1"
 
 
 @with_provider
