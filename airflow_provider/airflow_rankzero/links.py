@@ -60,19 +60,18 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
         spark_ui: Address of the Spark UI; None where there is none.
         directory: The run directory. It is pushed as the XCom ``run_directory`` as well.
     """
-    addresses = {
-        SparkUILink.xcom_key: spark_ui,
-        DIRECTORY_KEY: directory,
-        RunDirectoryLink.xcom_key: directory and web_address(directory),
-    }
-    for key, address in addresses.items():
-        if not address:
-            continue
-        try:
-            ti.xcom_push(key=key, value=address)
-        except Exception:
-            # A button is not worth a training.
-            logger.warning("the link %s could not be pushed", key, exc_info=True)
+    try:
+        addresses = {
+            SparkUILink.xcom_key: spark_ui,
+            DIRECTORY_KEY: directory,
+            RunDirectoryLink.xcom_key: directory and web_address(directory),
+        }
+        for key, address in addresses.items():
+            if address:
+                ti.xcom_push(key=key, value=address)
+    except Exception:
+        # A button is not worth a training.
+        logger.warning("the links of this task could not be pushed", exc_info=True)
 
 
 def web_address(directory: str) -> str | None:
@@ -83,6 +82,9 @@ def web_address(directory: str) -> str | None:
 
     Returns:
         What ``[rankzero] directory_url`` says, else the console of Google Cloud or AWS; None for other stores.
+
+    Raises:
+        InvalidJobError: that option has unknown placeholders.
 
     Example:
         >>> web_address("gs://bucket/runs/a")

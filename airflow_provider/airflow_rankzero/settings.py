@@ -71,7 +71,7 @@ def directory_url() -> str | None:
     template = _text("directory_url")
     try:
         template.format(path="", name="")
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, AttributeError):
         raise InvalidJobError(
             f"[{SECTION}] directory_url is {template!r}; only {{path}} and {{name}} can stand in it"
         ) from None

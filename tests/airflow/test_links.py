@@ -55,7 +55,9 @@ def test_a_link_that_was_not_pushed_is_empty(run_dag: Callable[..., Any], tmp_pa
     assert outcome.xcom("link", RunDirectoryLink().xcom_key) == ""
 
 
-def test_a_link_that_cannot_be_pushed_costs_no_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_links_that_cannot_be_pushed_cost_no_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from airflow_rankzero.links import push_links
 
     class Broken:
@@ -63,7 +65,10 @@ def test_a_link_that_cannot_be_pushed_costs_no_training(caplog: pytest.LogCaptur
             raise RuntimeError("no database")
 
     push_links(Broken(), spark_ui="http://head:4040", directory="/runs/a")
-    assert "rankzero_spark_ui" in caplog.text
+    assert "no database" in caplog.text
+    monkeypatch.setenv("AIRFLOW__RANKZERO__DIRECTORY_URL", "https://files/{bucket}")
+    push_links(Broken(), directory="/runs/a")
+    assert "only {path} and {name} can stand in it" in caplog.text
 
 
 def test_a_web_page_shows_the_store_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ def test_options_have_defaults_and_are_read_from_the_environment(monkeypatch: py
         ("retention_days", "a week", "'a week'; it must be a whole number"),
         ("retention_days", "-1", "'-1'; it must be a whole number"),
         ("directory_url", "https://files/{bucket}", "only {path} and {name} can stand in it"),
+        ("directory_url", "https://files/{path.bucket}", "only {path} and {name} can stand in it"),
         ("directory_url", "https://files/{", "only {path} and {name} can stand in it"),
     ],
 )
