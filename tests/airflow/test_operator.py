@@ -307,3 +307,94 @@ def test_a_second_run_of_the_same_name_trains_again(dag: Any, run_dag: RunDag, t
     (directory,) = tmp_path.iterdir()
     assert first != second
     assert RunHandle.attach(directory).submission == 1
+
+
+def test_what_users_return_comes_back_as_it_was(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
+    def make(kind: str) -> Any:
+        import dataclasses
+
+        import numpy
+        import pandas
+
+        Point = dataclasses.make_dataclass("Point", [("x", float)])
+        values: dict[str, Any] = {
+            "scalar": numpy.float32(0.5),
+            "array": numpy.arange(3),
+            "dataclass": Point(1.5),
+            "frame": pandas.DataFrame({"x": [1, 2]}),
+        }
+        return values[kind]
+
+    @task
+    def describe(refs: list[Any]) -> list[str]:
+        scalar, array, point, frame = (ref.load() for ref in refs)
+        return [repr(scalar.dtype), repr(array.tolist()), repr(point), repr(frame.x.sum())]
+
+    describe(make.expand(kind=["scalar", "array", "dataclass", "frame"]))
+    outcome = run_dag(dag)
+    assert outcome.xcom("describe") == ["dtype('float32')", "[0, 1, 2]", "Point(x=1.5)", "np.int64(3)"], outcome.errors
+
+
+def test_it_composes_as_every_operator_does(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
+    def score(value: float) -> float:
+        return value
+
+    @task.branch
+    def choose(before: float, after: float) -> str:
+        return "promote" if after > before else "keep"
+
+    @task
+    def promote() -> str:
+        return "promoted"
+
+    @task
+    def keep() -> str:
+        return "kept"
+
+    @task
+    def clean() -> None:
+        pass
+
+    prepared = score.override(task_id="prepare")(0.25).as_setup()
+    trained = score.override(task_id="train", num_processes=2)(0.5)
+    choice = choose(prepared, trained)
+    choice >> [promote(), keep()]
+    prepared >> trained >> clean().as_teardown(setups=prepared)
+    outcome = run_dag(dag)
+    assert outcome.xcom("promote") == "promoted", outcome.errors
+    assert outcome.task_state("keep") == "skipped"
+    assert outcome.task_state("clean") == "success"
+    worlds = {
+        path.parent.name.split("__")[-1][:5]: json.loads(path.read_text()) for path in tmp_path.glob("*/job.json")
+    }
+    assert worlds["train"]["num_processes"] == 2
+    assert worlds["prepa"]["num_processes"] == 1
+
+
+def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
+    import copy
+    import threading
+
+    from airflow.serialization.serialized_objects import LazyDeserializedDAG
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    lock = threading.Lock()
+
+    def train() -> bool:
+        return lock.locked()
+
+    operator = TorchDistributorOperator(task_id="train", train=train, deferrable=True)
+    assert copy.deepcopy(operator).train is train
+    assert copy.deepcopy(dag).task_dict["train"].train is train
+    assert json.dumps(LazyDeserializedDAG.from_dag(dag).data)
