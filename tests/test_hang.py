@@ -22,10 +22,18 @@ class Watched:
         return self.watch.look(now, BOUND, storing=storing)
 
 
-def test_ranks_that_were_not_all_heard_of_do_not_hang() -> None:
-    watch = HangWatch(3, lambda: None)
-    watch.on_beat(0, 1, 0.0)
-    assert watch.look(1000.0, BOUND, storing=False) is None
+def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
+    asked: list[int] = []
+    watch = HangWatch(2, lambda: asked.append(1))
+    assert watch.look(5.0, BOUND, storing=False) is None
+    watch.on_beat(0, 1, 6.0)
+    assert watch.look(6.0 + BOUND, BOUND, storing=False) is None
+    assert not asked
+    assert watch.look(6.1 + BOUND, BOUND, storing=False) is None
+    assert asked
+    stacks = watch.look(6.2 + BOUND + policy.STACKS_WINDOW, BOUND, storing=False)
+    assert stacks is not None
+    assert list(stacks) == [0, 1]
 
 
 def test_stacks_are_asked_for_once_and_told_when_all_are_there() -> None:

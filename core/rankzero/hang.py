@@ -20,6 +20,7 @@ class HangWatch:
         self._ranks = range(num_processes)
         self._ask_stacks = ask_stacks
         self._progress: dict[int, tuple[int, float]] = {}
+        self._began: float | None = None
         self._stacks: dict[int, str] = {}
         self._stacks_deadline: float | None = None
 
@@ -35,13 +36,18 @@ class HangWatch:
     def look(self, now: float, bound: float, *, storing: bool) -> dict[int, str] | None:
         """Where each rank stands if the run hangs; None if it does not, or answers are still awaited.
 
+        To be called when every rank has started; a rank's progress counts from the first call on.
+
         Args:
             now: Monotonic time.
             bound: Seconds without progress of any rank after which a run hangs.
             storing: A value is on its way to the store: however long that takes, nobody hangs.
         """
-        if len(self._progress) < len(self._ranks):
-            return None
+        if self._began is None:
+            self._began = now
+        for rank in self._ranks:
+            # One that was stopped before its first heartbeat hangs, too.
+            self._progress.setdefault(rank, (-1, self._began))
         if storing:
             self._progress = {rank: (count, now) for rank, (count, _) in self._progress.items()}
             return None

@@ -92,11 +92,11 @@ def test_metrics_travel_together_and_take_the_outcome_with_them(control: tuple[w
 
 def test_flushing_does_not_wait_for_metrics_to_be_many(control: tuple[worker.Control, socket.socket]) -> None:
     rank, agent = control
-    rank.send({"type": "beat", "progress": 1})
-    rank.send({"type": "beat", "progress": 2})
+    for _ in range(2):
+        rank.send({"type": "metric", "metrics": {}, "time": 0.0})
     rank.flush()
     agent.setblocking(False)
     received = []
     while len(received) < 2:
         received += receive(agent)
-    assert received == ["beat", "beat"]
+    assert received == ["metric", "metric"]

@@ -45,7 +45,7 @@ MAX_OUTGOING = 10_000
 ROOM_INTERVAL = 0.1
 """Seconds between two looks whether there is room for the next."""
 
-PATIENT = ("metric", "beat")
+PATIENT = ("metric",)
 """Types of messages that may wait a little for others: each delivery wakes agent, channel and driver."""
 
 PATIENCE = 0.2
