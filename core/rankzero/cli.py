@@ -21,19 +21,12 @@ _KILO = 1024
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
-class Duration(click.ParamType):
-    """A time such as ``30d`` or ``12h``, in seconds."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds. Fails, as click's types do, for what is no time."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
-        if not found or float(found[1]) == 0:
-            self.fail(f"{value!r} is no time: give a number and a unit, for example 30d, 12h, 45m", param, ctx)
-        return float(found[1]) * SECONDS[found[2]]
+def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """A time such as ``30d`` or ``12h``, in seconds. Raises click.BadParameter."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
+    if not found or float(found[1]) == 0:
+        raise click.BadParameter(f"{value!r} is no time: give a number and a unit, for example 30d, 12h, 45m")
+    return float(found[1]) * SECONDS[found[2]]
 
 
 class Commands(click.Group):
@@ -120,7 +113,7 @@ def cancel(directory: str) -> None:
 
 @main.command()
 @click.argument("store")
-@click.option("--older-than", required=True, type=Duration(), help="Keep runs for so long after their end: 30d, 12h.")
+@click.option("--older-than", required=True, callback=_seconds, metavar="TIME", help="Age of what goes: 30d, 12h.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, show what would be removed.")
 @click.pass_context
 def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool) -> None:
