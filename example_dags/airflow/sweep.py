@@ -39,7 +39,7 @@ SETTINGS = [
 
 def train(data: dict[str, Any], epochs: int, lr: float, batch_size: int) -> dict[str, Any]:
     """Trains on every rank and reports how well; the weights are the result."""
-    state = digits.train(data, epochs=int(epochs), lr=lr, batch_size=batch_size)
+    state = digits.train(data, epochs=epochs, lr=lr, batch_size=batch_size)
     rt.report({"accuracy": digits.accuracy(state, data), "lr": lr, "batch_size": batch_size})
     return state
 
@@ -48,6 +48,8 @@ def train(data: dict[str, Any], epochs: int, lr: float, batch_size: int) -> dict
     schedule=None,
     start_date=datetime(2026, 1, 1),
     params={"epochs": Param(10, type="integer", minimum=1)},
+    # So that params.epochs stays a number.
+    render_template_as_native_obj=True,
     tags=["rankzero"],
 )
 def digits_sweep() -> None:
