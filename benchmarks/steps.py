@@ -80,24 +80,27 @@ def look(folder: Path, name: str, rank: int = 0) -> tuple[int, int]:
         return 0, 0
 
 
-def turn(folder: Path, name: str, supervisors: list[psutil.Process]) -> tuple[float, float]:
+def turn(folder: Path, name: str, supervisors: list[psutil.Process]) -> tuple[float, float, float]:
     """Lets one training go on for a turn.
 
     Returns:
-        Its steps per second, and per second of processor time that its ranks and supervisors used: what other tenants
-        of the machine take away changes the first and not the second.
+        Its steps per second; its steps per second of processor time that its ranks and supervisors used, which other
+        tenants of the machine change less; and the supervisors' share of that time, which they do not change.
     """
     ranks = [look(folder, name, rank)[0] for rank in range(RANKS)]
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
     time.sleep(SETTLE)
-    processes = [*map(psutil.Process, ranks), *supervisors]
-    (_, before), began, used = look(folder, name), time.perf_counter(), cpu_of(processes)
+    workers = [psutil.Process(pid) for pid in ranks]
+    (_, before), began = look(folder, name), time.perf_counter()
+    trained, supervised = cpu_of(workers), cpu_of(supervisors)
     time.sleep(TURN)
-    (_, after), ended, used = look(folder, name), time.perf_counter(), cpu_of(processes) - used
+    (_, after), ended = look(folder, name), time.perf_counter()
+    trained, supervised = cpu_of(workers) - trained, cpu_of(supervisors) - supervised
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    return (after - before) / (ended - began), (after - before) / used
+    used = trained + supervised
+    return (after - before) / (ended - began), (after - before) / used, supervised / used
 
 
 def cpu_of(processes: list[psutil.Process]) -> float:
@@ -106,7 +109,7 @@ def cpu_of(processes: list[psutil.Process]) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-Turns = dict[str, list[tuple[float, float]]]
+Turns = dict[str, list[tuple[float, float, float]]]
 
 
 def take_turns(width: int, reports: bool, turns: Turns) -> None:
@@ -147,6 +150,9 @@ def measure(report: Report, size: str, width: int, reports: bool) -> None:
     turns: Turns = {name: [] for name in NAMES}
     for _ in range(LAUNCHES):
         take_turns(width, reports, turns)
+    share = [turn[2] for turn in turns["rankzero"]]
+    report.add(f"{size} steps, supervisors' share of the processor time", share, "")
+    report.hold(f"{size} steps, supervisors' share of the processor time", statistics.median(share), 0.01)
     for place, unit in enumerate(("steps/s", "steps per processor second")):
         rates = {name: [pair[place] for pair in turns[name]] for name in NAMES}
         for name in NAMES:

@@ -1,4 +1,4 @@
-"""`SparkTarget`: an Airflow connection as the master and the configuration of a SparkSession."""
+"""`Target`: an Airflow connection as the place where a training runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from airflow_rankzero.connection_fields import CONN_FIELDS, LOCAL, SPARK, read_count, read_flag, read_object
+from airflow_rankzero.spark_conf import as_text, mask_secrets
+from rankzero.engines.local import LocalEngine
+from rankzero.engines.spark import SparkEngine
 from rankzero.errors import InvalidJobError
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
+    from rankzero.engines.base import Engine
+
 logger = logging.getLogger(__name__)
+
+RANKZERO_TYPE = "rankzero"
+SPARK_TYPE = "spark"
 
 STANDALONE_PORT = 7077
 """Where a Spark standalone master listens unless told otherwise."""
@@ -27,23 +36,32 @@ _WITHOUT_EFFECT = frozenset({"spark-binary", "rest-scheme", "rest-port", "yarn_r
 
 
 @dataclass(frozen=True)
-class SparkTarget:
-    """Which Spark a connection names.
+class Target:
+    """Where a connection says that trainings run.
 
     Attributes:
+        kind: ``"spark"``, or ``"local"`` for processes of the machine that runs the Airflow task.
         master: As Spark spells it: ``spark://host:port``, ``yarn``, ``k8s://...``, ``local[N]``. None
             is an embedded ``local[N]`` with one slot for every task.
-        conf: What the connection's fields say in Spark's own configuration keys.
+        conf: Spark configuration. May hold credentials.
+        store: Root of the run directories, where the task names none.
+        use_gpu: One GPU for each rank, where the task says nothing.
+        processes_per_task: Ranks in one Spark task, where the task says nothing; None leaves it at one.
     """
 
+    kind: str = SPARK
     master: str | None = None
-    conf: Mapping[str, str] = field(default_factory=dict)
+    conf: Mapping[str, str] = field(default_factory=dict, repr=False)
+    store: str | None = None
+    use_gpu: bool = False
+    processes_per_task: int | None = None
 
     @staticmethod
-    def from_conn_id(conn_id: str | None) -> SparkTarget:
-        """Looks a connection of type ``spark`` up.
+    def from_conn_id(conn_id: str | None) -> Target:
+        """Looks a connection of type ``rankzero`` or ``spark`` up.
 
-        Needs no provider of that connection type. Login and password are not used.
+        Needs no provider of the latter type. Login and password are not used. Values of the Spark configuration
+        that look secret are masked in Airflow's logs.
 
         Args:
             conn_id: Id of the connection. None is an embedded Spark.
@@ -53,7 +71,7 @@ class SparkTarget:
                 something that a training run cannot have.
         """
         if conn_id is None:
-            return SparkTarget()
+            return Target()
         from airflow.sdk import BaseHook
         from airflow.sdk.exceptions import AirflowNotFoundException
 
@@ -61,13 +79,13 @@ class SparkTarget:
             connection = BaseHook.get_connection(conn_id)
         except AirflowNotFoundException:
             raise InvalidJobError(
-                f"there is no connection conn_id={conn_id!r}: create one of type 'spark' "
+                f"there is no connection conn_id={conn_id!r}: create one of type 'rankzero' or 'spark' "
                 f"(or AIRFLOW_CONN_{str(conn_id).upper()}), or leave conn_id out for an embedded local Spark"
             ) from None
-        return SparkTarget.from_connection(connection)
+        return Target.from_connection(connection)
 
     @staticmethod
-    def from_connection(connection: Connection) -> SparkTarget:
+    def from_connection(connection: Connection) -> Target:
         """The target that the fields describe. Raises InvalidJobError."""
         where = f"connection {connection.conn_id!r}"
         if connection.conn_type == "spark_connect":
@@ -75,25 +93,80 @@ class SparkTarget:
                 f"{where} is of type 'spark_connect', which this version of rankzero cannot run on: "
                 "use a connection of type 'spark' with the cluster's master"
             )
-        if connection.conn_type != "spark":
-            raise InvalidJobError(
-                f"{where} is of type {connection.conn_type!r}; a connection of type 'spark' is needed"
-            )
-        extra = _read_extra(connection, where)
-        deploy_mode = extra.pop(_DEPLOY_MODE, None)
-        if deploy_mode and deploy_mode != _SUPPORTED_DEPLOY_MODE:
-            raise InvalidJobError(
-                f"{where} has deploy-mode {deploy_mode!r}: the driver of a training run lives beside the "
-                "Airflow task, so only 'client' is possible; remove deploy-mode"
-            )
-        conf = {key: extra.pop(name) for name, key in _CONF_OF_EXTRA.items() if extra.get(name)}
-        unused = sorted(name for name, value in extra.items() if value and name not in _WITHOUT_EFFECT)
-        if unused:
-            logger.warning("%s: the fields %s have no effect; use spark_conf", where, ", ".join(unused))
-        return SparkTarget(_master(connection, where), conf)
+        if connection.conn_type == RANKZERO_TYPE:
+            return _of_rankzero(connection, where)
+        if connection.conn_type == SPARK_TYPE:
+            return _of_spark(connection, where)
+        raise InvalidJobError(
+            f"{where} is of type {connection.conn_type!r}; a connection of type 'rankzero' or 'spark' is needed"
+        )
+
+    def engine(self, conf: Mapping[str, str] | None = None) -> Engine:
+        """The engine that places the ranks there.
+
+        Args:
+            conf: The task's own Spark configuration, which wins over the connection's. A local engine has no use
+                for it, so that one DAG runs on either. Values that look secret are masked in Airflow's logs.
+
+        Raises:
+            InvalidJobError: Spark cannot have this master or configuration.
+        """
+        if self.kind == LOCAL:
+            if conf:
+                logger.info("the engine is 'local', so spark_conf has no effect")
+            return LocalEngine()
+        merged = {**self.conf, **(conf or {})}
+        mask_secrets(merged)
+        return SparkEngine(master=self.master, conf=merged)
+
+    def __str__(self) -> str:
+        if self.kind == LOCAL:
+            return "this machine"
+        return self.master or "an embedded local Spark"
 
 
-def _read_extra(connection: Connection, where: str) -> dict[str, str]:
+def _of_rankzero(connection: Connection, where: str) -> Target:
+    extra = {name: value for name, value in _read_extra(connection, where).items() if value not in (None, "")}
+    unknown = sorted(set(extra) - set(CONN_FIELDS))
+    if unknown:
+        raise InvalidJobError(
+            f"{where} has the field {', '.join(unknown)}, which the type 'rankzero' does not have: "
+            f"it has {', '.join(CONN_FIELDS)}"
+        )
+    kind = str(extra.get("engine", SPARK))
+    if kind not in (SPARK, LOCAL):
+        raise InvalidJobError(f"{where} has engine {kind!r}; choose 'spark' or 'local'")
+    conf = as_text(f"{where}: conf", read_object(where, "conf", extra.get("conf", {})))
+    mask_secrets(conf)
+    count = extra.get("processes_per_task")
+    if kind == LOCAL and (unused := [n for n, given in (("host", connection.host), ("conf", conf)) if given]):
+        logger.warning("%s: the engine is 'local', so %s has no effect", where, " and ".join(unused))
+    return Target(
+        kind,
+        _master(connection, where) if kind == SPARK else None,
+        conf if kind == SPARK else {},
+        store=str(extra["store"]) if "store" in extra else None,
+        use_gpu=read_flag(where, "use_gpu", extra.get("use_gpu", False)),
+        processes_per_task=None if count is None else read_count(where, "processes_per_task", count),
+    )
+
+
+def _of_spark(connection: Connection, where: str) -> Target:
+    extra = {name: "" if value is None else str(value) for name, value in _read_extra(connection, where).items()}
+    deploy_mode = extra.pop(_DEPLOY_MODE, None)
+    if deploy_mode and deploy_mode != _SUPPORTED_DEPLOY_MODE:
+        raise InvalidJobError(
+            f"{where} has deploy-mode {deploy_mode!r}: the driver of a training run lives beside the "
+            "Airflow task, so only 'client' is possible; remove deploy-mode"
+        )
+    conf = {key: extra.pop(name) for name, key in _CONF_OF_EXTRA.items() if extra.get(name)}
+    unused = sorted(name for name, value in extra.items() if value and name not in _WITHOUT_EFFECT)
+    if unused:
+        logger.warning("%s: the fields %s have no effect; use spark_conf", where, ", ".join(unused))
+    return Target(SPARK, _master(connection, where), conf)
+
+
+def _read_extra(connection: Connection, where: str) -> dict[str, Any]:
     # Not extra_dejson: that makes an empty dict of what is no JSON, and the queue would be lost.
     try:
         extra = json.loads(connection.extra or "{}")
@@ -101,13 +174,15 @@ def _read_extra(connection: Connection, where: str) -> dict[str, str]:
         extra = None
     if not isinstance(extra, dict):
         raise InvalidJobError(f"the extra field of {where} is not a JSON object")
-    return {str(key): "" if value is None else str(value) for key, value in extra.items()}
+    return extra
 
 
 def _master(connection: Connection, where: str) -> str:
     host = connection.host
     if not host:
         raise InvalidJobError(f"{where} names no host: give a master such as spark://host:7077, yarn or local[4]")
+    if not host.startswith(_SCHEMES) and "://" in host:
+        raise InvalidJobError(f"{where} has host {host!r}; a master is spark://host:7077, k8s://..., yarn or local[4]")
     if not host.startswith(_SCHEMES) or _is_host_name(host):
         # spark://host:7077 as the URI of a connection leaves no scheme in its host.
         host = f"spark://{host}"

@@ -48,8 +48,8 @@ def torch_distributor(python_callable: Callable[P, R]) -> Task[P, R]: ...
 def torch_distributor(
     *,
     num_processes: int = ...,
-    processes_per_task: int = ...,
-    use_gpu: bool = ...,
+    processes_per_task: int | None = ...,
+    use_gpu: bool | None = ...,
     backend: str | None = ...,
     conn_id: str | None = ...,
     spark_conf: Mapping[str, str] | None = ...,
@@ -60,6 +60,8 @@ def torch_distributor(
     hang_timeout: float | None = ...,
     max_restarts: int = ...,
     stop_grace: float = ...,
+    orphan_timeout: float | None = ...,
+    deferrable: bool = ...,
     multiple_outputs: bool = ...,
     **kwargs: Any,
 ) -> Callable[[Callable[P, R]], Task[P, R]]: ...

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from airflow.sdk import BaseOperator
-from airflow.sdk.exceptions import AirflowFailException
+from airflow.sdk import BaseOperator, conf
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferralTimeout
 
-from airflow_rankzero.connection import SparkTarget
+from airflow_rankzero import delivery, lineage, lines, settings, tries
+from airflow_rankzero.connection import Target
+from airflow_rankzero.links import RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
-from rankzero.engines.spark import SparkEngine
-from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.launcher import Launcher, start_owned
+from airflow_rankzero.spark_conf import as_text
+from airflow_rankzero.triggers import RunTrigger
+from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError
+from rankzero.launcher import Launcher
 from rankzero.policy import STOP_GRACE
+from rankzero.result import map_refs
+from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from rankzero.run import RunHandle
+    from rankzero.directory import Position
+
+FOLLOW_INTERVAL = 0.1
+"""Seconds between two looks at the run directory."""
+
+PROGRESS_INTERVAL = 60.0
+"""Seconds of silence after which the log says that the training goes on."""
+
+
+class WorkerDrainedError(AirflowException):
+    """The worker that follows a training goes away; the training does not, and the next try takes it up."""
 
 
 class TorchDistributorOperator(BaseOperator):
@@ -31,8 +48,11 @@ class TorchDistributorOperator(BaseOperator):
     stays in the run directory and a `rankzero.ResultRef` is pushed: any task of any DAG may pull it and call
     ``.load()``; given to another operator of this kind it is opened inside the ranks.
 
-    The run belongs to the task: it ends when the task is marked failed, cleared, timed out or killed.
-    What the ranks write appears in the task log while they run, with the rank before each line.
+    The training belongs to its run directory. When the task's process or its worker dies, is restarted or drained,
+    it goes on, and the next try (``retries``) takes it up or gets its result. It ends when a user marks the task or
+    clears it, with ``execution_timeout``, and when no try is left to come back for it. A retry after a failure goes
+    on from the last checkpoint; a task that succeeded and is cleared trains from scratch. What the ranks write
+    appears in the task log while they run, with the rank before each line.
 
     Args:
         train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
@@ -41,27 +61,34 @@ class TorchDistributorOperator(BaseOperator):
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
         num_processes: World size, the number of ranks.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
-        use_gpu: Give every rank one GPU. Without enough GPUs the task fails.
+        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``. None: what the connection says,
+            else 1.
+        use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
-        conn_id: Connection of type ``spark`` (templated). None: an embedded ``local[N]`` Spark.
+        conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); wins over what the connection says.
         env: Environment variables for the ranks (templated).
         store: Root of the run directories, a path or an fsspec URL that the next tasks can read
-            (templated). None: ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
+            (templated). None: what the connection says, else ``[rankzero] store`` of Airflow's configuration, else
+            ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
         timeout: Seconds the run may take once every rank has started; None for no bound.
         start_timeout: Seconds until every rank must have started.
         hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends.
         max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
             lost host or executor, a hang, a `rankzero.RetryableError`.
         stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
+        orphan_timeout: Seconds for which the run goes on while nobody follows it; None computes it from the
+            task's retries and their delays.
+        deferrable: Give the worker slot back while the ranks train; the triggerer follows them. The driver of the
+            run stays on the worker's host, so it must be one that outlives the task (not a pod for each task).
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
         AirflowFailException: the job cannot be run as described, so no retry can help.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
+        WorkerDrainedError: this worker goes away; the training does not.
 
     Example:
         >>> train_model = TorchDistributorOperator(          # doctest: +SKIP
@@ -81,6 +108,7 @@ class TorchDistributorOperator(BaseOperator):
         "env": "json",
     }
     shallow_copy_attrs: Sequence[str] = ("train",)
+    operator_extra_links = (SparkUILink(), RunDirectoryLink())
     ui_color = "#f4e3d7"
 
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.
@@ -91,8 +119,8 @@ class TorchDistributorOperator(BaseOperator):
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
         num_processes: int = 2,
-        processes_per_task: int = 1,
-        use_gpu: bool = False,
+        processes_per_task: int | None = None,
+        use_gpu: bool | None = None,
         backend: str | None = "auto",
         conn_id: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
@@ -103,6 +131,8 @@ class TorchDistributorOperator(BaseOperator):
         hang_timeout: float | None = None,
         max_restarts: int = 0,
         stop_grace: float = STOP_GRACE,
+        orphan_timeout: float | None = None,
+        deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -122,50 +152,148 @@ class TorchDistributorOperator(BaseOperator):
         self.hang_timeout = hang_timeout
         self.max_restarts = max_restarts
         self.stop_grace = stop_grace
-        self._handle: RunHandle[Any] | None = None
+        self.orphan_timeout = orphan_timeout
+        self.deferrable = deferrable
+        self.delivered_run: str | None = None
         self._killed = False
+        self._facts = lineage.RunFacts(num_processes)
 
     def execute(self, context: Context) -> Any:
-        """Runs the training to its end and returns rank 0's value or its handle."""
-        try:
-            handle = start_owned(
-                self._launcher(context),
-                self._log_line,
-                self.train,
-                self._positional(),
-                self._keyword(),
-                on_start=self._on_start,
+        """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
+        handle, since = self._submit(context)
+        push_links(context["ti"], directory=handle.directory)
+        if self.deferrable and not handle.status().final:
+            self.defer(
+                trigger=RunTrigger(handle.directory, lines.to_json(since)),
+                method_name="execute_complete",
+                timeout=self.execution_timeout,
             )
-            status = handle.status()
-            if status.value and _is_strict_json(status.value[0]):
-                return status.value[0]
-            return handle.result_ref()
-        except InvalidJobError as error:
-            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+        try:
+            self._follow(handle, since, context["ti"])
+        except WorkerDrainedError:
+            raise
+        except BaseException as error:
+            unexpected = isinstance(error, Exception)
+            if not (unexpected and tries.another_follows(context["ti"])):
+                # A timeout, an interrupt, or a failure that no try comes after.
+                self._end(handle)
+            raise
+        return self._deliver(context, handle)
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
+        """Returns what `execute` does, after the trigger has seen the end of the run."""
+        if error := event.get("error"):
+            self.log.warning("the trigger could not follow the run: %s", error)
+        handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+        if not handle.status().final:
+            # The trigger has lost sight of it; its training has not.
+            self._follow(handle, handle.ends(), context["ti"])
+        return self._deliver(context, handle)
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """As every operator; a deferral that has timed out ends the run, as any ``execution_timeout`` does."""
+        try:
+            return super().resume_execution(next_method, next_kwargs, context)
+        except TaskDeferralTimeout:
+            if handle := self._launcher(context).find():
+                self._end(handle)
+            raise
 
     def on_kill(self) -> None:
-        """Asks for the end of the run; `execute` waits for it and raises.
+        """Has `execute` find out why this process is to go, and act on it.
 
-        Airflow calls this inside its signal handler, which interrupts the thread of `execute`
-        anywhere, so this neither waits nor talks to Airflow.
+        Airflow calls this for a user's action and for a worker that goes away alike, inside its signal handler, which
+        interrupts the thread of `execute` anywhere: so this neither waits nor talks to Airflow.
         """
         self._killed = True
-        self._cancel()
 
-    def _on_start(self, handle: RunHandle[Any]) -> None:
-        self.log.info("run directory: %s", handle.directory)
-        self._handle = handle
-        if self._killed:
-            self._cancel()
+    def _submit(self, context: Context) -> tuple[RunHandle[Any], dict[int, Position]]:
+        """The run of this task instance, and where its ranks' lines ended before."""
+        try:
+            launcher = self._launcher(context)
+            args, kwargs = self._positional(), self._keyword()
+            before = launcher.find()
+            if before:
+                delivery.settle(before, tries.generation(context["ti"]))
+            ends = before.ends() if before else {}
+            number = before.submission if before else -1
+            inputs: list[str] = []
+            map_refs((args, kwargs), lambda ref: inputs.append(ref.uri))
+            self._facts = replace(self._facts, inputs=inputs)
+            handle = launcher.submit(self.train, *args, **kwargs)
+        except InvalidJobError as error:
+            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+        is_new = handle.submission > number
+        self.log.info("%s the run in %s", "started" if is_new else "took up", handle.directory)
+        return handle, ends if is_new else {}
 
-    def _cancel(self) -> None:
-        if self._handle:
-            # If the request cannot be written: Airflow's SIGKILL follows, and ends the run too.
-            with contextlib.suppress(OSError, RankZeroError):
-                self._handle.cancel()
+    def _follow(self, handle: RunHandle[Any], since: Mapping[int, Position], ti: Any) -> None:
+        """Shows what the ranks write until the run has ended."""
+        positions = lines.begin(handle, since)
+        tick = threading.Event()
+        shown = time.monotonic()
+        url = None
+        while True:
+            status = handle.status()
+            if status.engine_url and url is None:
+                url = status.engine_url
+                push_links(ti, spark_ui=url)
+            for line in handle.lines(positions, follow=False, prefix=True):
+                self.log.info("%s", line)
+                shown = time.monotonic()
+                if self._killed:
+                    break
+            if status.final:
+                return
+            if self._killed:
+                self._leave(handle, ti)
+            # An Event, not a sleep: exceptions of signal handlers get out at once.
+            tick.wait(FOLLOW_INTERVAL)
+            if time.monotonic() - shown > PROGRESS_INTERVAL:
+                shown = time.monotonic()
+                self.log.info("%s for %.0f s %s", status.state, time.time() - handle.created, status.metrics or "")
 
-    def _log_line(self, line: str) -> None:
-        self.log.info("%s", line)
+    def _leave(self, handle: RunHandle[Any], ti: Any) -> NoReturn:
+        """This process was told to go: with its worker, or by a user."""
+        if tries.another_follows(ti) and tries.is_still_wanted(ti):
+            raise WorkerDrainedError(
+                f"the worker of this try goes away; the training in {handle.directory} goes on, and the next try takes "
+                "it up"
+            )
+        self._end(handle)
+        raise RunCancelledError(f"the task was killed, and the run in {handle.directory} with it")
+
+    def _end(self, handle: RunHandle[Any]) -> None:
+        """Cancels the run and waits for its end."""
+        # If the request cannot be written, the run's lease ends it.
+        with contextlib.suppress(OSError, RankZeroError):
+            handle.cancel()
+            handle.wait(self.stop_grace + CANCEL_TIMEOUT)
+
+    def get_openlineage_facets_on_start(self) -> Any:
+        """What the OpenLineage provider asks for: the world size by now. None without that provider."""
+        return lineage.facets(self._facts)
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """The same with the run directory, the results that were given as arguments, and the one that came of it."""
+        return lineage.facets(self._facts)
+
+    def get_openlineage_facets_on_failure(self, task_instance: Any) -> Any:
+        """The same with the error."""
+        return lineage.facets(self._facts)
+
+    def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
+        self._facts = replace(self._facts, directory=handle.directory)
+        try:
+            value = delivery.value_of(handle)
+        except RankZeroError as error:
+            self._facts = replace(self._facts, error=error)
+            raise
+        described = delivery.describe(handle, self.num_processes)
+        delivery.fill_outlets(context, described)
+        self._facts = replace(self._facts, result=described["uri"])
+        self.delivered_run = handle.directory
+        return value
 
     def _positional(self) -> tuple[Any, ...]:
         if isinstance(self.op_args, (str, bytes, Mapping)) or not isinstance(self.op_args, Iterable):
@@ -178,54 +306,25 @@ class TorchDistributorOperator(BaseOperator):
         return dict(self.op_kwargs)
 
     def _launcher(self, context: Context) -> Launcher:
-        target = SparkTarget.from_conn_id(self.conn_id)
-        conf = {**target.conf, **_as_text("spark_conf", self.spark_conf)}
+        target = Target.from_conn_id(self.conn_id)
+        spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
-        launcher = Launcher(
+        names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
+        return Launcher(
             self.num_processes,
-            engine=SparkEngine(master=target.master, conf=conf),
-            use_gpu=self.use_gpu,
-            processes_per_task=self.processes_per_task,
+            engine=target.engine(spark_conf),
+            use_gpu=target.use_gpu if self.use_gpu is None else self.use_gpu,
+            processes_per_task=self.processes_per_task or target.processes_per_task or 1,
             backend=self.backend,
-            env=_as_text("env", self.env),
+            env=as_text("env", self.env),
             timeout=self.timeout,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
             max_restarts=self.max_restarts,
             stop_grace=self.stop_grace,
-            store=self.store,
-            run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index, ti.try_number),
+            store=self.store or target.store or settings.store(),
+            orphan_timeout=self.orphan_timeout or tries.lease(self, ti, deferred=self.deferrable),
+            run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
+            labels={**names, "generation": tries.generation(ti)},
         )
-        self.log.info("%s ranks on %s", self.num_processes, target.master or "an embedded local Spark")
-        return launcher
-
-
-def _is_strict_json(value: Any) -> bool:
-    """False for a diverged loss: Airflow's API server refuses ``nan`` and ``inf``."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Numbers and flags as Spark spells them; core refuses what else is no string.
-
-    A DAG with ``render_template_as_native_obj`` turns every ``"2"`` into a number.
-    """
-    if pairs is None:
-        return {}
-    if not isinstance(pairs, Mapping):
-        raise InvalidJobError(f"{name} is {pairs!r}; it must map strings to strings")
-    texts = {}
-    for key, value in pairs.items():
-        if isinstance(value, bool):
-            value = str(value).lower()
-        elif isinstance(value, (int, float)):
-            value = str(value)
-        if not isinstance(value, str):
-            raise InvalidJobError(f"{name}[{key!r}] is a {type(value).__name__}; names and values must be strings")
-        texts[key] = value
-    return texts

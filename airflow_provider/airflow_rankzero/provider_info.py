@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from airflow_rankzero import settings
+from airflow_rankzero.connection_fields import CONN_FIELDS, UI_FIELD_BEHAVIOUR
 from rankzero import __version__
+
+_INTEGRATION = "rankzero"
 
 
 def get_provider_info() -> dict[str, Any]:
-    """The provider's description, for the ``apache_airflow_provider`` entry point."""
+    """The provider's description, for the ``apache_airflow_provider`` entry point.
+
+    The plugin is not in it: Airflow loads it by its entry point, also in task processes, and would warn of a second.
+    """
     return {
         "package-name": "rankzero",
         "name": "rankzero",
         "description": "Distributed PyTorch as barrier Spark jobs; rank 0's result goes to the next task.",
         "versions": [__version__],
+        "integrations": [{"integration-name": _INTEGRATION, "tags": ["apache", "ml"]}],
+        "operators": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.operators"]}],
+        "hooks": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.hook"]}],
+        "connection-types": [
+            {
+                "connection-type": "rankzero",
+                "hook-class-name": "airflow_rankzero.hook.RankZeroHook",
+                "hook-name": "rankzero",
+                "ui-field-behaviour": UI_FIELD_BEHAVIOUR,
+                "conn-fields": CONN_FIELDS,
+            }
+        ],
+        "extra-links": ["airflow_rankzero.links.SparkUILink", "airflow_rankzero.links.RunDirectoryLink"],
+        "config": {
+            settings.SECTION: {
+                "description": "Options of the tasks that run distributed PyTorch.",
+                "options": settings.OPTIONS,
+            }
+        },
         "task-decorators": [
             {"name": "torch_distributor", "class-name": "airflow_rankzero.decorators.torch_distributor"}
         ],

@@ -62,6 +62,7 @@ class RunStatus:
         value: A small JSON value itself, in a list of one; else empty.
         metrics: The last value of every metric that rank 0 reported.
         checkpoint: Id of the newest committed checkpoint, or None.
+        engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
     """
 
     state: str = "pending"
@@ -79,6 +80,7 @@ class RunStatus:
     value: list[Any] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
+    engine_url: str | None = None
 
     @property
     def final(self) -> bool:

@@ -99,6 +99,8 @@ class Driver:
                     self._recorder.update(state="starting", attempt=number)
                     deadline = time.monotonic() + self._job.start_timeout
                     self._session = self._open(deadline)
+                    if url := self._session.url:
+                        self._recorder.update(engine_url=url)
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, self._session, self.inbox, self._watch
                     )

@@ -16,7 +16,7 @@ from rankzero import job as jobs
 from rankzero import store
 from rankzero.checkpoint import CheckpointConfig
 from rankzero.directory import RunDirectory
-from rankzero.errors import InvalidJobError
+from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.liveness import is_gone, this_process
 from rankzero.policy import STOP_GRACE
@@ -70,6 +70,8 @@ class Launcher:
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
             outlive. False starts every rank as a new interpreter.
 
+        labels: Words of yours about the run, kept in its ``job.json``: see `RunHandle.labels`.
+
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
 
@@ -105,6 +107,7 @@ class Launcher:
     ports: tuple[int, int] | None = None
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: bool = True
+    labels: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         jobs.check_counts(self.num_processes, self.processes_per_task)
@@ -122,6 +125,7 @@ class Launcher:
         jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
         jobs.check_ports(self.ports)
         jobs.check_flag("warm_start", self.warm_start)
+        jobs.check_strings("labels", self.labels)
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
@@ -133,6 +137,18 @@ class Launcher:
         if unknown:
             raise InvalidJobError(f"Launcher has no option {', '.join(sorted(unknown))}")
         return replace(self, **changes)
+
+    def find(self) -> RunHandle[Any] | None:
+        """The run that ``run_id`` names in this store; None if there is none yet. Starts nothing.
+
+        Raises:
+            InvalidJobError: this launcher has no ``run_id``.
+        """
+        if self.run_id is None:
+            raise InvalidJobError("find() looks for the run that run_id names: give Launcher(run_id=...)")
+        with contextlib.suppress(RunNotFoundError):
+            return RunHandle.attach(_directory(self, self.run_id))
+        return None
 
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -183,6 +199,7 @@ class Launcher:
 
         Raises:
             InvalidJobError: refused before anything started.
+            EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
         run, started = _prepare(self, _engine_of(self), train, args, kwargs, detached=True)
         return RunHandle(run.directory, _start_driver(run, None) if started else None)
@@ -239,7 +256,7 @@ def start_owned(
             )
         # It succeeded, and whoever waited for it died before it could hand the result on.
         return handle
-    ends = {rank: run.end_of(f"logs/rank-{rank}.log") for rank in range(launcher.num_processes)}
+    ends = RunHandle[Any](run.directory).ends()
     driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
     with driver as handle:
         if on_start:
@@ -347,14 +364,14 @@ def _prepare(
         ports=list(launcher.ports) if launcher.ports else None,
         checkpoints=asdict(launcher.checkpoints),
         warm_start=launcher.warm_start,
+        labels=jobs.check_strings("labels", launcher.labels),
         owner=owner,
     )
     engine.check(job)
-    root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
     files = {"payload.pkl": parts.data}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules]
-    run = RunDirectory(store.join(store.normalize(root), job.run_id))
+    run = RunDirectory(_directory(launcher, job.run_id))
     arguments = _describe_arguments(parts)
     digests = {name: _digest(data) for name, data in files.items()}
 
@@ -373,6 +390,11 @@ def _prepare(
 
     env = jobs.check_strings("env", launcher.env)
     return run, submission.submit(run, make_job, {"env": env, "engine": private}, files)
+
+
+def _directory(launcher: Launcher, run_id: str) -> str:
+    root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
+    return store.join(store.normalize(root), run_id)
 
 
 def _digest(parts: Sequence[Part]) -> Callable[[], str]:

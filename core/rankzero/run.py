@@ -83,6 +83,21 @@ class RunHandle(Generic[R]):
         handle._run.job()
         return handle
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """What the last submission's `Launcher.labels` said."""
+        return self._run.job().labels
+
+    @property
+    def submission(self) -> int:
+        """How often this run id was submitted before."""
+        return self._run.job().submission
+
+    @property
+    def created(self) -> float:
+        """Unix time of the last submission."""
+        return self._run.job().created
+
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
 
@@ -232,6 +247,10 @@ class RunHandle(Generic[R]):
         """
         ranks = range(self._run.job().num_processes) if rank is None else [rank]
         yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
+
+    def ends(self) -> dict[int, Position]:
+        """Where every rank's lines end now: `lines` from there on gives what is written later."""
+        return {rank: self._run.end_of(f"logs/rank-{rank}.log") for rank in range(self._run.job().num_processes)}
 
     def lines(self, positions: dict[int, Position], follow: bool, *, prefix: bool) -> Iterator[str]:
         """The lines of some ranks from given positions on. What `logs` stands on."""

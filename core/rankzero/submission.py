@@ -17,9 +17,9 @@ from rankzero import policy, store
 from rankzero.checkpoint import FOLDER
 from rankzero.directory import RunDirectory, RunStatus
 from rankzero.envelope import Part
-from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.job import Job
-from rankzero.run import RunHandle
+from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,15 @@ def submit(
 
     Raises:
         InvalidJobError: the store cannot be written.
+        EngineError: the run was cancelled and does not end.
     """
     try:
         number, tick = 0, threading.Event()
         while True:
             existing = look(run)
+            if existing and _is_ending(run, existing):
+                _await_end(run, existing.job)
+                continue
             if existing and existing.meaning == policy.ATTACH:
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
@@ -122,6 +126,17 @@ def submit(
         if isinstance(error, InvalidJobError):
             raise
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+
+
+def _is_ending(run: RunDirectory, existing: Existing) -> bool:
+    """True for a run that lives and was asked to end: whoever submits it again wants another."""
+    return not existing.status.final and run.cancel_requested()
+
+
+def _await_end(run: RunDirectory, job: Job) -> None:
+    bound = job.stop_grace + CANCEL_TIMEOUT
+    if not RunHandle(run.directory).wait(bound):
+        raise EngineError(f"the run in {run.directory} was cancelled and has not ended after {bound:g} s")
 
 
 def _last_attempt(run: RunDirectory) -> int:

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.airflow.deployment import Deployment
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "example_dags"
@@ -37,6 +38,17 @@ def airflow_home() -> Path:
     """An initialized metadata database."""
     subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
     return Path(HOME)
+
+
+@pytest.fixture(scope="session")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A whole Airflow, for all the tests that need a real worker."""
+    deployment = Deployment(tmp_path_factory.mktemp("airflow"))
+    try:
+        deployment.wait_until_ready(["shipped", "endless", "pulling", "durable", "deferred", "drained_for_good"])
+        yield deployment
+    finally:
+        deployment.stop()
 
 
 class DagOutcome:

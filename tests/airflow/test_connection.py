@@ -1,19 +1,20 @@
-"""How the fields of an Airflow connection become a Spark master and configuration."""
+"""How the fields of an Airflow connection become the place where a training runs."""
 
+import json
 import logging
 from typing import Any
 
 import pytest
 
-from rankzero import InvalidJobError
+from rankzero import InvalidJobError, LocalEngine, SparkEngine
 
 
 def target(**fields: Any) -> Any:
     from airflow.sdk import Connection
 
-    from airflow_rankzero.connection import SparkTarget
+    from airflow_rankzero.connection import Target
 
-    return SparkTarget.from_connection(Connection(conn_id="cluster", **{"conn_type": "spark", **fields}))
+    return Target.from_connection(Connection(conn_id="cluster", **{"conn_type": "spark", **fields}))
 
 
 @pytest.mark.parametrize(
@@ -41,10 +42,89 @@ def test_host_and_port_become_the_master(host: str, port: int | None, master: st
 def test_master_of_a_connection_uri() -> None:
     from airflow.sdk import Connection
 
-    from airflow_rankzero.connection import SparkTarget
+    from airflow_rankzero.connection import Target
 
     connection = Connection.from_uri("spark://head:7078", conn_id="cluster")
-    assert SparkTarget.from_connection(connection).master == "spark://head:7078"
+    assert Target.from_connection(connection).master == "spark://head:7078"
+
+
+def rankzero(**extra: Any) -> Any:
+    host = extra.pop("host", "spark://head")
+    return target(conn_type="rankzero", host=host, extra=json.dumps(extra))
+
+
+def test_every_field_of_the_form_is_read() -> None:
+    from airflow_rankzero.connection_fields import CONN_FIELDS
+
+    given = {
+        "engine": "spark",
+        "store": "s3://bucket/runs",
+        "use_gpu": True,
+        "processes_per_task": 4,
+        "conf": {"spark.executor.cores": 2, "spark.ui.enabled": False},
+    }
+    assert set(given) == set(CONN_FIELDS)
+    found = rankzero(**given)
+    assert found.engine() == SparkEngine(
+        master="spark://head:7077", conf={"spark.executor.cores": "2", "spark.ui.enabled": "false"}
+    )
+    assert (found.store, found.use_gpu, found.processes_per_task) == ("s3://bucket/runs", True, 4)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"engine": None, "store": "", "use_gpu": None, "processes_per_task": None, "conf": None}]
+)
+def test_what_a_form_left_empty_says_nothing(extra: dict[str, Any]) -> None:
+    found = rankzero(**extra)
+    assert found.engine() == SparkEngine(master="spark://head:7077")
+    assert (found.store, found.use_gpu, found.processes_per_task) == (None, False, None)
+
+
+@pytest.mark.parametrize("host", ["local[4]", "k8s://https://api:6443", "spark://one:7077,two:7077", "yarn", "head"])
+def test_a_connection_says_the_same_as_a_uri(host: str) -> None:
+    """Airflow's own test of a connection hands it on as one."""
+    from airflow.sdk import Connection
+
+    from airflow_rankzero.connection import Target
+
+    extra = json.dumps({"use_gpu": True, "processes_per_task": 2, "conf": {"spark.executor.memory": "8g"}})
+    connection = Connection(conn_id="cluster", conn_type="rankzero", host=host, extra=extra)
+    again = Connection.from_uri(connection.get_uri(), conn_id="cluster")
+    assert Target.from_connection(again) == Target.from_connection(connection)
+
+
+def test_words_of_a_uri_are_read_as_what_they_mean() -> None:
+    from airflow.sdk import Connection
+
+    from airflow_rankzero.connection import Target
+
+    uri = "rankzero://head:7078/?use_gpu=true&processes_per_task=2&conf=%7B%22spark.executor.memory%22%3A+%228g%22%7D"
+    found = Target.from_connection(Connection.from_uri(uri, conn_id="cluster"))
+    assert found == Target("spark", "spark://head:7078", {"spark.executor.memory": "8g"}, None, True, 2)
+
+
+def test_local_engine_needs_no_master_and_leaves_spark_conf_alone(caplog: pytest.LogCaptureFixture) -> None:
+    found = rankzero(engine="local", host=None)
+    assert found.engine({"spark.executor.memory": "8g"}) == LocalEngine()
+    assert str(found) == "this machine"
+    with caplog.at_level(logging.WARNING):
+        rankzero(engine="local", conf={"spark.executor.memory": "8g"})
+    assert "host and conf has no effect" in caplog.text
+
+
+def test_configuration_of_the_task_wins() -> None:
+    found = rankzero(conf={"a": "1", "b": "2"})
+    assert found.engine({"b": "3"}).conf == {"a": "1", "b": "3"}
+
+
+def test_secrets_of_the_configuration_are_masked_in_logs() -> None:
+    from airflow.sdk.log import redact
+
+    found = rankzero(conf={"spark.hadoop.fs.s3a.secret.key": "geheimnis-eins"})
+    assert "geheimnis" not in repr(found)
+    assert "geheimnis" not in redact("the key is geheimnis-eins")
+    found.engine({"spark.ssl.keyPassword": "geheimnis-zwei"})
+    assert "geheimnis" not in redact("the password is geheimnis-zwei")
 
 
 def test_extra_becomes_configuration(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,6 +148,15 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
     [
         ({"conn_type": "spark_connect", "host": "head"}, "'spark_connect'"),
         ({"conn_type": "http", "host": "head"}, "'http'"),
+        ({"host": "mesos://head"}, "'mesos://head'"),
+        ({"conn_type": "rankzero"}, "names no host"),
+        ({"conn_type": "rankzero", "extra": '{"engine": "ray"}'}, "'ray'"),
+        ({"conn_type": "rankzero", "extra": '{"usegpu": true}'}, "usegpu"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"use_gpu": "yes"}'}, "use_gpu 'yes'"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"processes_per_task": 0}'}, "processes_per_task 0"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"processes_per_task": true}'}, "processes_per_task True"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": "[1]"}'}, "conf is not a JSON object"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": {"a": [1]}}'}, "conf['a'] is a list"),
         ({"host": None}, "names no host"),
         ({"host": "yarn", "extra": '{"deploy-mode": "cluster"}'}, "'cluster'"),
         ({"host": "yarn", "extra": '["queue"]'}, "not a JSON object"),

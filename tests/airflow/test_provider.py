@@ -1,8 +1,11 @@
 """What Airflow's managers see of the package, and what importing it costs."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def test_airflow_lists_the_provider(airflow_home: Path) -> None:
@@ -11,16 +14,55 @@ def test_airflow_lists_the_provider(airflow_home: Path) -> None:
     assert '"rankzero"' in listed.stdout
 
 
-def test_provider_description_is_valid() -> None:
-    import json
-
+def schema(name: str) -> Any:
     import airflow
+
+    return json.loads((Path(airflow.__file__).parent / name).read_text())
+
+
+def test_provider_description_is_valid() -> None:
     import jsonschema
 
     from airflow_rankzero.provider_info import get_provider_info
 
-    schema = json.loads((Path(airflow.__file__).parent / "provider_info.schema.json").read_text())
-    jsonschema.validate(get_provider_info(), schema)
+    info = get_provider_info()
+    jsonschema.validate(info, schema("provider_info.schema.json"))
+    # What the form of a connection may hold, Airflow checks in the sources of its own providers only.
+    properties = schema("provider.yaml.schema.json")["properties"]
+    jsonschema.validate(info["connection-types"], properties["connection-types"])
+
+
+def in_a_fresh_airflow(code: str, **env: str) -> str:
+    """What a process prints that knows this package as Airflow does, by its entry points."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_airflow_knows_the_options_and_their_defaults(airflow_home: Path) -> None:
+    code = (
+        "from airflow.sdk import conf\n"
+        "from airflow_rankzero import settings\n"
+        "print([conf.get('rankzero', name) for name in settings.OPTIONS], settings.store(), settings.retention_days())"
+    )
+    assert in_a_fresh_airflow(code) == "['', '30', ''] None 30"
+    changed = in_a_fresh_airflow(code, AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
+    assert changed == "['/data', '0', ''] /data None"
+
+
+def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) -> None:
+    code = (
+        "from airflow.providers_manager import ProvidersManager\n"
+        "manager = ProvidersManager()\n"
+        "types = {t.connection_type: t for t in manager.iter_connection_type_hook_ui_metadata()}\n"
+        "found = types['rankzero']\n"
+        "fields = [n for n in manager._connection_form_widgets_from_metadata if n.startswith('extra__rankzero__')]\n"
+        "links = [n for n in manager.extra_links_class_names if 'rankzero' in n]\n"
+        "hook = manager.hooks['rankzero']\n"
+        "print(found.hook_name, found.field_behaviour['relabeling']['host'], len(fields), len(links), "
+        "hook.connection_testable)"
+    )
+    assert in_a_fresh_airflow(code) == "rankzero Spark master 5 2 True"
 
 
 def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:
@@ -30,7 +72,7 @@ def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:
         "import airflow.sdk\n"
         "before = set(sys.modules)\n"
         "from airflow_rankzero import TorchDistributorOperator, torch_distributor\n"
-        "import airflow_rankzero.plugin\n"
+        "import airflow_rankzero.plugin, airflow_rankzero.hook, airflow_rankzero.links, airflow_rankzero.lineage\n"
         "heavy = {'torch', 'pyspark', 'py4j', 'cloudpickle', 'numpy', 'pandas'}\n"
         "print(sorted(heavy & (set(sys.modules) - before)))\n"
     )

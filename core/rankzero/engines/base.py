@@ -70,6 +70,11 @@ class EngineSession(abc.ABC):
         """All of them, best first: an agent takes the first that proves the run's secret."""
         return [self.driver_host]
 
+    @property
+    def url(self) -> str | None:
+        """Where people can look at the engine, if it shows itself."""
+        return None
+
     @abc.abstractmethod
     def launch(self, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
         """Starts the agents. ``on_end`` is called once, from another thread, when all have ended."""

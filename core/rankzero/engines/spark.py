@@ -213,6 +213,11 @@ class SparkEngineSession(EngineSession):
             return LOOPBACK
         return self._setting("spark.driver.bindAddress") or self.driver_host
 
+    @property
+    def url(self) -> str | None:
+        """The Spark UI; None where it is switched off, as in an embedded Spark."""
+        return self._context.uiWebUrl
+
     def check(self) -> None:
         """Raises EngineError or InsufficientSlotsError for what Spark would refuse, hang on or ignore."""
         _refuse_dynamic_allocation(self._setting(_DYNAMIC_ALLOCATION))

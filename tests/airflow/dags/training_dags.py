@@ -1,9 +1,9 @@
 """DAGs for a real worker, where this file is a module of a name that nobody else can import."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import ranks_code
-from airflow.sdk import dag
+from airflow.sdk import DAG, dag, task
 from ranks_code import scale
 
 from airflow_rankzero import TorchDistributorOperator, torch_distributor
@@ -51,8 +51,63 @@ def never_ends() -> None:
 
 @dag(schedule=None, start_date=datetime(2026, 1, 1), params={"mark": "none"})
 def endless() -> None:
-    TorchDistributorOperator(task_id="train", train=never_ends, env={"MARK": "{{ params.mark }}"}, retries=0)
+    TorchDistributorOperator(
+        task_id="train", train=never_ends, env={"MARK": "{{ params.mark }}"}, retries=0, orphan_timeout=6
+    )
 
 
+def train_until_told(folder: str, megabytes: int) -> dict:
+    """Ends when the file ``go`` is there; the result tells which process trained, and on what it went on."""
+    import os
+    import time
+    from pathlib import Path
+
+    import torch
+
+    import rankzero.train as rt
+
+    checkpoint = rt.get_checkpoint()
+    print(f"rank {os.environ['RANK']} trains", flush=True)
+    if checkpoint is None:
+        rt.report({"epoch": 1}, checkpoint={"epoch": 1})
+    while not Path(folder, "go").exists():
+        time.sleep(0.05)
+    print("rank has seen it", flush=True)
+    return {
+        "pid": torch.tensor(os.getpid()),
+        "epoch": torch.tensor(checkpoint.load()["epoch"] if checkpoint else 0),
+        "ballast": torch.zeros(megabytes << 18),
+    }
+
+
+@task
+def describe(trained) -> dict:
+    loaded = trained.load()
+    return {name: int(loaded[name].sum()) for name in ("pid", "epoch")}
+
+
+def make_told(dag_id: str, **kwargs: object) -> None:
+    with DAG(
+        dag_id,
+        schedule=None,
+        start_date=datetime(2026, 1, 1),
+        params={"mark": "none", "folder": "/nowhere", "megabytes": 0},
+        render_template_as_native_obj=True,
+    ):
+        trained = TorchDistributorOperator(
+            task_id="train",
+            train=train_until_told,
+            op_args=["{{ params.folder }}", "{{ params.megabytes }}"],
+            env={"MARK": "{{ params.mark }}"},
+            conn_id="here",
+            retry_delay=timedelta(seconds=1),
+            **kwargs,
+        )
+        describe(trained.output)
+
+
+make_told("durable", retries=3)
+make_told("deferred", retries=3, deferrable=True)
+make_told("drained_for_good", retries=0)
 shipped()
 endless()

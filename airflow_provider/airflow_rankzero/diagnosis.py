@@ -1,0 +1,178 @@
+"""What would stop a training on a target, in words, without starting a JVM."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import queue
+import re
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+
+from airflow_rankzero.connection import Target
+from airflow_rankzero.connection_fields import LOCAL
+from rankzero import store
+from rankzero.errors import RankZeroError
+from rankzero.job import Job, new_run_id
+
+CONNECT_TIMEOUT = 3.0
+"""Seconds for one address of the master to be looked up and to accept a connection."""
+
+STORE_TIMEOUT = 15.0
+"""Seconds for an object store to take and delete an empty object; its driver may try again for minutes."""
+
+_HTTPS_PORT, _HTTP_PORT = 443, 80
+
+
+def find_problems(target: Target, root: str) -> list[str]:
+    """Everything that is found to be wrong, one sentence each; empty if nothing is.
+
+    Args:
+        target: Where trainings shall run.
+        root: Root of the run directories.
+    """
+    checks = [
+        functools.partial(_check_packages, target),
+        functools.partial(_check_job, target),
+        functools.partial(_check_master, target),
+        functools.partial(_check_store, root),
+    ]
+    return [problem for check in checks if (problem := check())]
+
+
+def _check_packages(target: Target) -> str | None:
+    if (target.kind == LOCAL or (target.master or "local").startswith("local")) and not importlib.util.find_spec(
+        "torch"
+    ):
+        return f"the ranks on {target} need torch here: pip install torch"
+    if target.kind == LOCAL:
+        return None
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None:
+        return "engine 'spark' needs pyspark here: pip install 'rankzero[spark]'"
+    places = spec.submodule_search_locations or []
+    if "SPARK_HOME" not in os.environ and not any(os.path.isdir(os.path.join(place, "jars")) for place in places):
+        return "the pyspark here has no JVM part (pyspark-client?): pip install 'rankzero[spark]', or set SPARK_HOME"
+    return None
+
+
+def _check_job(target: Target) -> str | None:
+    """What a run of one Spark task would be refused for: Java, GPUs, slots, configuration."""
+    try:
+        engine = target.engine()
+        count = target.processes_per_task or 1
+        spec, _ = engine.to_spec()
+        engine.check(
+            Job(
+                run_id=new_run_id("test"),
+                name="test",
+                num_processes=count,
+                processes_per_task=count,
+                use_gpu=target.use_gpu,
+                backend=None,
+                timeout=None,
+                start_timeout=CONNECT_TIMEOUT,
+                engine=spec,
+            )
+        )
+    except RankZeroError as error:
+        return str(error)
+    return None
+
+
+def _check_master(target: Target) -> str | None:
+    addresses = master_addresses(target.master or "")
+    reasons = []
+    for host, port in addresses:
+        try:
+            _within(CONNECT_TIMEOUT, functools.partial(_connect, host, port))
+            # Of several masters of one cluster, one is enough.
+            return None
+        except TimeoutError:
+            reasons.append(f"{host}:{port} did not answer within {CONNECT_TIMEOUT:g} s")
+        except OSError as error:
+            reasons.append(f"{host}:{port} does not answer ({error})")
+    if not reasons:
+        return None
+    return f"master {target.master!r} cannot be reached: {', '.join(reasons)}; check host, port and firewall"
+
+
+def master_addresses(master: str) -> list[tuple[str, int]]:
+    """Hosts and ports that a master's name holds; none for ``local`` and ``yarn``.
+
+    Example:
+        >>> master_addresses("spark://one:7077,[fe80::2]:7077")
+        [('one', 7077), ('fe80::2', 7077)]
+        >>> master_addresses("k8s://https://api")
+        [('api', 443)]
+    """
+    found = re.fullmatch(r"(?:spark://|k8s://(?:(https?)://)?)([^/]+)/?.*", master)
+    if not found:
+        return []
+    addresses = []
+    for part in found[2].split(","):
+        address = re.fullmatch(r"(.+?)(?::(\d+))?", part)
+        if address:
+            default = _HTTP_PORT if found[1] == "http" else _HTTPS_PORT
+            addresses.append((address[1].strip("[]"), int(address[2] or default)))
+    return addresses
+
+
+def _connect(host: str, port: int) -> None:
+    socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+
+
+def _check_store(root: str) -> str | None:
+    location = store.normalize(root)
+    try:
+        if store.is_url(location):
+            _within(STORE_TIMEOUT, functools.partial(_write_object, location))
+        else:
+            _check_directory(location)
+    except TimeoutError:
+        return f"store {root!r} did not take a file within {STORE_TIMEOUT:g} s; check its address and credentials"
+    except Exception as error:
+        return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"
+    return None
+
+
+def _write_object(location: str) -> None:
+    probe = store.join(location, f".rankzero-test-{secrets.token_hex(4)}")
+    store.write_bytes(probe, b"")
+    store.remove(probe)
+
+
+def _check_directory(path: str) -> None:
+    """Raises OSError unless a run can make its directory there. Makes no directory: a test leaves nothing behind."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(f"{path} is not a directory")
+    with tempfile.TemporaryFile(dir=path):
+        pass
+
+
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """Waits so long for what may hang in the system's resolver or in a store's driver. Raises TimeoutError."""
+    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def act() -> None:
+        try:
+            action()
+        except Exception as error:
+            answer.put(error)
+        else:
+            answer.put(None)
+
+    # A daemon: a resolver that hangs must not keep this process from ending.
+    threading.Thread(target=act, name="rankzero-test", daemon=True).start()
+    try:
+        error = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error:
+        raise error

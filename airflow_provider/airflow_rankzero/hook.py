@@ -1,0 +1,60 @@
+"""`RankZeroHook`: the hook of the connection type ``rankzero``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from airflow.sdk import BaseHook
+
+from airflow_rankzero import settings
+from airflow_rankzero.connection import Target
+from airflow_rankzero.diagnosis import find_problems
+from rankzero.errors import RankZeroError
+from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
+
+
+class RankZeroHook(BaseHook):
+    """Reads a connection of type ``rankzero`` (or ``spark``) and says whether trainings can run there.
+
+    Args:
+        rankzero_conn_id: Id of the connection.
+
+    Example:
+        >>> RankZeroHook("gpu_cluster").get_conn().master           # doctest: +SKIP
+        'spark://head:7077'
+    """
+
+    conn_name_attr = "rankzero_conn_id"
+    default_conn_name = "rankzero_default"
+    conn_type = "rankzero"
+    hook_name = "rankzero"
+
+    def __init__(self, rankzero_conn_id: str = default_conn_name, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rankzero_conn_id = rankzero_conn_id
+
+    def get_conn(self) -> Target:
+        """The target that the connection describes. Raises InvalidJobError."""
+        return Target.from_conn_id(self.rankzero_conn_id)
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Looks for what would stop a training, as seen from this machine. Starts no JVM and waits for nothing long.
+
+        Airflow calls it on the API server or on a worker; what is said of Java, GPUs and local paths
+        is true for that machine.
+
+        Returns:
+            Whether nothing was found, and what was found or looked at, in words.
+        """
+        here = socket.gethostname()
+        try:
+            target = self.get_conn()
+            root = target.store or settings.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+            problems = find_problems(target, root)
+        except RankZeroError as error:
+            return False, str(error)
+        if problems:
+            return False, f"seen from {here}: " + "; ".join(problems)
+        return True, f"seen from {here}: nothing stands against a training on {target}, and {root} can be written"

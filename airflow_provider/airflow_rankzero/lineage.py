@@ -1,0 +1,140 @@
+"""OpenLineage of a training: which Airflow task a Spark job belongs to, and what a run read and wrote.
+
+The OpenLineage provider need not be installed: nothing of it is imported before it is known to be, and trouble with
+lineage never stops a task.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rankzero import store
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+logger = logging.getLogger(__name__)
+
+FACET_NAME = "rankzero_run"
+"""Key of the run facet that holds world size, run directory and the first cause of a failure."""
+
+_PROVIDER = "airflow.providers.openlineage"
+_INJECTIONS = "airflow.providers.common.compat.openlineage.utils.spark"
+# Option of the section [openlineage], and the function that it asks for; the Spark provider uses the same two.
+_INJECTION_OF = {
+    "spark_inject_parent_job_info": "inject_parent_job_information_into_spark_properties",
+    "spark_inject_transport_info": "inject_transport_information_into_spark_properties",
+}
+
+
+def spark_properties(conf: Mapping[str, str], context: Context) -> dict[str, str]:
+    """Spark configuration that tells Spark's OpenLineage listener which Airflow task started the job.
+
+    Args:
+        conf: The configuration so far. What it says about the parent job or the transport stays.
+        context: Of the task.
+
+    Returns:
+        A copy, with ``spark.openlineage.*`` where ``[openlineage] spark_inject_parent_job_info`` or
+        ``spark_inject_transport_info`` is on and the provider is installed. It may then hold credentials.
+    """
+    properties = dict(conf)
+    try:
+        for option, name in _INJECTION_OF.items():
+            if _is_on(option) and is_installed():
+                inject = getattr(importlib.import_module(_INJECTIONS), name)
+                properties = {key: str(value) for key, value in inject(properties, context).items()}
+    except Exception:
+        logger.warning("the Spark job gets no OpenLineage information of its task", exc_info=True)
+    return properties
+
+
+def is_installed() -> bool:
+    """True if the OpenLineage provider can be imported."""
+    try:
+        importlib.import_module(_PROVIDER)
+    except ImportError:
+        return False
+    return True
+
+
+def _is_on(option: str) -> bool:
+    from airflow.sdk import conf
+
+    return bool(conf.getboolean("openlineage", option, fallback=False))
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run when OpenLineage asks.
+
+    Attributes:
+        world_size: Number of ranks.
+        directory: Run directory, path or URL; None before it is there.
+        result: Where rank 0's value lies; None before it is there, or if it is small enough for the status.
+        inputs: Where the results of other runs lie that were given as arguments.
+        error: Why the run failed.
+    """
+
+    world_size: int
+    directory: str | None = None
+    result: str | None = None
+    inputs: Iterable[str] = ()
+    error: BaseException | None = None
+
+
+def facets(facts: RunFacts) -> Any:
+    """What the methods ``get_openlineage_facets_on_start``, ``_on_complete`` and ``_on_failure`` return.
+
+    Args:
+        facts: What is known by then.
+
+    Returns:
+        An ``OperatorLineage``: the result as output, the results given as arguments as inputs, and a run facet
+        `FACET_NAME`. None without the OpenLineage provider.
+    """
+    if not is_installed():
+        return None
+    try:
+        return _build(facts)
+    except Exception:
+        logger.warning("the run has no OpenLineage facets", exc_info=True)
+        return None
+
+
+def _build(facts: RunFacts) -> Any:
+    from airflow.providers.openlineage.extractors import OperatorLineage
+    from openlineage.client.event_v2 import Dataset
+
+    from airflow_rankzero.lineage_facet import RankZeroRunFacet
+
+    # Not the standard facet `errorMessage`: Airflow puts its own in its place, with the traceback of the task.
+    cause = None if facts.error is None else getattr(facts.error, "traceback", None) or str(facts.error)
+    return OperatorLineage(
+        inputs=[Dataset(*dataset_name(uri)) for uri in facts.inputs],
+        outputs=[Dataset(*dataset_name(facts.result))] if facts.result else [],
+        run_facets={FACET_NAME: RankZeroRunFacet(facts.world_size, facts.directory, cause)},
+    )
+
+
+def dataset_name(uri: str) -> tuple[str, str]:
+    """Namespace and name of a file, as OpenLineage's naming has them.
+
+    Args:
+        uri: Path or URL.
+
+    Example:
+        >>> dataset_name("s3://bucket/runs/a/result/value.json")
+        ('s3://bucket', 'runs/a/result/value.json')
+        >>> dataset_name("/data/runs/a/result/value.json")
+        ('file', '/data/runs/a/result/value.json')
+    """
+    if not store.is_url(uri):
+        return "file", store.normalize(uri)
+    scheme, _, path = uri.partition("://")
+    authority, _, name = path.partition("/")
+    return f"{'s3' if scheme == 's3a' else scheme}://{authority}", name or "/"

@@ -1,0 +1,103 @@
+"""The buttons of a training task: the Spark UI and the run directory.
+
+Airflow's web page shows what it finds under a link's XCom key, while the task runs, too; it shows no button for an
+address other than ``http``, ``https`` or ``mailto``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from airflow.sdk import BaseOperatorLink
+
+from airflow_rankzero import settings
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator
+    from airflow.sdk.types import TaskInstanceKey
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_KEY = "run_directory"
+"""XCom key of the run directory itself, for `rankzero.RunHandle.attach`."""
+
+# Where another endpoint is set, a bucket is not one of AWS.
+_OTHER_S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
+
+
+class _XComLink(BaseOperatorLink):
+    """A link whose address the task pushed while it ran."""
+
+    def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
+        """The address, or ``""`` when the task pushed none. Airflow calls this when the task has ended."""
+        from airflow.sdk.execution_time.xcom import XCom
+
+        return str(XCom.get_value(ti_key=ti_key, key=self.xcom_key) or "")
+
+
+class SparkUILink(_XComLink):
+    """The web page of the SparkContext, which lives as long as the run."""
+
+    name = "Spark UI"
+    xcom_key = "rankzero_spark_ui"
+
+
+class RunDirectoryLink(_XComLink):
+    """The run directory in the web page of its store."""
+
+    name = "Run directory"
+    xcom_key = "rankzero_run_directory_url"
+
+
+def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = None) -> None:
+    """Makes the buttons work from now on. For the operator, as soon as it knows the addresses; may be called again.
+
+    Args:
+        ti: The task instance of the context.
+        spark_ui: Address of the Spark UI; None where there is none.
+        directory: The run directory. It is pushed as the XCom ``run_directory`` as well.
+    """
+    try:
+        addresses = {
+            SparkUILink.xcom_key: spark_ui,
+            DIRECTORY_KEY: directory,
+            RunDirectoryLink.xcom_key: directory and web_address(directory),
+        }
+        for key, address in addresses.items():
+            if address:
+                ti.xcom_push(key=key, value=address)
+    except Exception:
+        # A button is not worth a training.
+        logger.warning("the links of this task could not be pushed", exc_info=True)
+
+
+def web_address(directory: str) -> str | None:
+    """Where a web browser finds a run directory.
+
+    Args:
+        directory: Path or URL of the run directory.
+
+    Returns:
+        What ``[rankzero] directory_url`` says, else the console of Google Cloud or AWS; None for other stores.
+
+    Raises:
+        InvalidJobError: that option has unknown placeholders.
+
+    Example:
+        >>> web_address("gs://bucket/runs/a")
+        'https://console.cloud.google.com/storage/browser/bucket/runs/a'
+    """
+    scheme, _, path = directory.rstrip("/").rpartition("://")
+    path = quote(path)
+    template = settings.directory_url()
+    if template:
+        return template.format(path=path, name=path.rpartition("/")[2])
+    if scheme in ("gs", "gcs"):
+        return f"https://console.cloud.google.com/storage/browser/{path}"
+    if scheme in ("s3", "s3a") and not any(map(os.environ.get, _OTHER_S3)):
+        bucket, _, key = path.partition("/")
+        return f"https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/"
+    return None

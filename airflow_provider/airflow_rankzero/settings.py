@@ -1,0 +1,84 @@
+"""The section ``[rankzero]`` of Airflow's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+
+SECTION = "rankzero"
+
+DEFAULT_RETENTION_DAYS = 30
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "store": {
+        "description": (
+            "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection name none. "
+            "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker."
+        ),
+        "version_added": "0.1.0",
+        "type": "string",
+        "example": "s3://bucket/rankzero",
+        "default": "",
+    },
+    "retention_days": {
+        "description": "Days after which the directory of a run that has ended may be deleted; 0 keeps all of them.",
+        "version_added": "0.1.0",
+        "type": "integer",
+        "example": "90",
+        "default": str(DEFAULT_RETENTION_DAYS),
+    },
+    "directory_url": {
+        "description": (
+            "Where a web browser finds a run directory, for the button 'Run directory' of a task. {path} stands for "
+            "the directory without its scheme, {name} for the run's name. Empty: the console of Google Cloud or AWS "
+            "for gs:// and s3://, and no button for other stores."
+        ),
+        "version_added": "0.1.0",
+        "type": "string",
+        "example": "https://minio.example.com/browser/{path}/",
+        "default": "",
+    },
+}
+"""The options as Airflow's provider information describes them."""
+
+
+def store() -> str | None:
+    """Root of the run directories for tasks that name none; None leaves it to core."""
+    return _text("store") or None
+
+
+def retention_days() -> int | None:
+    """Days for which the directory of an ended run is kept; None keeps it for ever.
+
+    Raises:
+        InvalidJobError: the option is not a whole number from 0 on.
+    """
+    text = _text("retention_days") or str(DEFAULT_RETENTION_DAYS)
+    if not text.isdecimal():
+        raise InvalidJobError(
+            f"[{SECTION}] retention_days is {text!r}; it must be a whole number of days, 0 to keep all run directories"
+        )
+    return int(text) or None
+
+
+def directory_url() -> str | None:
+    """The template of a run directory's web address, or None.
+
+    Raises:
+        InvalidJobError: it has other placeholders than ``{path}`` and ``{name}``.
+    """
+    template = _text("directory_url")
+    try:
+        template.format(path="", name="")
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise InvalidJobError(
+            f"[{SECTION}] directory_url is {template!r}; only {{path}} and {{name}} can stand in it"
+        ) from None
+    return template or None
+
+
+def _text(option: str) -> str:
+    from airflow.sdk import conf
+
+    return str(conf.get(SECTION, option, fallback=OPTIONS[option]["default"]) or "").strip()

@@ -1,0 +1,66 @@
+"""Spark configuration as a connection or a DAG gives it: as text, with what is secret masked in Airflow's logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+
+# What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores.
+_SECRET_NAME = re.compile(
+    r"password|passphrase|secret|token|credential|(access|account|api|private|shared)[._-]?key|[._-]key$", re.IGNORECASE
+)
+# Masking these would make unreadable every line of a log that has them.
+_NO_SECRET = re.compile(r"true|false|\d*", re.IGNORECASE)
+
+
+def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
+    """Numbers and flags as Spark spells them.
+
+    JSON has numbers and flags, and a DAG with ``render_template_as_native_obj`` turns every ``"2"`` into a number.
+
+    Args:
+        name: What the pairs are called, for the error.
+        pairs: Names to values; None is empty.
+
+    Raises:
+        InvalidJobError: it is no mapping, or a value is neither text, number nor flag.
+
+    Example:
+        >>> as_text("conf", {"spark.executor.cores": 2, "spark.ui.enabled": False})
+        {'spark.executor.cores': '2', 'spark.ui.enabled': 'false'}
+    """
+    if pairs is None:
+        return {}
+    if not isinstance(pairs, Mapping):
+        raise InvalidJobError(f"{name} is a {type(pairs).__name__}; it must map strings to strings")
+    texts = {}
+    for key, value in pairs.items():
+        if isinstance(value, bool):
+            value = str(value).lower()
+        elif isinstance(value, (int, float)):
+            value = str(value)
+        if not isinstance(value, str) or not isinstance(key, str):
+            raise InvalidJobError(f"{name}[{key!r}] is a {type(value).__name__}; names and values must be strings")
+        texts[key] = value
+    return texts
+
+
+def secrets_of(conf: Mapping[str, str]) -> list[str]:
+    """The values that must not be shown, by their names.
+
+    Example:
+        >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "256"})
+        ['geheim']
+    """
+    return [value for name, value in conf.items() if _SECRET_NAME.search(name) and not _NO_SECRET.fullmatch(value)]
+
+
+def mask_secrets(conf: Mapping[str, str]) -> None:
+    """Makes Airflow write ``***`` for the secret values in every log line of this task from now on."""
+    from airflow.sdk.log import mask_secret
+
+    for secret in secrets_of(conf):
+        mask_secret(secret)

@@ -1,0 +1,87 @@
+"""What the tries of one task instance share: when another will come, how long to wait for it, whether this one ends.
+
+A training belongs to its run directory. A try that dies leaves it running, the next try takes it up; a try that a
+user ended, and the last one, take it along.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import conf
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator
+
+logger = logging.getLogger(__name__)
+
+SCHEDULING_SLACK = 900.0
+"""Seconds between the moment at which a retry is due and its first look at the run: a pool may be full."""
+
+LAST_TRY_LEASE = 60.0
+"""Seconds for which a run waits for a follower if no try is left that could come back for it."""
+
+DEFERRED_LEASE = 1800.0
+"""The same for a deferred task, whose triggerer may be restarted."""
+
+MAX_RETRY_DELAY = timedelta(hours=24)
+"""Airflow's own bound of a delay that grows."""
+
+_HEARTBEAT_TIMEOUT = 300
+
+
+def another_follows(ti: Any) -> bool:
+    """True if Airflow will try this task instance again when this try fails."""
+    return bool(ti.try_number <= ti.max_tries)
+
+
+def generation(ti: Any) -> str:
+    """The same for the tries that follow each other by themselves; another one after a clear.
+
+    Airflow raises ``max_tries`` whenever a task that has ended is cleared, and only then.
+    """
+    return str(ti.max_tries)
+
+
+def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
+    """Seconds for which a run may go on without a follower.
+
+    Long enough for a try that was killed together with its supervisor to be noticed, and for the next one to begin.
+    """
+    least = DEFERRED_LEASE if deferred else LAST_TRY_LEASE
+    if not another_follows(ti):
+        return least
+    unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=_HEARTBEAT_TIMEOUT)
+    return max(least, unnoticed + _longest_delay(task, ti.max_tries) + SCHEDULING_SLACK)
+
+
+def _longest_delay(task: BaseOperator, tries: int) -> float:
+    delay = task.retry_delay.total_seconds()
+    factor = float(task.retry_exponential_backoff or 1.0)
+    if factor <= 1.0:
+        return delay
+    bound = task.max_retry_delay or MAX_RETRY_DELAY
+    longest = bound.total_seconds() if isinstance(bound, timedelta) else float(bound)
+    try:
+        # Airflow adds up to as much again, by chance.
+        return min(longest, 2 * delay * factor ** max(0, tries - 1))
+    except OverflowError:
+        return longest
+
+
+def is_still_wanted(ti: Any) -> bool:
+    """True if this try was told to go although Airflow still counts it as running: its worker goes away.
+
+    Not to be called in a signal handler: it talks to the supervisor, which the handler may have interrupted.
+    """
+    mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
+    try:
+        states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped)
+    except Exception:
+        # A whole deployment goes down: the run's lease ends it if nobody comes back.
+        logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
+        return True
+    # A mapped task's key has its index at the end.
+    return "running" in [str(state) for state in states.get(ti.run_id, {}).values()]

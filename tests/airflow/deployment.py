@@ -1,0 +1,210 @@
+"""A whole Airflow as processes: API server, scheduler (LocalExecutor), DAG processor, triggerer; and its REST API."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.airflow.postgres import Postgres, find_programs
+from tests.conftest import free_port, processes_with, until
+
+from airflow_rankzero.run_id import run_id_of
+from rankzero import RunHandle
+
+DAGS = Path(__file__).parent / "dags"
+START_TIMEOUT = 180.0
+RUN_TIMEOUT = 240.0
+STOP_TIMEOUT = 30.0
+HEARTBEAT = 1
+"""Seconds between two signs of life of a task, with which Airflow tells it what users did."""
+
+SILENCE = 10
+"""Seconds after which Airflow counts a task without a sign of life as dead."""
+
+COMPONENTS = ("api-server", "scheduler", "dag-processor", "triggerer")
+
+# Most looks are requests to the API server.
+wait_until = functools.partial(until, pause=0.05)
+
+
+class Deployment:
+    """A running Airflow, on PostgreSQL where it is installed, else on SQLite."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self.store = home / "store"
+        self.marker = f"airflow-{secrets.token_hex(8)}"
+        self._url = f"http://127.0.0.1:{free_port()}"
+        self._token = ""
+        self._components: dict[str, subprocess.Popen[bytes]] = {}
+        programs = find_programs() if importlib.util.find_spec("psycopg2") else None
+        self.postgres = Postgres(programs) if programs else None
+        self._env = self._environment()
+        try:
+            migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
+            subprocess.run(migrate, env=self._env, check=True, capture_output=True, timeout=START_TIMEOUT)
+            for name in COMPONENTS:
+                self.start(name)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _environment(self) -> dict[str, str]:
+        settings = {
+            "CORE__DAGS_FOLDER": str(DAGS),
+            "CORE__LOAD_EXAMPLES": "False",
+            "CORE__EXECUTOR": "LocalExecutor",
+            "CORE__PARALLELISM": "4",
+            "CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+            "CORE__EXECUTION_API_SERVER_URL": f"{self._url}/execution/",
+            "DATABASE__SQL_ALCHEMY_CONN": self.postgres.url if self.postgres else f"sqlite:///{self._home}/airflow.db",
+            "API__HOST": "127.0.0.1",
+            "API__PORT": self._url.rpartition(":")[2],
+            "API__BASE_URL": self._url,
+            "API__WORKERS": "1",
+            "API_AUTH__JWT_SECRET": secrets.token_hex(64),
+            "LOGGING__WORKER_LOG_SERVER_PORT": str(free_port()),
+            "LOGGING__TRIGGER_LOG_SERVER_PORT": str(free_port()),
+            "SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.1",
+            "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": str(SILENCE),
+            "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
+            "TRIGGERER__JOB_HEARTBEAT_SEC": "2",
+            "WORKERS__MIN_HEARTBEAT_INTERVAL": str(HEARTBEAT),
+            "DAG_PROCESSOR__REFRESH_INTERVAL": "5",
+        }
+        return {
+            **os.environ,
+            **{f"AIRFLOW__{name}": value for name, value in settings.items()},
+            # Airflow starts its parts by the name `airflow`.
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+            "AIRFLOW_HOME": str(self._home),
+            "AIRFLOW_CONN_HERE": json.dumps({"conn_type": "rankzero", "extra": {"engine": "local"}}),
+            "RANKZERO_STORE": str(self.store),
+            "AIRFLOW_OF_TEST": self.marker,
+        }
+
+    def start(self, name: str) -> None:
+        """Starts a component."""
+        with open(self._home / f"{name}.log", "ab") as log:
+            self._components[name] = subprocess.Popen(
+                [sys.executable, "-m", "airflow", name],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str) -> None:
+        """Ends a component and its helpers at once, as the death of their host does."""
+        os.killpg(self._components[name].pid, signal.SIGKILL)
+        self._components.pop(name).wait(STOP_TIMEOUT)
+
+    # -- its REST API --------------------------------------------------------------------------
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One request; the answer's JSON."""
+        request = urllib.request.Request(
+            self._url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            method=method,
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def _probe(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            return self.call(method, path, body)
+        except (urllib.error.URLError, OSError, ValueError):
+            ended = [name for name, process in self._components.items() if process.poll() is not None]
+            assert not ended, f"{ended} ended: {(self._home / f'{ended[0]}.log').read_text()[-3000:]}"
+            return None
+
+    def wait_until_ready(self, dag_ids: list[str]) -> None:
+        """Until every component shows signs of life and the DAGs are there and switched on."""
+        token = wait_until(lambda: self._probe("GET", "/auth/token"), START_TIMEOUT, "the API server")
+        self._token = token["access_token"]
+        for dag_id in dag_ids:
+            unpause = ("PATCH", f"/api/v2/dags/{dag_id}", {"is_paused": False})
+            wait_until(lambda call=unpause: self._probe(*call), START_TIMEOUT, f"the DAG {dag_id}")
+        wait_until(self._is_healthy, START_TIMEOUT, "healthy components")
+
+    def _is_healthy(self) -> bool:
+        health = self._probe("GET", "/api/v2/monitor/health") or {}
+        return all(health.get(name, {}).get("status") == "healthy" for name in ("scheduler", "triggerer"))
+
+    def trigger(self, dag_id: str, **conf: Any) -> str:
+        """Starts a DAG run; its id."""
+        run = self.call("POST", f"/api/v2/dags/{dag_id}/dagRuns", {"logical_date": None, "conf": conf})
+        return str(run["dag_run_id"])
+
+    def finish(self, dag_id: str, run_id: str) -> str:
+        """The state in which the DAG run ends."""
+
+        def state() -> str | None:
+            now = self.call("GET", f"/api/v2/dags/{dag_id}/dagRuns/{run_id}")["state"]
+            return str(now) if now in ("success", "failed") else None
+
+        return str(wait_until(state, RUN_TIMEOUT, f"the end of {dag_id}"))
+
+    def task(self, dag_id: str, run_id: str, task_id: str) -> str:
+        """Path of a task instance."""
+        return f"/api/v2/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}"
+
+    def look(self, dag_id: str, run_id: str, task_id: str) -> dict[str, Any]:
+        """A task instance: ``state``, ``try_number`` and more."""
+        return dict(self.call("GET", self.task(dag_id, run_id, task_id)))
+
+    def mark(self, dag_id: str, run_id: str, task_id: str, state: str) -> None:
+        """What a user does who marks a task as ``"failed"`` or ``"success"``."""
+        self.call("PATCH", self.task(dag_id, run_id, task_id), {"new_state": state})
+
+    def clear(self, dag_id: str, run_id: str, task_id: str) -> None:
+        """What a user does who clears a task."""
+        body = {"dry_run": False, "dag_run_id": run_id, "task_ids": [task_id], "only_failed": False}
+        self.call("POST", f"/api/v2/dags/{dag_id}/clearTaskInstances", body)
+
+    def xcom(self, dag_id: str, run_id: str, task_id: str, key: str = "return_value") -> Any:
+        """A value as the UI gets it."""
+        return self.call("GET", self.task(dag_id, run_id, task_id) + f"/xcomEntries/{key}")["value"]
+
+    def log(self, dag_id: str, run_id: str, task_id: str, try_number: int = 1) -> str:
+        """The log of a try."""
+        return str(self.call("GET", self.task(dag_id, run_id, task_id) + f"/logs/{try_number}?full_content=true"))
+
+    # -- what it started -----------------------------------------------------------------------
+
+    def run_of(self, dag_id: str, run_id: str, task_id: str = "train") -> RunHandle[Any]:
+        """The training run of a task, once it is there."""
+        directory = self.store / run_id_of(dag_id, run_id, task_id, -1)
+        wait_until((directory / "job.json").exists, RUN_TIMEOUT, "the run directory")
+        return RunHandle.attach(directory)
+
+    def task_process(self, dag_id: str, run_id: str, task_id: str) -> int:
+        """The process of a running task."""
+        return int(self.look(dag_id, run_id, task_id)["pid"])
+
+    def stop(self) -> None:
+        """Ends everything."""
+        for process in self._components.values():
+            process.send_signal(signal.SIGTERM)
+        try:
+            for process in self._components.values():
+                process.wait(STOP_TIMEOUT)
+            wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
+        finally:
+            for pid in processes_with(self.marker):
+                os.kill(pid, signal.SIGKILL)
+            if self.postgres:
+                self.postgres.stop()

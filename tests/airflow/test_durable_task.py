@@ -1,0 +1,187 @@
+"""The training belongs to its run directory: what dies in Airflow does not take it along, what a user ends does."""
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.airflow.deployment import HEARTBEAT, RUN_TIMEOUT, STOP_TIMEOUT, Deployment, wait_until
+from tests.conftest import processes_with
+
+from rankzero import RunHandle
+
+GONE_WITHIN = 5.0
+"""Seconds after which nothing of a run may be left."""
+
+
+@dataclass
+class Training:
+    """A DAG run whose training waits for a word."""
+
+    airflow: Deployment
+    dag_id: str
+    run_id: str
+    marker: str
+    folder: Path
+
+    @property
+    def run(self) -> RunHandle[Any]:
+        return self.airflow.run_of(self.dag_id, self.run_id)
+
+    def await_ranks(self) -> list[int]:
+        """The processes of its ranks, once they train."""
+        wait_until(lambda: self.run.status().state == "running", RUN_TIMEOUT, "the training")
+        wait_until(lambda: self.run.status().checkpoint, RUN_TIMEOUT, "a checkpoint")
+        return sorted(processes_with(self.marker))
+
+    def let_go(self) -> None:
+        (self.folder / "go").touch()
+
+    def await_try(self, number: int, state: str = "running") -> None:
+        def there() -> bool:
+            now = self.airflow.look(self.dag_id, self.run_id, "train")
+            return bool(now["try_number"] >= number and now["state"] == state)
+
+        wait_until(there, RUN_TIMEOUT, f"try {number} being {state}")
+
+    def finish(self) -> dict[str, int]:
+        """What the task behind it made of the result."""
+        state = self.airflow.finish(self.dag_id, self.run_id)
+        tries = int(self.airflow.look(self.dag_id, self.run_id, "train")["try_number"])
+        logs = [self.airflow.log(self.dag_id, self.run_id, "train", number) for number in range(1, tries + 1)]
+        assert state == "success", logs
+        return dict(self.airflow.xcom(self.dag_id, self.run_id, "describe"))
+
+    def assert_gone(self) -> None:
+        wait_until(lambda: not processes_with(self.marker), HEARTBEAT + GONE_WITHIN, "the end of the ranks")
+        wait_until(lambda: self.run.status().final, STOP_TIMEOUT, "the end of the run")
+        assert self.run.status().state == "cancelled"
+
+
+def start(airflow: Deployment, dag_id: str, folder: Path, megabytes: int = 0) -> Training:
+    marker = f"told-{secrets.token_hex(8)}"
+    run_id = airflow.trigger(dag_id, mark=marker, folder=str(folder), megabytes=megabytes)
+    return Training(airflow, dag_id, run_id, marker, folder)
+
+
+@pytest.fixture
+def durable(airflow: Deployment, tmp_path: Path) -> Iterator[Training]:
+    training = start(airflow, "durable", tmp_path)
+    yield training
+    wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
+
+
+def test_the_next_try_takes_up_the_training_of_a_killed_one(durable: Training) -> None:
+    ranks = durable.await_ranks()
+    os.kill(durable.airflow.task_process("durable", durable.run_id, "train"), signal.SIGKILL)
+    durable.await_try(2)
+    assert set(ranks) <= set(processes_with(durable.marker))
+    durable.let_go()
+    made = durable.finish()
+    assert made["pid"] in ranks
+    assert made["epoch"] == 0
+    log = durable.airflow.log("durable", durable.run_id, "train", 2)
+    assert "took up the run" in log
+    assert "[0] rank has seen it" in log
+
+
+def test_a_training_that_ended_while_nobody_looked_is_delivered(durable: Training) -> None:
+    ranks = durable.await_ranks()
+    task = durable.airflow.task_process("durable", durable.run_id, "train")
+    supervisor = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
+    # With its supervisor: Airflow finds out by the silence alone.
+    for pid in (supervisor, task):
+        os.kill(pid, signal.SIGKILL)
+    durable.let_go()
+    wait_until(lambda: durable.run.status().final, RUN_TIMEOUT, "the end of the training")
+    assert durable.finish()["pid"] in ranks
+    assert durable.run.submission == 0
+
+
+def test_a_worker_that_is_drained_leaves_the_training_to_the_next(durable: Training) -> None:
+    ranks = durable.await_ranks()
+    # What a supervisor does with a SIGTERM of its own: it passes it on.
+    os.kill(durable.airflow.task_process("durable", durable.run_id, "train"), signal.SIGTERM)
+    durable.await_try(2)
+    durable.let_go()
+    assert durable.finish()["pid"] in ranks
+    assert "the next try takes it up" in durable.airflow.log("durable", durable.run_id, "train", 1)
+
+
+def test_a_drained_task_without_another_try_takes_its_training_along(airflow: Deployment, tmp_path: Path) -> None:
+    training = start(airflow, "drained_for_good", tmp_path)
+    training.await_ranks()
+    os.kill(airflow.task_process("drained_for_good", training.run_id, "train"), signal.SIGTERM)
+    training.assert_gone()
+    assert airflow.finish("drained_for_good", training.run_id) == "failed"
+
+
+@pytest.mark.parametrize("state", ["failed", "success"])
+def test_marking_a_running_task_ends_its_training(durable: Training, state: str) -> None:
+    durable.await_ranks()
+    durable.airflow.mark("durable", durable.run_id, "train", state)
+    durable.assert_gone()
+
+
+def test_clearing_a_running_task_ends_its_training_and_goes_on_from_the_checkpoint(durable: Training) -> None:
+    ranks = durable.await_ranks()
+    durable.airflow.clear("durable", durable.run_id, "train")
+    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), HEARTBEAT + GONE_WITHIN, "their end")
+    durable.await_try(2)
+    durable.let_go()
+    made = durable.finish()
+    assert made["pid"] not in ranks
+    assert made["epoch"] == 1
+
+
+def test_clearing_a_delivered_task_trains_from_scratch(durable: Training) -> None:
+    durable.let_go()
+    first = durable.finish()
+    assert durable.run.submission == 0
+    durable.airflow.clear("durable", durable.run_id, "train")
+    durable.await_try(2, "success")
+    second = durable.finish()
+    assert durable.run.submission == 1
+    assert second["pid"] != first["pid"]
+    assert second["epoch"] == 0
+
+
+# -- deferred ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deferred(airflow: Deployment, tmp_path: Path) -> Iterator[Training]:
+    training = start(airflow, "deferred", tmp_path)
+    training.await_try(1, "deferred")
+    yield training
+    wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
+
+
+def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Training) -> None:
+    ranks = deferred.await_ranks()
+    deferred.airflow.kill("triggerer")
+    deferred.airflow.start("triggerer")
+    deferred.let_go()
+    made = deferred.finish()
+    assert made["pid"] in ranks
+    assert deferred.run.submission == 0
+
+
+def test_marking_a_deferred_task_ends_its_training(deferred: Training) -> None:
+    deferred.await_ranks()
+    deferred.airflow.mark("deferred", deferred.run_id, "train", "failed")
+    # The triggerer looks at what was changed every few seconds.
+    wait_until(lambda: deferred.run.status().final, 2 * STOP_TIMEOUT, "the end of the run")
+    assert deferred.run.status().state == "cancelled"
+
+
+def test_a_deferred_task_that_was_cleared_delivers_the_training_of_its_next_try(deferred: Training) -> None:
+    ranks = deferred.await_ranks()
+    deferred.airflow.clear("deferred", deferred.run_id, "train")
+    wait_until(lambda: not set(ranks) & set(processes_with(deferred.marker)), 2 * STOP_TIMEOUT, "their end")
+    deferred.let_go()
+    assert deferred.finish()["pid"] not in ranks

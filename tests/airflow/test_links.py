@@ -1,0 +1,85 @@
+"""The buttons of a training task."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def linking_operator(**addresses: str | None) -> Any:
+    from airflow.sdk import BaseOperator
+
+    from airflow_rankzero.links import RunDirectoryLink, SparkUILink, push_links
+
+    class Linking(BaseOperator):
+        operator_extra_links = (SparkUILink(), RunDirectoryLink())
+
+        def execute(self, context: Any) -> None:
+            push_links(context["ti"], **addresses)
+
+    return Linking(task_id="link")
+
+
+def test_links_are_there_while_and_after_the_task_runs(run_dag: Callable[..., Any]) -> None:
+    from airflow.sdk import DAG
+
+    from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink
+
+    with DAG("links") as dag:
+        linking_operator(spark_ui="http://head:4040", directory="gs://bucket/runs/a b")
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    assert outcome.xcom("link", SparkUILink().xcom_key) == "http://head:4040"
+    assert outcome.xcom("link", DIRECTORY_KEY) == "gs://bucket/runs/a b"
+    address = "https://console.cloud.google.com/storage/browser/bucket/runs/a%20b"
+    assert outcome.xcom("link", RunDirectoryLink().xcom_key) == address
+
+
+def test_a_link_that_was_not_pushed_is_empty(run_dag: Callable[..., Any], tmp_path: Path) -> None:
+    from airflow.sdk import DAG
+
+    from airflow_rankzero.links import RunDirectoryLink, SparkUILink
+
+    with DAG("no-links") as dag:
+        linking_operator(directory=str(tmp_path))
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    assert outcome.xcom("link", SparkUILink().xcom_key) == ""
+    assert outcome.xcom("link", RunDirectoryLink().xcom_key) == ""
+
+
+def test_links_that_cannot_be_pushed_cost_no_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_rankzero.links import push_links
+
+    class Broken:
+        def xcom_push(self, key: str, value: str) -> None:
+            raise RuntimeError("no database")
+
+    push_links(Broken(), spark_ui="http://head:4040", directory="/runs/a")
+    assert "no database" in caplog.text
+    monkeypatch.setenv("AIRFLOW__RANKZERO__DIRECTORY_URL", "https://files/{bucket}")
+    push_links(Broken(), directory="/runs/a")
+    assert "only {path} and {name} can stand in it" in caplog.text
+
+
+def test_a_web_page_shows_the_store_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow_rankzero.links import web_address
+
+    assert web_address("s3://bucket/runs/a") == "https://s3.console.aws.amazon.com/s3/buckets/bucket?prefix=runs/a/"
+    # Airflow's page shows no button for these.
+    assert web_address("/data/runs/a") is None
+    assert web_address("abfs://container@account/runs/a") is None
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+    assert web_address("s3://bucket/runs/a") is None
+    monkeypatch.setenv("AIRFLOW__RANKZERO__DIRECTORY_URL", "https://files.example.com/{path}?run={name}")
+    assert web_address("s3://bucket/runs/a") == "https://files.example.com/bucket/runs/a?run=a"
+    assert web_address("/data/runs/a") == "https://files.example.com//data/runs/a?run=a"
