@@ -70,6 +70,7 @@ def status(directory: str, as_json: bool) -> None:
         "state": found.state,
         "attempt": found.attempt,
         "driver": f"process {found.driver_pid} on {found.driver_host}" if found.driver_pid else None,
+        "engine": None if found.final else found.engine_url,
         "started": _moment(found.started),
         "ended": _moment(found.ended),
         "checkpoint": found.checkpoint,

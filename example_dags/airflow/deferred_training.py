@@ -6,9 +6,9 @@
 worker takes the result. The run belongs to its directory, so a restart of a worker or of the triggerer costs nothing:
 whoever comes next takes it up again. Marking the task failed or clearing it ends the run.
 
-Needed: a running triggerer, and a ``store`` that workers and triggerer both see (an object store, or a shared
-directory). The process that drives the run lives on the worker's host, so give workers a graceful shutdown, and
-``retries`` for a host that is lost: the next try goes on from the last checkpoint.
+Needed: a running triggerer; a ``store`` that workers and triggerer both see (an object store, or a shared directory);
+and workers that outlive the task, not a pod for each task, since the process that drives the run stays on the worker's
+host. Should that host be lost, the next try (``retries``) goes on from the last checkpoint.
 """
 
 import os

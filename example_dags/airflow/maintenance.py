@@ -7,7 +7,7 @@ Configured like Airflow itself, in ``airflow.cfg`` or the environment:
 
     [rankzero]
     store = s3://bucket/runs         # AIRFLOW__RANKZERO__STORE; else $RANKZERO_STORE, else ~/.rankzero/runs
-    retention_days = 30              # AIRFLOW__RANKZERO__RETENTION_DAYS
+    retention_days = 30              # AIRFLOW__RANKZERO__RETENTION_DAYS; 0 keeps all of them
 
 To see what would go, trigger it by hand with ``{"dry_run": true}`` and look at the log or at the task's XCom.
 """
@@ -17,8 +17,10 @@ import os
 from datetime import datetime
 from typing import Any
 
-from airflow.sdk import Param, conf, dag, task
+from airflow.sdk import Param, dag, task
+from airflow.sdk.exceptions import AirflowSkipException
 
+from airflow_rankzero import settings
 from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
 from rankzero.retention import collect
 
@@ -41,8 +43,10 @@ def rankzero_maintenance() -> None:
 
     @task(retries=2)
     def collect_runs(params: dict[str, Any]) -> dict[str, Any]:
-        store = conf.get("rankzero", "store", fallback="") or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
-        days = conf.getfloat("rankzero", "retention_days", fallback=30.0)
+        days = settings.retention_days()
+        if days is None:
+            raise AirflowSkipException("[rankzero] retention_days is 0: all run directories are kept")
+        store = settings.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
         collection = collect(store, older_than=days * DAY, dry_run=params["dry_run"])
         for removed in collection.removed:
             logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)

@@ -3,8 +3,9 @@
 What changed: ``train`` stands at module level, the session and its configuration are the operator's (a connection of
 type ``spark`` instead of ``SPARK_MASTER``), and the task is called ``TorchDistributorOperator``. What that gives:
 
-- The training ends when the task does, and a rank that fails is named in the task's log, with its traceback.
-- Whatever ``train`` returns reaches the next task: a number as itself, tensors and models as a `ResultRef`.
+- A rank that fails is named in the task's log, with its host and traceback.
+- The training ends when a user ends the task; when only the worker is lost, the next try takes it up.
+- Whatever rank 0 returns reaches the next task: a number as itself, tensors and models as a `ResultRef`.
 - The lines of all ranks appear in the task's log while they train.
 
 Scripts and notebooks that call ``TorchDistributor`` themselves only need another import:

@@ -7,8 +7,9 @@ It works, with these limits:
   reference to a module that no executor has.
 - What ``train`` returns becomes an XCom as it is: a number may pass, a state dict may not. So weights are written to a
   place that all executors and workers share, under a name that somebody has to invent, check and clean up.
-- A rank that fails shows as "Command failed with return code 1", with the cause in the executor's log.
-- A task that is killed or whose worker is lost leaves its Spark job to Spark, and every retry starts from nothing.
+- Nor is it always rank 0's: with several ranks in one task it is that of whichever wrote last.
+- A rank that fails shows as a general error and pages of Java; its traceback is in the logs, if anywhere.
+- A worker that is lost loses the training, and every retry starts from nothing.
 """
 
 import os

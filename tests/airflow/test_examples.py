@@ -21,8 +21,6 @@ DAY = 86400.0
 
 ANSWER_TIMEOUT = 240.0
 
-needs_deferrable = pytest.mark.skip(reason="needs deferrable")
-
 RunDag = Callable[..., Any]
 LoadDag = Callable[[str], Any]
 
@@ -49,10 +47,7 @@ def load_dag(airflow_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(file.name, marks=needs_deferrable if file.name == "deferred_training.py" else ())
-        for file in sorted((EXAMPLES / "airflow").glob("*.py"))
-    ],
+    sorted(file.name for file in (EXAMPLES / "airflow").glob("*.py")),
 )
 def test_file_is_a_dag_file_and_explained(name: str, airflow_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -96,6 +91,14 @@ def test_maintenance_shows_and_then_removes_what_is_old(
     assert [path.name for path in (tmp_path / "configured").iterdir()] == ["young"]
 
 
+def test_maintenance_keeps_everything_where_retention_is_off(
+    load_dag: LoadDag, run_dag: RunDag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "0")
+    outcome = run_dag(load_dag("maintenance.py"))
+    assert outcome.task_state("collect_runs") == "skipped", outcome.errors
+
+
 def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow.models.pool import Pool
 
@@ -133,7 +136,6 @@ def test_script_runs_on_the_cluster_of_the_connection(
     assert json.loads(job.read_text())["engine"]["master"] == "local[2]"
 
 
-@needs_deferrable
 def test_deferred_training_gives_its_result_to_the_next_task(load_dag: LoadDag, run_dag: RunDag) -> None:
     outcome = run_dag(load_dag("deferred_training.py"), run_conf={"epochs": 2})
     assert outcome.state == "success", outcome.errors
