@@ -1,10 +1,10 @@
 """Hyper-parameter sweep: one distributed training for each setting, the best one is kept.
 
-    prepare -> train [setting 0] [setting 1] [setting 2] -> choose
+    prepare, settings -> train [setting 0] [setting 1] [setting 2] -> choose
 
 ``train`` is mapped over the settings, so each of them is a task of its own, with its own log, retries and run
-directory. Every training reports its accuracy on scans that were held out; ``choose`` reads it from the
-`ResultRef`, and loads no weights.
+directory. The settings are a parameter: trigger the DAG with others, as many as you like. Every training reports its
+accuracy on scans that were held out; ``choose`` reads it from the `ResultRef`, and loads the weights of the best only.
 
 How many train at once is bounded twice:
 
@@ -47,7 +47,12 @@ def train(data: dict[str, Any], epochs: int, lr: float, batch_size: int) -> dict
 @dag(
     schedule=None,
     start_date=datetime(2026, 1, 1),
-    params={"epochs": Param(10, type="integer", minimum=1)},
+    params={
+        "epochs": Param(10, type="integer", minimum=1),
+        "settings": Param(
+            SETTINGS, type="array", minItems=1, items={"type": "object", "required": ["lr", "batch_size"]}
+        ),
+    },
     # So that params.epochs stays a number.
     render_template_as_native_obj=True,
     tags=["rankzero"],
@@ -70,6 +75,10 @@ def digits_sweep() -> None:
         return ResultRef.save(split, f"{STORE}/digits-data")
 
     @task
+    def settings(params: dict[str, Any]) -> list[dict[str, Any]]:
+        return list(params["settings"])
+
+    @task
     def choose(models: list[ResultRef]) -> dict[str, Any]:
         best = max(models, key=lambda model: model.summary["metrics"]["accuracy"])
         # A copy: run directories are removed some day.
@@ -85,7 +94,7 @@ def digits_sweep() -> None:
         pool_slots=NUM_PROCESSES,
         max_active_tis_per_dagrun=2,
         retries=1,
-    ).expand(op_kwargs=SETTINGS)
+    ).expand(op_kwargs=settings())
     choose(trained.output)
 
 

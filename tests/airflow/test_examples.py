@@ -107,12 +107,13 @@ def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDa
     train = dag.get_task("train")
     assert (train.pool, train.partial_kwargs["pool_slots"]) == ("gpus", 2)
 
-    outcome = run_dag(dag, run_conf={"epochs": 2})
+    # The second setting hardly learns in so little time.
+    settings = [{"lr": 4e-3, "batch_size": 32}, {"lr": 1e-6, "batch_size": 64}]
+    outcome = run_dag(dag, run_conf={"epochs": 2, "settings": settings})
 
     assert outcome.state == "success", outcome.errors
     chosen = outcome.xcom("choose")
-    # The third setting hardly learns in so little time.
-    assert chosen["lr"] in (4e-3, 1e-3)
+    assert (chosen["lr"], chosen["batch_size"]) == (4e-3, 32)
     assert chosen["accuracy"] > 0.5
     model = ResultRef.from_json(chosen["model"])
     assert Path(model.uri).is_relative_to(tmp_path / "digits")
@@ -120,7 +121,7 @@ def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDa
 
     assert digits.accuracy(model.load(), digits.prepare()) > 0.5
     runs = [path for path in (tmp_path / "store").iterdir() if (path / "job.json").exists()]
-    assert len(runs) == 3
+    assert len(runs) == len(settings)
 
 
 def test_script_runs_on_the_cluster_of_the_connection(
