@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak clean
+.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest clean
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -35,5 +35,9 @@ soak: setup
 	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
 		$(if $(SEED),--seed $(SEED))
 
+# A smoke test with the oldest supported Airflow.
+test-airflow-oldest:
+	./scripts/test-airflow-oldest.sh
+
 clean:
-	rm -rf .venv .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-airflow-oldest .demo .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 Run: ``python benchmarks/arguments.py [megabytes] [ranks]``.
 """
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -24,8 +25,8 @@ def read(path: str) -> float:
         return float(numpy.frombuffer(file.read(), dtype=numpy.float64).max())
 
 
-def floor(array: "numpy.typing.NDArray[numpy.float64]", directory: str) -> float:
-    """Written once, read by as many processes, each of which uses every value."""
+def floor(array: "numpy.typing.NDArray[numpy.float64]", directory: str) -> tuple[float, float]:
+    """Seconds of writing it once and reading it in as many processes, each of which uses it all; and of a sha256."""
     path = os.path.join(directory, "raw")
     with get_context("fork").Pool(RANKS) as pool:
         started = time.perf_counter()
@@ -35,8 +36,12 @@ def floor(array: "numpy.typing.NDArray[numpy.float64]", directory: str) -> float
             os.fsync(file.fileno())
         pool.map(read, [path] * RANKS, chunksize=1)
         took = time.perf_counter() - started
+    started = time.perf_counter()
+    with open(path, "rb") as file:
+        hashlib.file_digest(file, "sha256")
+    hashed = time.perf_counter() - started
     os.unlink(path)
-    return took
+    return took, hashed
 
 
 def use(array: "numpy.typing.NDArray[numpy.float64]") -> float:
@@ -48,10 +53,13 @@ def main() -> None:
     array = numpy.random.default_rng(0).random(MEGABYTES * (1 << 20) // 8)
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store:
         launcher = Launcher(RANKS, store=store)
-        small, launches, ours, floors = array[:8].copy(), [], [], []
+        small, launches, ours, floors, checked = array[:8].copy(), [], [], [], []
         launcher.run(use, small)
         for _ in range(RUNS):
-            floors.append(floor(array, store))
+            took, hashed = floor(array, store)
+            floors.append(took)
+            # The writer computes a checksum, and the agent of the one task compares it.
+            checked.append(took + 2 * hashed)
             started = time.perf_counter()
             launcher.run(use, small)
             launches.append(time.perf_counter() - started)
@@ -61,7 +69,9 @@ def main() -> None:
     report.add("a launch with a small argument", launches)
     own = report.add("what the large argument adds to it", ours)
     raw = report.add("write once, fsync, read by every process", floors)
+    proof = report.add("the same with a sha256 by the writer and one by the agent", checked)
     report.hold("ours / raw", own / raw, 1.5)
+    report.hold("ours / raw with checksums", own / proof, 1.5)
     report.finish()
 
 

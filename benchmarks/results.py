@@ -3,6 +3,7 @@
 Run: ``python benchmarks/results.py [megabytes ...]``. Every value of the loaded tensors is used once on both sides.
 """
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -34,8 +35,8 @@ def use(state: dict[str, object]) -> float:
     return sum(float(tensor.max()) for tensor in state.values())  # type: ignore[attr-defined]
 
 
-def raw(megabytes: int, directory: str) -> float:
-    """Seconds of a safetensors save, with its bytes on the disk as ours are, and a load."""
+def raw(megabytes: int, directory: str) -> tuple[float, float]:
+    """Seconds of a safetensors save, with its bytes on the disk as ours are, and a load; and of one sha256 of them."""
     from safetensors.torch import load_file, save_file
 
     state = make_state(megabytes)
@@ -47,8 +48,12 @@ def raw(megabytes: int, directory: str) -> float:
     del state
     use(load_file(path))
     took = time.perf_counter() - started
+    started = time.perf_counter()
+    with open(path, "rb") as file:
+        hashlib.file_digest(file, "sha256")
+    hashed = time.perf_counter() - started
     os.unlink(path)
-    return took
+    return took, hashed
 
 
 def make_and_note(megabytes: int, note: str) -> dict[str, object]:
@@ -89,9 +94,12 @@ def main() -> None:
         launcher = Launcher(2, engine=SparkEngine(session=spark), store=store)
         launcher.run(make_and_note, 1, os.path.join(store, "note"))
         for megabytes in SIZES:
-            ours, theirs, grown = [], [], {"driver": 0.0, "JVM": 0.0}
+            ours, theirs, checked, grown = [], [], [], {"driver": 0.0, "JVM": 0.0}
             for number in range(RUNS if megabytes <= 1024 else 1):
-                theirs.append(raw(megabytes, store))
+                took, hashed = raw(megabytes, store)
+                theirs.append(took)
+                # Who writes computes a checksum, and who reads compares it.
+                checked.append(took + 2 * hashed)
                 peaks = {"driver": Peak(psutil.Process()), "JVM": Peak(jvm)}
                 for peak in peaks.values():
                     peak.start()
@@ -107,7 +115,9 @@ def main() -> None:
                 shutil.rmtree(os.path.join(store, f"big-{megabytes}-{number}"))
             own = report.add(f"{megabytes} MB: from the function's return to the values used by the caller", ours)
             floor = report.add(f"{megabytes} MB: safetensors save, fsync, load, use", theirs)
+            proof = report.add(f"{megabytes} MB: the same with a sha256 by the writer and one by the reader", checked)
             report.hold(f"{megabytes} MB, ours / raw", own / floor, 1.3)
+            report.hold(f"{megabytes} MB, ours / raw with checksums", own / proof, 1.3)
             for name, size in grown.items():
                 report.hold(f"{megabytes} MB, growth of the {name}'s own memory in MB", size, 64)
     report.finish()

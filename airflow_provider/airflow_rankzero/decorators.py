@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, Unpack, overload
 
 from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
 
@@ -12,6 +11,8 @@ from airflow_rankzero.operators import TorchDistributorOperator
 
 if TYPE_CHECKING:
     from airflow.sdk.bases.decorator import Task
+
+    from airflow_rankzero.arguments import TrainingArguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,24 +47,7 @@ class _TorchDistributorDecoratedOperator(DecoratedOperator, TorchDistributorOper
 def torch_distributor(python_callable: Callable[P, R]) -> Task[P, R]: ...
 @overload
 def torch_distributor(
-    *,
-    num_processes: int = ...,
-    processes_per_task: int | None = ...,
-    use_gpu: bool | None = ...,
-    backend: str | None = ...,
-    conn_id: str | None = ...,
-    spark_conf: Mapping[str, str] | None = ...,
-    env: Mapping[str, str] | None = ...,
-    store: str | os.PathLike[str] | None = ...,
-    timeout: float | None = ...,
-    start_timeout: float = ...,
-    hang_timeout: float | None = ...,
-    max_restarts: int = ...,
-    stop_grace: float = ...,
-    orphan_timeout: float | None = ...,
-    deferrable: bool = ...,
-    multiple_outputs: bool = ...,
-    **kwargs: Any,
+    *, multiple_outputs: bool = ..., **kwargs: Unpack[TrainingArguments]
 ) -> Callable[[Callable[P, R]], Task[P, R]]: ...
 def torch_distributor(
     python_callable: Callable[..., Any] | None = None, *, multiple_outputs: bool = False, **kwargs: Any

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 DIRECTORY_KEY = "run_directory"
 """XCom key of the run directory itself, for `rankzero.RunHandle.attach`."""
 
+# Attribute of the operator that holds the addresses, by XCom key.
+_PUSHED = "rankzero_links"
+
 # Where another endpoint is set, a bucket is not one of AWS.
 _OTHER_S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
@@ -32,10 +35,9 @@ class _XComLink(BaseOperatorLink):
     """A link whose address the task pushed while it ran."""
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """The address, or ``""`` when the task pushed none. Airflow calls this when the task has ended."""
-        from airflow.sdk.execution_time.xcom import XCom
-
-        return str(XCom.get_value(ti_key=ti_key, key=self.xcom_key) or "")
+        """The address, or ``""`` when the task pushed none. Airflow calls this in the task, when it has ended."""
+        # Not from XCom: Airflow logs an error, in red, for one that is not there.
+        return str(vars(operator).get(_PUSHED, {}).get(self.xcom_key, ""))
 
 
 class SparkUILink(_XComLink):
@@ -68,6 +70,7 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
         }
         for key, address in addresses.items():
             if address:
+                vars(ti.task).setdefault(_PUSHED, {})[key] = address
                 ti.xcom_push(key=key, value=address)
     except Exception:
         # A button is not worth a training.

@@ -185,6 +185,7 @@ class TorchDistributorOperator(BaseOperator):
         if error := event.get("error"):
             self.log.warning("the trigger could not follow the run: %s", error)
         handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+        push_links(context["ti"], spark_ui=handle.status().engine_url, directory=handle.directory)
         if not handle.status().final:
             # The trigger has lost sight of it; its training has not.
             self._follow(handle, handle.ends(), context["ti"])

@@ -28,6 +28,8 @@ os.environ.update(
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
         "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
+        # Ranks on this machine, without a JVM.
+        "AIRFLOW_CONN_HERE": '{"conn_type": "rankzero", "extra": {"engine": "local"}}',
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{HOME}/airflow.db",
     }
 )

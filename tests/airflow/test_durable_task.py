@@ -112,6 +112,7 @@ def test_a_worker_that_is_drained_leaves_the_training_to_the_next(durable: Train
     assert "the next try takes it up" in durable.airflow.log("durable", durable.run_id, "train", 1)
 
 
+@pytest.mark.soak
 def test_a_drained_task_without_another_try_takes_its_training_along(airflow: Deployment, tmp_path: Path) -> None:
     training = start(airflow, "drained_for_good", tmp_path)
     training.await_ranks()
@@ -120,13 +121,14 @@ def test_a_drained_task_without_another_try_takes_its_training_along(airflow: De
     assert airflow.finish("drained_for_good", training.run_id) == "failed"
 
 
-@pytest.mark.parametrize("state", ["failed", "success"])
+@pytest.mark.parametrize("state", ["failed", pytest.param("success", marks=pytest.mark.soak)])
 def test_marking_a_running_task_ends_its_training(durable: Training, state: str) -> None:
     durable.await_ranks()
     durable.airflow.mark("durable", durable.run_id, "train", state)
     durable.assert_gone()
 
 
+@pytest.mark.soak
 def test_clearing_a_running_task_ends_its_training_and_goes_on_from_the_checkpoint(durable: Training) -> None:
     ranks = durable.await_ranks()
     durable.airflow.clear("durable", durable.run_id, "train")
@@ -150,6 +152,16 @@ def test_clearing_a_delivered_task_trains_from_scratch(durable: Training) -> Non
     assert second["epoch"] == 0
 
 
+@pytest.mark.soak
+def test_a_large_result_is_not_in_the_database(airflow: Deployment, tmp_path: Path) -> None:
+    training = start(airflow, "durable", tmp_path, megabytes=500)
+    training.let_go()
+    training.finish()
+    ref = training.run.result_ref()
+    assert ref.size > 500 << 20
+    assert len(str(airflow.xcom("durable", training.run_id, "train"))) < 4000
+
+
 # -- deferred ----------------------------------------------------------------------------------
 
 
@@ -171,6 +183,7 @@ def test_a_deferred_training_survives_the_death_of_its_triggerer(deferred: Train
     assert deferred.run.submission == 0
 
 
+@pytest.mark.soak
 def test_marking_a_deferred_task_ends_its_training(deferred: Training) -> None:
     deferred.await_ranks()
     deferred.airflow.mark("deferred", deferred.run_id, "train", "failed")
@@ -179,6 +192,7 @@ def test_marking_a_deferred_task_ends_its_training(deferred: Training) -> None:
     assert deferred.run.status().state == "cancelled"
 
 
+@pytest.mark.soak
 def test_a_deferred_task_that_was_cleared_delivers_the_training_of_its_next_try(deferred: Training) -> None:
     ranks = deferred.await_ranks()
     deferred.airflow.clear("deferred", deferred.run_id, "train")

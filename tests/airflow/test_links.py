@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,8 @@ def test_links_that_cannot_be_pushed_cost_no_training(
     from airflow_rankzero.links import push_links
 
     class Broken:
+        task = SimpleNamespace()
+
         def xcom_push(self, key: str, value: str) -> None:
             raise RuntimeError("no database")
 

@@ -3,12 +3,15 @@
 import json
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 RunDag = Callable[..., Any]
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def test_values_travel_by_themselves_or_by_reference(
     assert "[0] rank 0 says report" in log
     assert "[1] rank 1 says report" in log
     runs = sorted(path.name for path in tmp_path.iterdir())
-    assert [name[: name.index("__try1-")] for name in runs] == [
+    assert [name[: name.rindex("-")] for name in runs] == [
         f"{dag.dag_id}__{first.run_id}__{name}".replace(":", "-") for name in ("report", "train")
     ]
 
@@ -98,7 +101,12 @@ def test_script_gets_its_arguments(dag: Any, run_dag: RunDag, tmp_path: Path) ->
         "import os, sys\nimport rankzero.train as rt\nrt.set_result(sys.argv[1:] + [os.environ['WORLD_SIZE']])\n"
     )
     TorchDistributorOperator(
-        task_id="train", train=script, op_args=["--lr", "{{ params.lr }}", 3], num_processes=1, store=tmp_path
+        task_id="train",
+        train=script,
+        op_args=["--lr", "{{ params.lr }}", 3],
+        num_processes=1,
+        store=tmp_path,
+        conn_id="here",
     )
     outcome = run_dag(dag)
     assert outcome.xcom("train") == ["--lr", "0.25", "3", "1"], outcome.errors
@@ -117,7 +125,7 @@ def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, t
 
         threading.Event().wait(60)
 
-    TorchDistributorOperator(task_id="train", train=train, store=str(tmp_path))
+    TorchDistributorOperator(task_id="train", train=train, store=str(tmp_path), conn_id="here")
     outcome = run_dag(dag)
     assert outcome.task_state("train") == "failed"
     error = outcome.errors["train"]
@@ -151,7 +159,7 @@ def test_mapped_decorated_function_runs_on_the_connection(
     assert outcome.xcom("collect") == [[[0.5, 0.5], "0.25"], [[1.5, 1.5], "0.25"]]
     jobs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/job.json")}
     assert {job["engine"]["master"] for job in jobs.values()} == {"local[2]"}
-    assert sorted(name.split("__")[-2] for name in jobs) == ["0", "1"]
+    assert sorted(name.split("__")[-1].partition("-")[0] for name in jobs) == ["0", "1"]
 
 
 def test_mapped_operator_gets_each_value(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
@@ -178,7 +186,12 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
         threading.Event().wait()
 
     TorchDistributorOperator(
-        task_id="train", train=train, num_processes=1, store=str(tmp_path), execution_timeout=timedelta(seconds=2)
+        task_id="train",
+        train=train,
+        num_processes=1,
+        store=str(tmp_path),
+        execution_timeout=timedelta(seconds=2),
+        conn_id="here",
     )
     outcome = run_dag(dag)
     assert isinstance(outcome.errors["train"], AirflowTaskTimeout)
@@ -235,3 +248,153 @@ def test_bad_input_fails_for_good_before_anything_starts(
     assert isinstance(error.__cause__, InvalidJobError)
     assert words in str(error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_deferred_task_gives_the_same(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    TorchDistributorOperator(
+        task_id="train", train=make_weights, op_args=[2.0], store=str(tmp_path), conn_id="here", deferrable=True
+    )
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    assert outcome.xcom("train").load()["weights"].tolist() == [6.0] * 3
+
+
+def test_assets_say_what_was_made_and_links_where(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.models.asset import AssetEvent
+    from airflow.sdk import Asset
+    from airflow.utils.session import create_session
+
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero.links import DIRECTORY_KEY
+
+    def train() -> float:
+        import rankzero.train as rt
+
+        rt.report({"loss": 0.5, "broken": float("nan")})
+        return 0.25
+
+    TorchDistributorOperator(
+        task_id="train", train=train, store=str(tmp_path), conn_id="here", outlets=[Asset("model-of-the-test")]
+    )
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == 0.25, outcome.errors
+    (directory,) = tmp_path.iterdir()
+    assert outcome.xcom("train", DIRECTORY_KEY) == str(directory)
+    with create_session() as session:
+        (event,) = session.query(AssetEvent).filter(AssetEvent.source_dag_id == dag.dag_id).all()
+        extra = dict(event.extra)
+    assert extra["world_size"] == 2
+    assert extra["metrics"] == {"loss": 0.5}
+    assert Path(extra["uri"]).parent == directory / "result"
+    assert len(extra["sha256"]) == 64
+
+
+def test_a_second_run_of_the_same_name_trains_again(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    """``dag.test`` with a fixed date makes a DAG run anew under its old name."""
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import RunHandle
+
+    def train() -> int:
+        import os
+
+        return os.getpid()
+
+    TorchDistributorOperator(task_id="train", train=train, store=str(tmp_path), conn_id="here", num_processes=1)
+    first, second = (run_dag(dag, run_after=NOON, logical_date=NOON).xcom("train") for _ in range(2))
+    # One directory: both had the same name.
+    (directory,) = tmp_path.iterdir()
+    assert first != second
+    assert RunHandle.attach(directory).submission == 1
+
+
+def test_what_users_return_comes_back_as_it_was(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
+    def make(kind: str) -> Any:
+        import dataclasses
+
+        import numpy
+        import pandas
+
+        Point = dataclasses.make_dataclass("Point", [("x", float)])
+        values: dict[str, Any] = {
+            "scalar": numpy.float32(0.5),
+            "array": numpy.arange(3),
+            "dataclass": Point(1.5),
+            "frame": pandas.DataFrame({"x": [1, 2]}),
+        }
+        return values[kind]
+
+    @task
+    def describe(refs: list[Any]) -> list[str]:
+        scalar, array, point, frame = (ref.load() for ref in refs)
+        return [repr(scalar.dtype), repr(array.tolist()), repr(point), repr(frame.x.sum())]
+
+    describe(make.expand(kind=["scalar", "array", "dataclass", "frame"]))
+    outcome = run_dag(dag)
+    assert outcome.xcom("describe") == ["dtype('float32')", "[0, 1, 2]", "Point(x=1.5)", "np.int64(3)"], outcome.errors
+
+
+def test_it_composes_as_every_operator_does(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
+    def score(value: float) -> float:
+        return value
+
+    @task.branch
+    def choose(before: float, after: float) -> str:
+        return "promote" if after > before else "keep"
+
+    @task
+    def promote() -> str:
+        return "promoted"
+
+    @task
+    def keep() -> str:
+        return "kept"
+
+    @task
+    def clean() -> None:
+        pass
+
+    prepared = score.override(task_id="prepare")(0.25).as_setup()
+    trained = score.override(task_id="train", num_processes=2)(0.5)
+    choice = choose(prepared, trained)
+    choice >> [promote(), keep()]
+    prepared >> trained >> clean().as_teardown(setups=prepared)
+    outcome = run_dag(dag)
+    assert outcome.xcom("promote") == "promoted", outcome.errors
+    assert outcome.task_state("keep") == "skipped"
+    assert outcome.task_state("clean") == "success"
+    worlds = {
+        path.parent.name.split("__")[-1][:5]: json.loads(path.read_text()) for path in tmp_path.glob("*/job.json")
+    }
+    assert worlds["train"]["num_processes"] == 2
+    assert worlds["prepa"]["num_processes"] == 1
+
+
+def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
+    import copy
+    import threading
+
+    from airflow.serialization.serialized_objects import LazyDeserializedDAG
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    lock = threading.Lock()
+
+    def train() -> bool:
+        return lock.locked()
+
+    operator = TorchDistributorOperator(task_id="train", train=train, deferrable=True)
+    assert copy.deepcopy(operator).train is train
+    assert copy.deepcopy(dag).task_dict["train"].train is train
+    assert json.dumps(LazyDeserializedDAG.from_dag(dag).data)

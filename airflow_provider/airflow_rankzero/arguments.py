@@ -1,0 +1,92 @@
+"""The arguments of the decorator, for type checkers: a misspelt one is an error before a DAG is parsed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from airflow.sdk import DAG, TaskGroup
+    from airflow.sdk.definitions.retry_policy import RetryPolicy
+
+Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
+
+
+class TaskArguments(TypedDict, total=False):
+    """What every Airflow operator takes."""
+
+    task_id: str
+    owner: str
+    email: str | Sequence[str] | None
+    email_on_retry: bool
+    email_on_failure: bool
+    retries: int | None
+    retry_delay: timedelta | float
+    retry_exponential_backoff: float
+    max_retry_delay: timedelta | float | None
+    retry_policy: RetryPolicy | None
+    start_date: datetime | None
+    end_date: datetime | None
+    depends_on_past: bool
+    ignore_first_depends_on_past: bool
+    wait_for_past_depends_before_skipping: bool
+    wait_for_downstream: bool
+    dag: DAG | None
+    params: MutableMapping[str, Any] | None
+    default_args: dict[str, Any] | None
+    priority_weight: int
+    weight_rule: Any
+    queue: str
+    pool: str | None
+    pool_slots: int
+    execution_timeout: timedelta | None
+    on_execute_callback: Callbacks
+    on_failure_callback: Callbacks
+    on_success_callback: Callbacks
+    on_retry_callback: Callbacks
+    on_skipped_callback: Callbacks
+    pre_execute: Callable[..., Any] | None
+    post_execute: Callable[..., Any] | None
+    trigger_rule: str
+    resources: dict[str, Any] | None
+    run_as_user: str | None
+    map_index_template: str | None
+    max_active_tis_per_dag: int | None
+    max_active_tis_per_dagrun: int | None
+    executor: str | None
+    executor_config: dict[str, Any] | None
+    do_xcom_push: bool
+    inlets: Any
+    outlets: Any
+    task_group: TaskGroup | None
+    doc: str | None
+    doc_md: str | None
+    doc_json: str | None
+    doc_yaml: str | None
+    doc_rst: str | None
+    task_display_name: str | None
+    logger_name: str | None
+    allow_nested_operators: bool
+    render_template_as_native_obj: bool | None
+
+
+class TrainingArguments(TaskArguments, total=False):
+    """Those, and what `TorchDistributorOperator` takes; described there."""
+
+    num_processes: int
+    processes_per_task: int | None
+    use_gpu: bool | None
+    backend: str | None
+    conn_id: str | None
+    spark_conf: Mapping[str, str] | None
+    env: Mapping[str, str] | None
+    store: str | os.PathLike[str] | None
+    timeout: float | None
+    start_timeout: float
+    hang_timeout: float | None
+    max_restarts: int
+    stop_grace: float
+    orphan_timeout: float | None
+    deferrable: bool

@@ -1,0 +1,78 @@
+"""The trigger follows a run of this machine: its lines, its end, a user's kill, a directory that is gone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import Launcher
+
+
+def train(folder: str) -> int:
+    import time
+
+    for number in range(3):
+        print(f"line {number}", flush=True)
+    while not Path(folder, "go").exists():
+        time.sleep(0.02)
+    print("the last line")
+    return 7
+
+
+def make_trigger(directory: str) -> Any:
+    """As the triggerer makes it: from what was stored in the database."""
+    from airflow.sdk._shared.module_loading import import_string
+
+    from airflow_rankzero.triggers import RunTrigger
+
+    path, arguments = RunTrigger(directory, {"0": [0, 0]}).serialize()
+    return import_string(path)(**arguments)
+
+
+async def first(trigger: Any) -> dict[str, Any]:
+    async for event in trigger.run():
+        return dict(event.payload)
+    raise AssertionError("no event")
+
+
+def test_it_shows_the_lines_and_fires_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shown = ""
+    handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
+
+    async def follow() -> dict[str, Any]:
+        nonlocal shown
+        trigger = make_trigger(handle.directory)
+        following = asyncio.create_task(first(trigger))
+        while "[0] line 2" not in shown:
+            await asyncio.sleep(0.05)
+            shown += capfd.readouterr().out
+            assert not following.done()
+        # The triggerer is restarted: neither of these ends the run.
+        following.cancel()
+        await trigger.cleanup()
+        (tmp_path / "go").touch()
+        return await first(make_trigger(handle.directory))
+
+    event = asyncio.run(asyncio.wait_for(follow(), 120))
+    assert event == {"directory": handle.directory}
+    assert handle.result() == 7
+    assert "[0] the last line" in shown + capfd.readouterr().out
+
+
+def test_a_user_s_kill_ends_the_run(tmp_path: Path) -> None:
+    handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
+
+    async def kill() -> dict[str, Any]:
+        trigger = make_trigger(handle.directory)
+        await trigger.on_kill()
+        return await first(trigger)
+
+    asyncio.run(asyncio.wait_for(kill(), 120))
+    assert handle.status().state == "cancelled"
+
+
+def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> None:
+    event = asyncio.run(asyncio.wait_for(first(make_trigger(str(tmp_path / "nothing"))), 60))
+    assert event["directory"] == str(tmp_path / "nothing")
+    assert "RunNotFoundError" in event["error"]
