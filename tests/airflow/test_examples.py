@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,8 +213,21 @@ def train_function(name: str) -> str:
     return ast.unparse(found)
 
 
+@pytest.fixture
+def own_jvm() -> Iterator[None]:
+    """Ends the JVM that pyspark leaves in a process whose session was stopped."""
+    yield
+    from pyspark import SparkContext
+
+    if gateway := SparkContext._gateway:
+        gateway.shutdown()
+        gateway.proc.stdin.close()
+        gateway.proc.wait(30)
+        SparkContext._gateway = SparkContext._jvm = None
+
+
 def test_migration_changes_neither_the_training_nor_its_result(
-    load_dag: LoadDag, run_dag: RunDag, monkeypatch: pytest.MonkeyPatch
+    load_dag: LoadDag, run_dag: RunDag, own_jvm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SPARK_MASTER", raising=False)
     monkeypatch.delenv("SPARK_CONN_ID", raising=False)
