@@ -11,6 +11,7 @@ from typing import Any
 
 TEST_FRACTION = 0.2
 SEED = 7
+CLASSES = 10
 
 
 def prepare() -> dict[str, Any]:
@@ -38,7 +39,7 @@ def prepare() -> dict[str, Any]:
 
 
 def build_model() -> Any:
-    """A small convolutional network, 8 x 8 pixels to 10 classes."""
+    """A small convolutional network, 8 x 8 pixels to `CLASSES` scores."""
     from torch import nn
 
     return nn.Sequential(
@@ -50,7 +51,7 @@ def build_model() -> Any:
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 64),
         nn.ReLU(),
-        nn.Linear(64, 10),
+        nn.Linear(64, CLASSES),
     )
 
 
@@ -142,9 +143,37 @@ def promote(challenger: float, model: dict[str, Any]) -> dict[str, Any]:
         challenger: Its accuracy.
         model: Where it lies, JSON-able.
     """
-    home().mkdir(parents=True, exist_ok=True)
     record = {"accuracy": challenger, "model": model}
-    temporary = home() / "champion.json.new"
-    temporary.write_text(json.dumps(record, indent=2))
-    temporary.replace(home() / "champion.json")
+    _replace("champion.json", record)
     return record
+
+
+def deploy(weights: dict[str, Any], champion: dict[str, Any]) -> dict[str, Any]:
+    """Hands a model to the serving side: checks that it answers, then writes ``manifest.json``, atomically.
+
+    Args:
+        weights: The champion's state dict.
+        champion: What `champion` said of it.
+
+    Returns:
+        The manifest, from which a server loads the model.
+    """
+    import torch
+
+    model = build_model()
+    model.load_state_dict(weights)
+    model.eval()
+    with torch.no_grad():
+        scores = model(torch.zeros(1, 1, 8, 8))
+    if scores.shape != (1, CLASSES) or not scores.isfinite().all():
+        raise ValueError(f"the model {champion['model']} does not answer with {CLASSES} scores: promote another one")
+    manifest = {**champion, "input": [1, 8, 8], "classes": CLASSES}
+    _replace("manifest.json", manifest)
+    return manifest
+
+
+def _replace(name: str, record: dict[str, Any]) -> None:
+    home().mkdir(parents=True, exist_ok=True)
+    temporary = home() / f"{name}.new"
+    temporary.write_text(json.dumps(record, indent=2))
+    temporary.replace(home() / name)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HEAVY = ("torch", "pyspark", "numpy", "pandas", "airflow", "dagster", "fsspec", "cloudpickle", "asyncio")
+HEAVY = ("torch", "pyspark", "numpy", "pandas", "airflow", "dagster", "fsspec", "cloudpickle", "asyncio", "click")
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -35,6 +35,9 @@ from rankzero.envelope import Part
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 
+_REMOVAL = b"removal"
+"""In the claim of whoever removes an old run, so that the next one can tell and finish."""
+
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -102,9 +105,37 @@ class RunDirectory:
 
     def claim(self, submission: int) -> bool:
         """True for the one caller that may write this submission. Raises OSError."""
+        try:
+            return self._write_claim(submission)
+        except FileNotFoundError:
+            # An old run was removed between two steps; see `rankzero.retention`.
+            return self._write_claim(submission)
+
+    def _write_claim(self, submission: int) -> bool:
         for part in ("", "logs", "result", "checkpoints", f"submissions/{submission}"):
             store.make_directory(self.path(part).rstrip("/"))
         return store.create(self.submission_path(submission, "claim"), secrets.token_hex(8).encode())
+
+    def claim_removal(self, submission: int) -> bool:
+        """True for the one caller that may remove this run, unless somebody claims a later submission."""
+        store.make_directory(self.submission_path(submission))
+        return store.create(self.submission_path(submission, "claim"), _REMOVAL)
+
+    def is_claimed(self, submission: int) -> bool:
+        """True if somebody claimed this submission (or the removal of the run before it)."""
+        return store.exists(self.submission_path(submission, "claim"))
+
+    def removal_claimed(self, submission: int) -> bool:
+        """True if this claim is one of `claim_removal`."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.submission_path(submission, "claim")) == _REMOVAL
+        return False
+
+    def claimed_at(self, submission: int) -> float | None:
+        """Unix time of a claim, by the store's clock; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.modified(self.submission_path(submission, "claim"))
+        return None
 
     def release(self, submission: int) -> None:
         """Gives a claim back, and what was written for it. Raises OSError."""

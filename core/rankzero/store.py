@@ -97,6 +97,33 @@ def size(location: str) -> int:
     return os.path.getsize(location)
 
 
+def tree_size(location: str) -> int:
+    """Bytes of all files below a directory; links are not followed."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        filesystem.invalidate_cache()
+        return int(filesystem.du(path))
+    total = 0
+    for directory, _, names in os.walk(location):
+        for name in names:
+            # A file may go away meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(directory, name)).st_size
+    return total
+
+
+def modified(location: str) -> float:
+    """Unix time at which a file was written. Raises FileNotFoundError; OSError if the store does not know it."""
+    if not is_url(location):
+        return os.stat(location).st_mtime
+    filesystem, path = _filesystem(location)
+    filesystem.invalidate_cache()
+    try:
+        return float(filesystem.modified(path).timestamp())
+    except NotImplementedError:
+        raise OSError(f"the store does not tell when {location} was written") from None
+
+
 def list_names(location: str) -> list[str]:
     """Sorted base names in a directory; empty when there is none."""
     if is_url(location):

@@ -110,9 +110,9 @@ def submit(
                 # This took so long that another submitter thought us dead: it is its run now.
                 number += 1
                 continue
-            # Another submitter is at it, and writes job.json next, unless it died.
+            # Another submitter is at it, and writes job.json next, unless it died (or removed an old run).
             deadline = time.monotonic() + CLAIM_TIMEOUT
-            while _submission_of(run) < number and time.monotonic() < deadline:
+            while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
                 tick.wait(_LOOK)
             if _submission_of(run) < number:
                 number += 1

@@ -1,4 +1,4 @@
-"""The example pipeline as a whole, as its DAG file defines it."""
+"""The nightly example pipeline as a whole, with the deployment that follows it, as their DAG file defines them."""
 
 import json
 import sys
@@ -21,14 +21,39 @@ def dag_bag(airflow_home: Path, request: pytest.FixtureRequest, tmp_path: Path, 
     monkeypatch.setattr(sys, "path", list(sys.path))
     from airflow.dag_processing.dagbag import BundleDagBag
 
-    return BundleDagBag(dag_folder=EXAMPLES, bundle_path=EXAMPLES, bundle_name="dags-folder")
+    file = EXAMPLES / "airflow" / "digits_retraining.py"
+    return BundleDagBag(dag_folder=file, bundle_path=EXAMPLES, bundle_name="dags-folder")
 
 
-def test_nightly_pipeline_trains_a_good_model_and_promotes_it(
+def promotions(run_id: str) -> list[dict[str, Any]]:
+    """What the events of the asset say that this run of the pipeline made."""
+    from airflow.models.asset import AssetEvent, AssetModel
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    events = select(AssetEvent.extra).join(AssetModel, AssetModel.id == AssetEvent.asset_id)
+    with create_session() as session:
+        return list(
+            session.scalars(events.where(AssetModel.name == "digits_champion", AssetEvent.source_run_id == run_id))
+        )
+
+
+def schedules_of(asset: str) -> list[str]:
+    """The DAGs that Airflow runs when this asset is updated."""
+    from airflow.models.asset import AssetModel, DagScheduleAssetReference
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    dag_ids = select(DagScheduleAssetReference.dag_id).join(AssetModel)
+    with create_session() as session:
+        return list(session.scalars(dag_ids.where(AssetModel.name == asset)))
+
+
+def test_nightly_pipeline_trains_a_good_model_promotes_and_deploys_it(
     dag_bag: Any, run_dag: Callable[..., Any], tmp_path: Path
 ) -> None:
     assert dag_bag.import_errors == {}
-    assert set(dag_bag.dags) == {"digits_retraining"}
+    assert set(dag_bag.dags) == {"digits_retraining", "digits_deployment"}
     dag = dag_bag.dags["digits_retraining"]
     assert dag.schedule == "0 3 * * *"
     assert not dag.catchup
@@ -40,7 +65,35 @@ def test_nightly_pipeline_trains_a_good_model_and_promotes_it(
     assert accuracy >= GOOD_ACCURACY
     champion = json.loads((tmp_path / "digits" / "champion.json").read_text())
     assert champion["accuracy"] == accuracy
-    assert champion["model"]["uri"] == outcome.xcom("train").uri
+    assert champion["model"]["sha256"] == outcome.xcom("train").sha256
+    assert Path(champion["model"]["uri"]).is_relative_to(tmp_path / "digits"), "it must outlive its run directory"
+    (event,) = promotions(outcome.run_id)
+    assert event == {key: champion["model"][key] for key in ("uri", "sha256")} | {"accuracy": accuracy}
+    assert schedules_of("digits_champion") == ["digits_deployment"]
+
+    deployment = run_dag(dag_bag.dags["digits_deployment"])
+    assert deployment.state == "success", deployment.errors
+    manifest = json.loads((tmp_path / "digits" / "manifest.json").read_text())
+    assert manifest == {**champion, "input": [1, 8, 8], "classes": 10}
+
+
+def test_nothing_is_deployed_that_was_changed_after_its_promotion(
+    dag_bag: Any, run_dag: Callable[..., Any], tmp_path: Path
+) -> None:
+    import digits
+
+    from rankzero import ResultError, ResultRef
+
+    ref = ResultRef.save(digits.build_model().state_dict(), tmp_path / "models")
+    digits.promote(0.9, ref.to_json())
+    data = bytearray(Path(ref.uri).read_bytes())
+    data[-1] ^= 1
+    Path(ref.uri).write_bytes(data)
+    dag = dag_bag.dags["digits_deployment"]
+    dag.get_task("deploy").retries = 0
+    outcome = run_dag(dag)
+    assert isinstance(outcome.errors["deploy"], ResultError)
+    assert not (tmp_path / "digits" / "manifest.json").exists()
 
 
 def test_worse_model_is_not_promoted(dag_bag: Any, run_dag: Callable[..., Any], tmp_path: Path) -> None:
@@ -55,4 +108,5 @@ def test_worse_model_is_not_promoted(dag_bag: Any, run_dag: Callable[..., Any], 
 
     assert outcome.state == "success", outcome.errors
     assert outcome.task_state("promote") == "skipped"
+    assert promotions(outcome.run_id) == []
     assert json.loads((tmp_path / "digits" / "champion.json").read_text()) == reigning

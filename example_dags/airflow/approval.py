@@ -1,0 +1,77 @@
+"""A person decides whether the new model replaces the champion.
+
+    prepare -> train -> evaluate -> describe -> approve -> promote
+
+``approve`` waits in Airflow's "Required Actions" and holds no worker slot, however long that takes. What the person
+sees is in the question: the accuracies, new and reigning. Without an answer within `PATIENCE` the model is rejected.
+After "Reject" ``promote`` is skipped, and the run is a success: an answer is no failure.
+
+Add ``assigned_users=[{"id": "ada", "name": "Ada"}]`` to let only some people answer, and ``notifiers=[...]`` to tell
+them. The same question can be answered with a request to Airflow's API.
+"""
+
+import os
+from datetime import datetime, timedelta
+
+import digits
+from airflow.providers.standard.operators.hitl import ApprovalOperator
+from airflow.sdk import Param, dag, task
+
+from airflow_rankzero import TorchDistributorOperator
+from rankzero import ResultRef
+
+STORE = os.environ.get("RANKZERO_STORE", "~/.rankzero/runs")
+PATIENCE = timedelta(days=3)
+
+
+@dag(
+    schedule=None,
+    start_date=datetime(2026, 1, 1),
+    params={"epochs": Param(25, type="integer", minimum=1)},
+    # So that params.epochs stays a number.
+    render_template_as_native_obj=True,
+    tags=["rankzero"],
+)
+def digits_approval() -> None:
+    """The pipeline."""
+
+    @task
+    def prepare() -> ResultRef:
+        return ResultRef.save(digits.prepare(), f"{STORE}/digits-data")
+
+    @task
+    def evaluate(data: ResultRef, model: ResultRef) -> float:
+        return digits.accuracy(model.load(), data.load())
+
+    @task
+    def describe(accuracy: float, model: ResultRef) -> str:
+        reigning = digits.champion()
+        champion = f"{reigning['accuracy']:.4f}" if reigning else "there is none"
+        return f"Accuracy: **{accuracy:.4f}**, champion: {champion}. Weights: `{model.uri}`, {model.size:,} bytes."
+
+    @task
+    def promote(accuracy: float, model: ResultRef) -> None:
+        # A copy: run directories are removed some day.
+        digits.promote(accuracy, ResultRef.save(model.load(), digits.home() / "models").to_json())
+
+    data = prepare()
+    train = TorchDistributorOperator(
+        task_id="train",
+        train=digits.train,
+        op_kwargs={"data": data, "epochs": "{{ params.epochs }}"},
+        num_processes=2,
+        max_restarts=1,
+        retries=1,
+    )
+    accuracy = evaluate(data, train.output)
+    approve = ApprovalOperator(
+        task_id="approve",
+        subject="Shall this model go into production?",
+        body=describe(accuracy, train.output),
+        defaults=ApprovalOperator.REJECT,
+        response_timeout=PATIENCE,
+    )
+    approve >> promote(accuracy, train.output)
+
+
+digits_approval()

@@ -1,0 +1,61 @@
+"""Daily: removes the directories of runs that ended more than ``retention_days`` ago.
+
+What belongs to a run lies in its directory: logs, checkpoints, rank 0's result. This removes them together, so copy
+what must live longer (`digits_retraining.py` does so with every champion). A run that lives is never touched.
+
+Configured like Airflow itself, in ``airflow.cfg`` or the environment:
+
+    [rankzero]
+    store = s3://bucket/runs         # AIRFLOW__RANKZERO__STORE; else $RANKZERO_STORE, else ~/.rankzero/runs
+    retention_days = 30              # AIRFLOW__RANKZERO__RETENTION_DAYS; 0 keeps all of them
+
+To see what would go, trigger it by hand with ``{"dry_run": true}`` and look at the log or at the task's XCom.
+"""
+
+import logging
+import os
+from datetime import datetime
+from typing import Any
+
+from airflow.sdk import Param, dag, task
+from airflow.sdk.exceptions import AirflowSkipException
+
+from airflow_rankzero import settings
+from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
+from rankzero.retention import collect
+
+DAY = 86400.0
+
+logger = logging.getLogger(__name__)
+
+
+@dag(
+    schedule="@daily",
+    start_date=datetime(2026, 1, 1),
+    catchup=False,
+    # Two at a time would do no harm, and no good either.
+    max_active_runs=1,
+    params={"dry_run": Param(False, type="boolean", description="Remove nothing, show what would be removed.")},
+    tags=["rankzero"],
+)
+def rankzero_maintenance() -> None:
+    """The pipeline."""
+
+    @task(retries=2)
+    def collect_runs(params: dict[str, Any]) -> dict[str, Any]:
+        days = settings.retention_days()
+        if days is None:
+            raise AirflowSkipException("[rankzero] retention_days is 0: all run directories are kept")
+        store = settings.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+        collection = collect(store, older_than=days * DAY, dry_run=params["dry_run"])
+        for removed in collection.removed:
+            logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)
+        for directory, problem in collection.problems.items():
+            logger.warning("%s stays: %s", directory, problem)
+        logger.info("%s runs, %s bytes; %s runs stay", len(collection.removed), collection.size, collection.kept)
+        return collection.to_json()
+
+    collect_runs()
+
+
+rankzero_maintenance()

@@ -1,0 +1,241 @@
+"""Every example pipeline beside the nightly one, as its DAG file defines it."""
+
+import ast
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import ROOT, until
+
+from rankzero import Launcher, ResultRef
+from rankzero.directory import RunDirectory
+
+EXAMPLES = ROOT / "example_dags"
+DAY = 86400.0
+
+ANSWER_TIMEOUT = 240.0
+
+RunDag = Callable[..., Any]
+LoadDag = Callable[[str], Any]
+
+
+@pytest.fixture
+def load_dag(airflow_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadDag:
+    """The one DAG of a file, found as Airflow finds it, with a store and a champion's home of its own."""
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("DIGITS_HOME", str(tmp_path / "digits"))
+    # Airflow puts the DAG folder on the search path; the other tests shall not see it there.
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def load(name: str) -> Any:
+        from airflow.dag_processing.dagbag import BundleDagBag
+
+        file = EXAMPLES / "airflow" / name
+        bag = BundleDagBag(dag_folder=file, bundle_path=EXAMPLES, bundle_name="dags-folder")
+        assert bag.import_errors == {}
+        (dag,) = bag.dags.values()
+        return dag
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(file.name for file in (EXAMPLES / "airflow").glob("*.py")),
+)
+def test_file_is_a_dag_file_and_explained(name: str, airflow_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    from airflow.dag_processing.dagbag import BundleDagBag
+
+    bag = BundleDagBag(dag_folder=EXAMPLES / "airflow" / name, bundle_path=EXAMPLES, bundle_name="dags-folder")
+    assert bag.import_errors == {}
+    assert bag.dags
+    table = (EXAMPLES / "README.md").read_text()
+    assert f"airflow/{name}" in table
+    assert all(f"`{dag_id}`" in table for dag_id in bag.dags)
+
+
+def answer() -> int:
+    return 42
+
+
+def test_maintenance_shows_and_then_removes_what_is_old(
+    load_dag: LoadDag, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", str(tmp_path / "configured"))
+    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "7")
+    for run_id in ("old", "young"):
+        assert Launcher(1, store=tmp_path / "configured", run_id=run_id).run(answer) == 42
+    run = RunDirectory(str(tmp_path / "configured" / "old"))
+    ended = time.time() - 8 * DAY
+    run.write_status(replace(run.status(), heartbeat=ended, ended=ended))
+    dag = load_dag("maintenance.py")
+    assert dag.schedule == "@daily"
+
+    shown = run_dag(dag, run_conf={"dry_run": True})
+    assert shown.state == "success", shown.errors
+    (removed,) = shown.xcom("collect_runs")["removed"]
+    assert removed["directory"] == run.directory
+    assert run.status().state == "succeeded", "a dry run removes nothing"
+
+    # Loaded anew, as a worker does: what a person gave to one run is not the next one's.
+    done = run_dag(load_dag("maintenance.py"))
+    assert done.state == "success", done.errors
+    assert done.xcom("collect_runs") == {**shown.xcom("collect_runs"), "dry_run": False}
+    assert [path.name for path in (tmp_path / "configured").iterdir()] == ["young"]
+
+
+def test_maintenance_keeps_everything_where_retention_is_off(
+    load_dag: LoadDag, run_dag: RunDag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "0")
+    outcome = run_dag(load_dag("maintenance.py"))
+    assert outcome.task_state("collect_runs") == "skipped", outcome.errors
+
+
+def test_sweep_keeps_the_best_of_its_trainings(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.models.pool import Pool
+
+    Pool.create_or_update_pool("gpus", 8, "", include_deferred=True)
+    dag = load_dag("sweep.py")
+    train = dag.get_task("train")
+    assert (train.pool, train.partial_kwargs["pool_slots"]) == ("gpus", 2)
+
+    # The second setting hardly learns in so little time.
+    settings = [{"lr": 4e-3, "batch_size": 32}, {"lr": 1e-6, "batch_size": 64}]
+    outcome = run_dag(dag, run_conf={"epochs": 2, "settings": settings})
+
+    assert outcome.state == "success", outcome.errors
+    chosen = outcome.xcom("choose")
+    assert (chosen["lr"], chosen["batch_size"]) == (4e-3, 32)
+    assert chosen["accuracy"] > 0.5
+    model = ResultRef.from_json(chosen["model"])
+    assert Path(model.uri).is_relative_to(tmp_path / "digits")
+    import digits
+
+    assert digits.accuracy(model.load(), digits.prepare()) > 0.5
+    runs = [path for path in (tmp_path / "store").iterdir() if (path / "job.json").exists()]
+    assert len(runs) == len(settings)
+
+
+def test_script_runs_on_the_cluster_of_the_connection(
+    load_dag: LoadDag, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_CLUSTER", json.dumps({"conn_type": "spark", "host": "local[2]"}))
+    outcome = run_dag(load_dag("script_on_cluster.py"), run_conf={"epochs": 2, "learning_rate": 1e-3})
+    assert outcome.state == "success", outcome.errors
+    found = outcome.xcom("train")
+    assert found["world_size"] == 2
+    assert outcome.xcom("report") == f"accuracy {found['accuracy']:.3f} on 2 ranks"
+    (job,) = (tmp_path / "store").glob("*/job.json")
+    assert json.loads(job.read_text())["engine"]["master"] == "local[2]"
+
+
+def test_deferred_training_gives_its_result_to_the_next_task(load_dag: LoadDag, run_dag: RunDag) -> None:
+    outcome = run_dag(load_dag("deferred_training.py"), run_conf={"epochs": 2})
+    assert outcome.state == "success", outcome.errors
+    assert outcome.xcom("evaluate") > 0.3
+    assert outcome.xcom("train").format == "safetensors"
+
+
+class Person(threading.Thread):
+    """Answers the question of a task, through what the API does with an answer, as soon as it is asked."""
+
+    def __init__(self, dag_id: str, task_id: str, choice: str) -> None:
+        super().__init__(daemon=True)
+        self._dag_id, self._task_id, self._choice = dag_id, task_id, choice
+        self.question: Any = None
+
+    def run(self) -> None:
+        from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+        from airflow.api_fastapi.core_api.datamodels.hitl import UpdateHITLDetailPayload
+        from airflow.api_fastapi.core_api.routes.public.hitl import update_hitl_detail
+        from airflow.utils.session import create_session
+
+        run_id = until(self._asked_in, ANSWER_TIMEOUT, "the question", pause=0.2)
+        with create_session() as session:
+            self.question = update_hitl_detail(
+                dag_id=self._dag_id,
+                dag_run_id=run_id,
+                task_id=self._task_id,
+                update_hitl_detail_payload=UpdateHITLDetailPayload(chosen_options=[self._choice], params_input={}),
+                user=SimpleAuthManagerUser(username="ada", role="admin"),
+                session=session,
+            )
+
+    def _asked_in(self) -> str | None:
+        from airflow.models.taskinstance import TaskInstance
+        from airflow.utils.session import create_session
+        from sqlalchemy import select
+
+        asked = select(TaskInstance.run_id).where(
+            TaskInstance.dag_id == self._dag_id,
+            TaskInstance.task_id == self._task_id,
+            TaskInstance.state == "awaiting_input",
+        )
+        with create_session() as session:
+            return session.scalar(asked)
+
+
+def test_approved_model_is_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
+    person = Person("digits_approval", "approve", "Approve")
+    person.start()
+    outcome = run_dag(load_dag("approval.py"), run_conf={"epochs": 2})
+    assert outcome.state == "success", outcome.errors
+    person.join(10)
+    body = outcome.xcom("describe")
+    assert f"{outcome.xcom('evaluate'):.4f}" in body
+    assert "champion: there is none" in body
+    champion = json.loads((tmp_path / "digits" / "champion.json").read_text())
+    assert champion["accuracy"] == outcome.xcom("evaluate")
+    assert ResultRef.from_json(champion["model"]).sha256 == outcome.xcom("train").sha256
+    assert Path(champion["model"]["uri"]).is_relative_to(tmp_path / "digits")
+
+
+def test_rejected_model_is_not_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_path: Path) -> None:
+    Person("digits_approval", "approve", "Reject").start()
+    outcome = run_dag(load_dag("approval.py"), mark_success_pattern="prepare|train|evaluate|describe")
+    assert outcome.state == "success", outcome.errors
+    assert outcome.task_state("promote") == "skipped"
+    assert not (tmp_path / "digits").exists()
+
+
+def train_function(name: str) -> str:
+    """The source of the function ``train`` of an example, wherever in the file it stands."""
+    tree = ast.parse((EXAMPLES / "airflow" / name).read_text())
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train")
+    return ast.unparse(found)
+
+
+@pytest.fixture
+def own_jvm() -> Iterator[None]:
+    """Ends the JVM that pyspark leaves in a process whose session was stopped."""
+    yield
+    from pyspark import SparkContext
+
+    if gateway := SparkContext._gateway:
+        gateway.shutdown()
+        gateway.proc.stdin.close()
+        gateway.proc.wait(30)
+        SparkContext._gateway = SparkContext._jvm = None
+
+
+def test_migration_changes_neither_the_training_nor_its_result(
+    load_dag: LoadDag, run_dag: RunDag, own_jvm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPARK_MASTER", raising=False)
+    monkeypatch.delenv("SPARK_CONN_ID", raising=False)
+    # pyspark's own executors are started with whatever `python3` means, unless they are told.
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    assert train_function("migration_before.py") == train_function("migration_after.py")
+    outcomes = [run_dag(load_dag(f"migration_{when}.py")) for when in ("before", "after")]
+    assert [outcome.state for outcome in outcomes] == ["success"] * 2, [outcome.errors for outcome in outcomes]
+    before, after = (outcome.xcom("train") for outcome in outcomes)
+    assert 0 < after < 0.1
+    assert after == pytest.approx(before, rel=1e-6)

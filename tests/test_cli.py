@@ -1,0 +1,139 @@
+"""The `rankzero` command, as people type it, on a run directory of a real run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.conftest import until
+
+from rankzero import Launcher, RunHandle
+from rankzero.cli import main
+from rankzero.directory import RunDirectory
+
+MONTH = 30 * 86400.0
+
+
+def rankzero(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[float]:
+    """A run of two ranks that has ended well."""
+
+    def train() -> float:
+        import rankzero.train as rt
+
+        print(f"hello from {rt.get_context().rank}")
+        rt.report({"loss": 0.25})
+        return 0.5
+
+    store = tmp_path_factory.mktemp("cli") / "store"
+    launcher = Launcher(2, store=store, run_id="first", start_timeout=240)
+    assert launcher.run(train) == 0.5
+    return RunHandle.attach(store / "first")
+
+
+@pytest.fixture
+def aged(run: RunHandle[float]) -> Iterator[RunHandle[float]]:
+    """The same run, as if it had ended 31 days ago."""
+    directory = RunDirectory(run.directory)
+    status = directory.status()
+    then = time.time() - MONTH - 86400
+    directory.write_status(replace(status, heartbeat=then, ended=then))
+    yield run
+    if os.path.exists(run.directory):
+        directory.write_status(status)
+
+
+def test_status_shows_what_a_person_wants_to_know(run: RunHandle[float]) -> None:
+    shown = rankzero("status", run.directory)
+    assert shown.exit_code == 0, shown.output
+    lines = dict(line.split(maxsplit=1) for line in shown.stdout.splitlines())
+    assert lines["run"] == "first"
+    assert lines["trains"] == "train on 2 ranks"
+    assert lines["state"] == "succeeded"
+    assert lines["metrics"] == "loss=0.25"
+    assert lines["result"].startswith(f"{run.directory}/result/")
+    facts = json.loads(rankzero("status", run.directory, "--json").stdout)
+    assert (facts["id"], facts["state"], facts["value"]) == ("first", "succeeded", [0.5])
+
+
+def test_logs_of_all_ranks_and_of_one(run: RunHandle[float]) -> None:
+    assert sorted(rankzero("logs", run.directory).stdout.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
+    assert rankzero("logs", run.directory, "--rank", "1", "--follow").stdout == "hello from 1\n"
+    wrong = rankzero("logs", run.directory, "--rank", "2")
+    assert wrong.exit_code == 2
+    assert "2 is no rank of this run, which has 2" in wrong.stderr
+
+
+def test_expected_errors_are_one_line_on_standard_error(tmp_path: Path) -> None:
+    """In a process of its own, as a shell sees it."""
+    for command in (["status"], ["logs"], ["cancel"]):
+        done = rankzero(*command, str(tmp_path))
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr == f"Error: RunNotFoundError: no run lives in {tmp_path}\n"
+    command = [sys.executable, "-m", "rankzero.cli", "status", str(tmp_path)]
+    shell = subprocess.run(command, capture_output=True, text=True)
+    assert (shell.returncode, shell.stdout) == (1, "")
+    assert shell.stderr == f"Error: RunNotFoundError: no run lives in {tmp_path}\n"
+
+
+def test_cancel_ends_a_run_and_is_harmless_afterwards(launcher: Launcher) -> None:
+    def train() -> None:
+        import threading
+
+        threading.Event().wait(600)
+
+    handle = launcher.submit(train)
+    until(lambda: handle.status().state == "running", 240, "the start")
+    asked = rankzero("cancel", handle.directory)
+    assert (asked.exit_code, asked.stdout) == (0, f"run {handle.id} is asked to end\n")
+    assert handle.wait(30)
+    assert rankzero("status", handle.directory).stdout.splitlines()[2].split() == ["state", "cancelled"]
+    again = rankzero("cancel", handle.directory)
+    assert (again.exit_code, again.stdout) == (0, f"run {handle.id} has ended already: cancelled\n")
+
+
+@pytest.mark.parametrize("age", ["30", "d", "-3d", "0d", "30 days", "30D"])
+def test_an_age_needs_a_unit(tmp_path: Path, age: str) -> None:
+    done = rankzero("gc", str(tmp_path), "--older-than", age)
+    assert done.exit_code == 2
+    assert "for example 30d" in done.stderr
+
+
+def test_gc_leaves_a_young_run(run: RunHandle[float]) -> None:
+    done = rankzero("gc", os.path.dirname(run.directory), "--older-than", "30d")
+    assert (done.exit_code, done.stdout) == (0, "removed 0 of 1 run directories, 0 B\n")
+    assert run.result() == 0.5
+
+
+def test_gc_names_what_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "job.json").write_text("{")
+    done = rankzero("gc", str(tmp_path), "--older-than", "2w")
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: {tmp_path}/torn: RunNotFoundError: job.json was written by another version")
+    assert done.stderr.count("\n") == 1
+
+
+# Last: it removes the run.
+def test_gc_shows_and_then_removes_an_old_run(aged: RunHandle[float]) -> None:
+    store = os.path.dirname(aged.directory)
+    shown = rankzero("gc", store, "--older-than", "30d", "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    listed, summary = shown.stdout.splitlines()
+    assert "succeeded" in listed
+    assert listed.endswith(aged.directory)
+    assert summary.startswith("would remove 1 of 1 run directories, ")
+    assert aged.result() == 0.5
+    done = rankzero("gc", store, "--older-than", "720h")
+    assert done.stdout.splitlines()[1] == summary.replace("would remove", "removed")
+    assert os.listdir(store) == []
