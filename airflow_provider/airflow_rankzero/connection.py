@@ -77,11 +77,11 @@ class Target:
 
         try:
             connection = BaseHook.get_connection(conn_id)
-        except AirflowNotFoundException:
+        except AirflowNotFoundException as missing:
             raise InvalidJobError(
                 f"there is no connection conn_id={conn_id!r}: create one of type 'rankzero' or 'spark' "
                 f"(or AIRFLOW_CONN_{str(conn_id).upper()}), or leave conn_id out for an embedded local Spark"
-            ) from None
+            ) from missing
         return Target.from_connection(connection)
 
     @staticmethod

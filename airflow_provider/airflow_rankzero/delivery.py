@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rankzero import store
+from rankzero.directory import RunDirectory
 from rankzero.run import RunHandle
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
 logger = logging.getLogger(__name__)
+
+# File of a run directory: who got its result.
+_NOTE = "handed"
 
 
 def value_of(handle: RunHandle[Any]) -> Any:
@@ -58,22 +64,59 @@ def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
             event.extra = {**facts, **(event.extra or {})}
 
 
-def settle(handle: RunHandle[Any], generation: str) -> None:
-    """Before a submission: a result that earlier tries delivered is not this one's, which trains anew.
+def hand(handle: RunHandle[Any], generation: str) -> None:
+    """Before the value goes to Airflow: notes for which generation of tries it is."""
+    note = {"submission": handle.submission, "generation": generation}
+    store.write_bytes(store.join(handle.directory, _NOTE), json.dumps(note).encode())
 
-    A task that succeeded and was cleared is told from a try that died before it could hand the result on by the
-    generation of tries that submitted the run; `mark` tells most of them already.
+
+def _handed(handle: RunHandle[Any]) -> str | None:
+    """The generation of tries that got the result of the last submission; None if none did."""
+    try:
+        note = json.loads(store.read_bytes(store.join(handle.directory, _NOTE)))
+    except FileNotFoundError:
+        return None
+    return str(note["generation"]) if note["submission"] == handle.submission else None
+
+
+def settle(before: RunHandle[Any], labels: Mapping[str, str], patience: float) -> None:
+    """Before a submission: decides what an earlier run of this task instance is to this try.
+
+    Tries that follow each other by themselves are of one generation, and take up each other's training and result.
+    After a clear, which makes another generation:
+
+    * a result that nobody got is delivered; one that was handed to Airflow is not, and the task trains anew;
+    * a training that lives is ended;
+    * one that failed goes on from its last checkpoint, unless the task's arguments are others now.
+
+    Args:
+        before: The run.
+        labels: Of the launcher: ``generation`` and ``arguments``.
+        patience: Seconds for a live run to end.
     """
-    if handle.status().state == "succeeded" and handle.labels.get("generation") != generation:
-        handle.mark_delivered()
+    status, generation = before.status(), labels["generation"]
+    if status.state == "succeeded":
+        if _handed(before) not in (None, generation):
+            before.mark_delivered()
+        return
+    if before.labels.get("generation") == generation:
+        return
+    if not status.final:
+        logger.info("the task was cleared, so the training in %s is ended", before.directory)
+        before.cancel()
+        before.wait(patience)
+    if before.labels.get("arguments") != labels["arguments"]:
+        logger.info("the arguments have changed, so the training begins from scratch")
+        before.mark_delivered()
 
 
 def mark(task_instance: Any) -> None:
     """After a success: notes that the XCom has it, so that clearing the task trains from scratch."""
-    directory = getattr(getattr(task_instance, "task", None), "delivered_run", None)
-    if directory is None:
+    delivered = getattr(getattr(task_instance, "task", None), "delivered_run", None)
+    if delivered is None:
         return
+    directory, submission = delivered
     try:
-        RunHandle.attach(directory).mark_delivered()
+        RunDirectory(directory).mark_delivered(submission)
     except Exception:
         logger.warning("the run in %s could not be marked as delivered", directory, exc_info=True)

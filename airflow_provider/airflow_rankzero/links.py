@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -62,19 +63,19 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
         spark_ui: Address of the Spark UI; None where there is none.
         directory: The run directory. It is pushed as the XCom ``run_directory`` as well.
     """
-    try:
-        addresses = {
-            SparkUILink.xcom_key: spark_ui,
-            DIRECTORY_KEY: directory,
-            RunDirectoryLink.xcom_key: directory and web_address(directory),
-        }
-        for key, address in addresses.items():
-            if address:
+    addresses: dict[str, Callable[[], str | None]] = {
+        DIRECTORY_KEY: lambda: directory,
+        SparkUILink.xcom_key: lambda: spark_ui,
+        RunDirectoryLink.xcom_key: lambda: web_address(directory) if directory else None,
+    }
+    for key, address_of in addresses.items():
+        try:
+            if address := address_of():
                 vars(ti.task).setdefault(_PUSHED, {})[key] = address
                 ti.xcom_push(key=key, value=address)
-    except Exception:
-        # A button is not worth a training.
-        logger.warning("the links of this task could not be pushed", exc_info=True)
+        except Exception:
+            # A button is not worth a training.
+            logger.warning("the link %s of this task could not be pushed", key, exc_info=True)
 
 
 def web_address(directory: str) -> str | None:

@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator, conf
-from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferralTimeout
+from airflow.sdk.exceptions import (
+    AirflowFailException,
+    AirflowNotFoundException,
+    TaskDeferralError,
+    TaskDeferralTimeout,
+)
 
 from airflow_rankzero import delivery, lineage, lines, settings, tries
+from airflow_rankzero.call import check_early, digest_of, plain
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.spark_conf import as_text
+from airflow_rankzero.task_run import TaskRun
 from airflow_rankzero.triggers import RunTrigger
-from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError
+from rankzero.checkpoint import CheckpointConfig
+from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
 from rankzero.policy import STOP_GRACE
 from rankzero.result import map_refs
-from rankzero.run import CANCEL_TIMEOUT, RunHandle
+from rankzero.run import RunHandle
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
-
-    from rankzero.directory import Position
-
-FOLLOW_INTERVAL = 0.1
-"""Seconds between two looks at the run directory."""
-
-PROGRESS_INTERVAL = 60.0
-"""Seconds of silence after which the log says that the training goes on."""
-
-
-class WorkerDrainedError(AirflowException):
-    """The worker that follows a training goes away; the training does not, and the next try takes it up."""
 
 
 class TorchDistributorOperator(BaseOperator):
@@ -77,6 +71,9 @@ class TorchDistributorOperator(BaseOperator):
         hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends.
         max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
             lost host or executor, a hang, a `rankzero.RetryableError`.
+        max_preemptions: The same after the cluster took a place back; None for as many.
+        checkpoints: Which checkpoints are kept; None for the newest two.
+        ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
         stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
         orphan_timeout: Seconds for which the run goes on while nobody follows it; None computes it from the
             task's retries and their delays.
@@ -88,7 +85,7 @@ class TorchDistributorOperator(BaseOperator):
         AirflowFailException: the job cannot be run as described, so no retry can help.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
-        WorkerDrainedError: this worker goes away; the training does not.
+        AirflowRescheduleException: this worker goes away; the training does not, and the task comes back to it.
 
     Example:
         >>> train_model = TorchDistributorOperator(          # doctest: +SKIP
@@ -130,12 +127,16 @@ class TorchDistributorOperator(BaseOperator):
         start_timeout: float = 600.0,
         hang_timeout: float | None = None,
         max_restarts: int = 0,
+        max_preemptions: int | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        ports: tuple[int, int] | None = None,
         stop_grace: float = STOP_GRACE,
         orphan_timeout: float | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_early(num_processes, processes_per_task, backend)
         self.train = train
         self.op_args = op_args
         self.op_kwargs: Mapping[str, Any] = op_kwargs or {}
@@ -151,53 +152,62 @@ class TorchDistributorOperator(BaseOperator):
         self.start_timeout = start_timeout
         self.hang_timeout = hang_timeout
         self.max_restarts = max_restarts
+        self.max_preemptions = max_preemptions
+        self.checkpoints = checkpoints
+        self.ports = ports
         self.stop_grace = stop_grace
         self.orphan_timeout = orphan_timeout
         self.deferrable = deferrable
-        self.delivered_run: str | None = None
+        self.delivered_run: tuple[str, int] | None = None
         self._killed = False
         self._facts = lineage.RunFacts(num_processes)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
-        handle, since = self._submit(context)
-        push_links(context["ti"], directory=handle.directory)
-        if self.deferrable and not handle.status().final:
+        ti = context["ti"]
+        try:
+            launcher, args, kwargs = self._launcher(context), self._positional(), self._keyword()
+            run = TaskRun.start(launcher, self.train, args, kwargs, ti, lambda: self._killed)
+        except InvalidJobError as error:
+            if isinstance(error.__cause__, (OSError, AirflowNotFoundException)):
+                # A store or a secrets backend may be back at the next try.
+                raise
+            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+        push_links(ti, directory=run.handle.directory)
+        if self.deferrable and not run.handle.status().final:
+            if self._killed or tries.was_ended_by_a_user(ti):
+                run.leave()
             self.defer(
-                trigger=RunTrigger(handle.directory, lines.to_json(since)),
+                trigger=RunTrigger(run.handle.directory, run.handle.submission, lines.to_json(run.since)),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
-        try:
-            self._follow(handle, since, context["ti"])
-        except WorkerDrainedError:
-            raise
-        except BaseException as error:
-            unexpected = isinstance(error, Exception)
-            if not (unexpected and tries.another_follows(context["ti"])):
-                # A timeout, an interrupt, or a failure that no try comes after.
-                self._end(handle)
-            raise
-        return self._deliver(context, handle)
+        run.follow()
+        return self._deliver(context, run.handle)
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Returns what `execute` does, after the trigger has seen the end of the run."""
         if error := event.get("error"):
             self.log.warning("the trigger could not follow the run: %s", error)
+        # Another process than that of `execute`: what the connection holds must not be shown here either.
+        with contextlib.suppress(RankZeroError):
+            Target.from_conn_id(self.conn_id).engine(as_text("spark_conf", self.spark_conf))
         handle: RunHandle[Any] = RunHandle.attach(event["directory"])
         push_links(context["ti"], spark_ui=handle.status().engine_url, directory=handle.directory)
         if not handle.status().final:
             # The trigger has lost sight of it; its training has not.
-            self._follow(handle, handle.ends(), context["ti"])
+            TaskRun(handle, handle.ends(), context["ti"], self.stop_grace, lambda: self._killed).follow()
         return self._deliver(context, handle)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """As every operator; a deferral that has timed out ends the run, as any ``execution_timeout`` does."""
+        """As every operator; a deferral that has failed for good ends the run, as a failure in `execute` does."""
         try:
             return super().resume_execution(next_method, next_kwargs, context)
-        except TaskDeferralTimeout:
-            if handle := self._launcher(context).find():
-                self._end(handle)
+        except (TaskDeferralError, TaskDeferralTimeout) as error:
+            if isinstance(error, TaskDeferralTimeout) or not tries.another_follows(context["ti"]):
+                with contextlib.suppress(RankZeroError):
+                    if handle := self._launcher(context).find():
+                        TaskRun(handle, {}, context["ti"], self.stop_grace, lambda: False).end()
             raise
 
     def on_kill(self) -> None:
@@ -207,69 +217,6 @@ class TorchDistributorOperator(BaseOperator):
         interrupts the thread of `execute` anywhere: so this neither waits nor talks to Airflow.
         """
         self._killed = True
-
-    def _submit(self, context: Context) -> tuple[RunHandle[Any], dict[int, Position]]:
-        """The run of this task instance, and where its ranks' lines ended before."""
-        try:
-            launcher = self._launcher(context)
-            args, kwargs = self._positional(), self._keyword()
-            before = launcher.find()
-            if before:
-                delivery.settle(before, tries.generation(context["ti"]))
-            ends = before.ends() if before else {}
-            number = before.submission if before else -1
-            inputs: list[str] = []
-            map_refs((args, kwargs), lambda ref: inputs.append(ref.uri))
-            self._facts = replace(self._facts, inputs=inputs)
-            handle = launcher.submit(self.train, *args, **kwargs)
-        except InvalidJobError as error:
-            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-        is_new = handle.submission > number
-        self.log.info("%s the run in %s", "started" if is_new else "took up", handle.directory)
-        return handle, ends if is_new else {}
-
-    def _follow(self, handle: RunHandle[Any], since: Mapping[int, Position], ti: Any) -> None:
-        """Shows what the ranks write until the run has ended."""
-        positions = lines.begin(handle, since)
-        tick = threading.Event()
-        shown = time.monotonic()
-        url = None
-        while True:
-            status = handle.status()
-            if status.engine_url and url is None:
-                url = status.engine_url
-                push_links(ti, spark_ui=url)
-            for line in handle.lines(positions, follow=False, prefix=True):
-                self.log.info("%s", line)
-                shown = time.monotonic()
-                if self._killed:
-                    break
-            if status.final:
-                return
-            if self._killed:
-                self._leave(handle, ti)
-            # An Event, not a sleep: exceptions of signal handlers get out at once.
-            tick.wait(FOLLOW_INTERVAL)
-            if time.monotonic() - shown > PROGRESS_INTERVAL:
-                shown = time.monotonic()
-                self.log.info("%s for %.0f s %s", status.state, time.time() - handle.created, status.metrics or "")
-
-    def _leave(self, handle: RunHandle[Any], ti: Any) -> NoReturn:
-        """This process was told to go: with its worker, or by a user."""
-        if tries.another_follows(ti) and tries.is_still_wanted(ti):
-            raise WorkerDrainedError(
-                f"the worker of this try goes away; the training in {handle.directory} goes on, and the next try takes "
-                "it up"
-            )
-        self._end(handle)
-        raise RunCancelledError(f"the task was killed, and the run in {handle.directory} with it")
-
-    def _end(self, handle: RunHandle[Any]) -> None:
-        """Cancels the run and waits for its end."""
-        # If the request cannot be written, the run's lease ends it.
-        with contextlib.suppress(OSError, RankZeroError):
-            handle.cancel()
-            handle.wait(self.stop_grace + CANCEL_TIMEOUT)
 
     def get_openlineage_facets_on_start(self) -> Any:
         """What the OpenLineage provider asks for: the world size by now. None without that provider."""
@@ -284,7 +231,9 @@ class TorchDistributorOperator(BaseOperator):
         return lineage.facets(self._facts)
 
     def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
-        self._facts = replace(self._facts, directory=handle.directory)
+        inputs: list[str] = []
+        map_refs((self._positional(), self._keyword()), lambda ref: inputs.append(ref.uri))
+        self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
         try:
             value = delivery.value_of(handle)
         except RankZeroError as error:
@@ -293,18 +242,19 @@ class TorchDistributorOperator(BaseOperator):
         described = delivery.describe(handle, self.num_processes)
         delivery.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
-        self.delivered_run = handle.directory
+        delivery.hand(handle, tries.generation(context["ti"]))
+        self.delivered_run = handle.directory, handle.submission
         return value
 
     def _positional(self) -> tuple[Any, ...]:
         if isinstance(self.op_args, (str, bytes, Mapping)) or not isinstance(self.op_args, Iterable):
             raise InvalidJobError(f"op_args is {self.op_args!r}; it must be a list of arguments")
-        return tuple(self.op_args)
+        return tuple(plain(list(self.op_args)))
 
     def _keyword(self) -> dict[str, Any]:
         if not isinstance(self.op_kwargs, Mapping):
             raise InvalidJobError(f"op_kwargs is {self.op_kwargs!r}; it must map names to arguments")
-        return dict(self.op_kwargs)
+        return dict(plain(dict(self.op_kwargs)))
 
     def _launcher(self, context: Context) -> Launcher:
         target = Target.from_conn_id(self.conn_id)
@@ -316,7 +266,9 @@ class TorchDistributorOperator(BaseOperator):
             self.num_processes,
             engine=target.engine(spark_conf),
             use_gpu=target.use_gpu if self.use_gpu is None else self.use_gpu,
-            processes_per_task=self.processes_per_task or target.processes_per_task or 1,
+            processes_per_task=(target.processes_per_task or 1)
+            if self.processes_per_task is None
+            else self.processes_per_task,
             backend=self.backend,
             env=as_text("env", self.env),
             timeout=self.timeout,
@@ -325,7 +277,16 @@ class TorchDistributorOperator(BaseOperator):
             max_restarts=self.max_restarts,
             stop_grace=self.stop_grace,
             store=self.store or target.store or settings.store(),
-            orphan_timeout=self.orphan_timeout or tries.lease(self, ti, deferred=self.deferrable),
+            max_preemptions=self.max_preemptions,
+            checkpoints=self.checkpoints or CheckpointConfig(),
+            ports=self.ports,
+            orphan_timeout=tries.lease(self, ti, deferred=self.deferrable)
+            if self.orphan_timeout is None
+            else self.orphan_timeout,
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
-            labels={**names, "generation": tries.generation(ti)},
+            labels={
+                **names,
+                "generation": tries.generation(ti),
+                "arguments": digest_of(self._positional(), self._keyword()),
+            },
         )

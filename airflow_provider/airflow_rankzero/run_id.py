@@ -29,4 +29,4 @@ def run_id_of(dag_id: str, dag_run_id: str, task_id: str, map_index: int) -> str
     parts = [dag_id, dag_run_id, task_id, *([str(map_index)] if map_index >= 0 else [])]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._=+-]+", "-", "__".join(parts)).lstrip("._=+-") or "task"
-    return f"{stem[:STEM_LIMIT]}-{digest[:8]}"
+    return f"{stem[:STEM_LIMIT]}-{digest[:16]}"

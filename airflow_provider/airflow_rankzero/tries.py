@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEDULING_SLACK = 900.0
-"""Seconds between the moment at which a retry is due and its first look at the run: a pool may be full."""
-
-LAST_TRY_LEASE = 60.0
-"""Seconds for which a run waits for a follower if no try is left that could come back for it."""
+"""Seconds between the moment at which a try is due and its first look at the run: a pool may be full, a deployment
+may take its time."""
 
 DEFERRED_LEASE = 1800.0
-"""The same for a deferred task, whose triggerer may be restarted."""
+"""Least lease of a deferred task, whose triggerer may be restarted."""
 
 MAX_RETRY_DELAY = timedelta(hours=24)
 """Airflow's own bound of a delay that grows."""
 
 _HEARTBEAT_TIMEOUT = 300
+
+_USERS_WORDS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 
 
 def another_follows(ti: Any) -> bool:
@@ -40,7 +40,7 @@ def another_follows(ti: Any) -> bool:
 def generation(ti: Any) -> str:
     """The same for the tries that follow each other by themselves; another one after a clear.
 
-    Airflow raises ``max_tries`` whenever a task that has ended is cleared, and only then.
+    Airflow raises ``max_tries`` whenever a task that does not run is cleared, and only then.
     """
     return str(ti.max_tries)
 
@@ -50,7 +50,7 @@ def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
 
     Long enough for a try that was killed together with its supervisor to be noticed, and for the next one to begin.
     """
-    least = DEFERRED_LEASE if deferred else LAST_TRY_LEASE
+    least = DEFERRED_LEASE if deferred else SCHEDULING_SLACK
     if not another_follows(ti):
         return least
     unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=_HEARTBEAT_TIMEOUT)
@@ -71,10 +71,12 @@ def _longest_delay(task: BaseOperator, tries: int) -> float:
         return longest
 
 
-def is_still_wanted(ti: Any) -> bool:
-    """True if this try was told to go although Airflow still counts it as running: its worker goes away.
+def was_ended_by_a_user(ti: Any) -> bool:
+    """True if the state that Airflow has of this task instance is the word of a user, who marked or cleared it.
 
-    Not to be called in a signal handler: it talks to the supervisor, which the handler may have interrupted.
+    Else a process that was told to go goes away with its worker; or Airflow has lost sight of it for a while, counts it
+    as dead, and has a retry on its way. Not to be called in a signal handler: it talks to the supervisor, which the
+    handler may have interrupted.
     """
     mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
     try:
@@ -82,6 +84,7 @@ def is_still_wanted(ti: Any) -> bool:
     except Exception:
         # A whole deployment goes down: the run's lease ends it if nobody comes back.
         logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
-        return True
-    # A mapped task's key has its index at the end.
-    return "running" in [str(state) for state in states.get(ti.run_id, {}).values()]
+        return False
+    # A mapped task's key has its index at the end. Without any the DAG run was deleted.
+    found = [None if state is None else str(state) for state in states.get(ti.run_id, {}).values()] or [None]
+    return found[0] in _USERS_WORDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,16 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import lines
 from rankzero.errors import RankZeroError
-from rankzero.run import RunHandle
+from rankzero.run import FOLLOW_INTERVAL_REMOTE, RunHandle
+from rankzero.store import is_url
 
 if TYPE_CHECKING:
     from rankzero.directory import Position
 
+logger = logging.getLogger(__name__)
+
 POLL_INTERVAL = 0.5
-"""Seconds between two looks at the run directory."""
+"""Seconds between two looks at a run directory on a disk."""
 
 
 class RunTrigger(BaseTrigger):
@@ -26,32 +30,34 @@ class RunTrigger(BaseTrigger):
     It holds nothing that is not in the run directory, so a triggerer may be restarted, or another one take it over.
 
     Args:
-        directory: The run directory, which the triggerer must be able to read.
+        directory: The run directory, which the triggerer must be able to read and to write.
+        submission: Which submission of the run this is; another one is not this trigger's to end.
         since: Where each rank's lines ended before this training, as `lines.to_json` writes it.
     """
 
-    def __init__(self, directory: str, since: dict[str, list[int]] | None = None) -> None:
+    def __init__(self, directory: str, submission: int, since: dict[str, list[int]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.directory = directory
+        self.submission = submission
         self.since = since or {}
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """How Airflow makes this trigger again."""
-        return "airflow_rankzero.triggers.RunTrigger", {"directory": self.directory, "since": self.since}
+        arguments = {"directory": self.directory, "submission": self.submission, "since": self.since}
+        return "airflow_rankzero.triggers.RunTrigger", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Gives one event: ``directory`` and, if the run cannot be read any more, ``error``."""
         try:
             handle = await asyncio.to_thread(RunHandle[Any].attach, self.directory)
+            # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
+            await asyncio.to_thread(handle.renew_lease)
             positions = await asyncio.to_thread(lines.begin, handle, lines.from_json(self.since))
             self.log.info("following the run in %s", self.directory)
-            while True:
-                ended, written = await asyncio.to_thread(_look, handle, positions)
-                for line in written:
-                    self.log.info("%s", line)
-                if ended:
-                    break
-                await asyncio.sleep(POLL_INTERVAL)
+            interval = FOLLOW_INTERVAL_REMOTE if is_url(self.directory) else POLL_INTERVAL
+            # What writes the lines runs in a thread: the triggerer's loop serves many.
+            while not await asyncio.to_thread(self._look, handle, positions):
+                await asyncio.sleep(interval)
         except Exception as error:
             # The task tells it, with its own retries.
             yield self._event(error=f"{type(error).__name__}: {error}")
@@ -62,12 +68,41 @@ class RunTrigger(BaseTrigger):
         return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]
 
     async def on_kill(self) -> None:
-        """A user marked the task or cleared it. (A restart of the triggerer comes to `cleanup` alone.)"""
+        """A user marked the task or cleared it: ends the run.
+
+        Airflow calls this also in a triggerer that was held up and whose triggers went to another one; the task is
+        still deferred then. (A restart of the triggerer comes to `cleanup` alone.)
+        """
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        ti = self.task_instance
+        if ti is not None and _state_of(ti) == "deferred":
+            self.log.info("another triggerer follows the run in %s", self.directory)
+            return
         with contextlib.suppress(OSError, RankZeroError):
-            await asyncio.to_thread(lambda: RunHandle.attach(self.directory).cancel())
+            handle = RunHandle[Any].attach(self.directory)
+            if handle.submission == self.submission:
+                handle.cancel()
+
+    def _look(self, handle: RunHandle[Any], positions: dict[int, Position]) -> bool:
+        """Shows the lines since the last look; True if the run had ended before. Renews the run's lease."""
+        ended = handle.status().final
+        for line in handle.lines(positions, follow=False, prefix=True):
+            self.log.info("%s", line)
+        return ended
 
 
-def _look(handle: RunHandle[Any], positions: dict[int, Position]) -> tuple[bool, list[str]]:
-    """Whether the run has ended, and the lines since the last look. Renews the run's lease."""
-    ended = handle.status().final
-    return ended, list(handle.lines(positions, follow=False, prefix=True))
+def _state_of(ti: Any) -> str | None:
+    """What Airflow says of the task now; ``"deferred"`` if it cannot be asked."""
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+    mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
+    try:
+        states = RuntimeTaskInstance.get_task_states(
+            dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped
+        )
+    except Exception:
+        logger.warning("cannot ask Airflow whether the task was ended by a user", exc_info=True)
+        return "deferred"
+    return next((str(state) for state in states.get(ti.run_id, {}).values() if state is not None), None)

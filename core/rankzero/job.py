@@ -94,7 +94,10 @@ class Job:
     def from_json(data: bytes) -> Job:
         """The job from `to_json`. Raises RunNotFoundError if this version cannot read it."""
         try:
-            return Job(**json.loads(data))
+            facts = json.loads(data)
+            known = {field.name for field in dataclasses.fields(Job)}
+            # A later version may know more of a run that lives; it is the same run.
+            return Job(**{name: value for name, value in facts.items() if name in known})
         except (TypeError, ValueError) as error:
             raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
 

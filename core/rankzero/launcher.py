@@ -150,6 +150,13 @@ class Launcher:
             return RunHandle.attach(_directory(self, self.run_id))
         return None
 
+    def take_up(self) -> RunHandle[Any] | None:
+        """The run to which `submit` would attach: it lives, or its result waits. None if `submit` would start one."""
+        from rankzero import submission
+
+        handle = self.find()
+        return handle if handle and submission.is_waiting(RunDirectory(handle.directory)) else None
+
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload

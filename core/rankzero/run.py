@@ -183,6 +183,14 @@ class RunHandle(Generic[R]):
             # An Event, not a sleep: exceptions of signal handlers get out at once.
             self._tick.wait(interval)
 
+    def renew_lease(self) -> None:
+        """Tells the driver that somebody follows the run; what waits for it or reads its lines does so by itself.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        self._run.renew_lease()
+
     def _renew_lease(self) -> None:
         """Tells the driver of a run with an ``orphan_timeout`` that somebody follows it."""
         if self._lease_interval is None:

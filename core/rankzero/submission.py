@@ -128,6 +128,12 @@ def submit(
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
 
 
+def is_waiting(run: RunDirectory) -> bool:
+    """True if submitting the run would attach to it."""
+    existing = look(run)
+    return existing is not None and existing.meaning == policy.ATTACH and not _is_ending(run, existing)
+
+
 def _is_ending(run: RunDirectory, existing: Existing) -> bool:
     """True for a run that lives and was asked to end: whoever submits it again wants another."""
     return not existing.status.final and run.cancel_requested()

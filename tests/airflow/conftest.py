@@ -47,7 +47,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A whole Airflow, for all the tests that need a real worker."""
     deployment = Deployment(tmp_path_factory.mktemp("airflow"))
     try:
-        deployment.wait_until_ready(["shipped", "endless", "pulling", "durable", "deferred", "drained_for_good"])
+        deployment.wait_until_ready(["shipped", "endless", "pulling", "durable", "deferred", "deferred_once"])
         yield deployment
     finally:
         deployment.stop()

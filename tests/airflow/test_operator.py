@@ -215,16 +215,13 @@ def test_connection_without_enough_slots_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"conn_id": "nowhere"}, "conn_id='nowhere'"),
-        ({"num_processes": 0}, "num_processes is 0"),
-        ({"num_processes": 3, "processes_per_task": 2}, "processes_per_task=2"),
+        ({"use_gpu": "yes"}, "use_gpu is 'yes'"),
         ({"train": "no/such/script.py"}, "no/such/script.py"),
         ({"op_kwargs": {"banana": 1}}, "banana"),
         ({"op_args": "--epochs 3"}, "op_args is '--epochs 3'"),
         ({"spark_conf": {"spark.jars": ["a.jar"]}}, "spark_conf['spark.jars']"),
         ({"spark_conf": {"spark.dynamicAllocation.enabled": True}}, "spark.dynamicAllocation.enabled"),
         ({"env": {"TOKEN": None}}, "env['TOKEN']"),
-        ({"backend": "mpi"}, "'mpi'"),
         ({"timeout": -1}, "timeout is -1"),
     ],
 )
@@ -398,3 +395,57 @@ def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
     assert copy.deepcopy(operator).train is train
     assert copy.deepcopy(dag).task_dict["train"].train is train
     assert json.dumps(LazyDeserializedDAG.from_dag(dag).data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"num_processes": 3, "processes_per_task": 2}, "processes_per_task=2"),
+        ({"processes_per_task": 0}, "processes_per_task is 0"),
+        ({"backend": "mpi"}, "'mpi'"),
+    ],
+)
+def test_obvious_mistakes_are_refused_when_the_file_is_parsed(dag: Any, arguments: dict[str, Any], words: str) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    with pytest.raises(InvalidJobError, match=re.escape(words)):
+        TorchDistributorOperator(task_id="train", train=print, **arguments)
+
+
+def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    """A secrets backend that does not answer says the same as one without the connection; a store may be full."""
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    (tmp_path / "file").touch()
+    TorchDistributorOperator(task_id="nowhere", train=print, store=str(tmp_path), conn_id="nowhere")
+    TorchDistributorOperator(task_id="full", train=print, store=str(tmp_path / "file"), conn_id="here")
+    errors = run_dag(dag).errors
+    for task_id, words in (("nowhere", "conn_id='nowhere'"), ("full", "the store cannot be written")):
+        assert isinstance(errors[task_id], InvalidJobError), errors
+        assert not isinstance(errors[task_id], AirflowFailException)
+        assert words in str(errors[task_id])
+
+
+def test_results_of_mapped_tasks_are_opened_in_the_ranks(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
+    def make(scale: float) -> dict[str, Any]:
+        import torch
+
+        return {"weights": torch.ones(2) * scale}
+
+    @torch_distributor(num_processes=1, conn_id="here", store=str(tmp_path))
+    def average(models: list[Any], *, nested: dict[str, Any]) -> float:
+        assert type(models) is type(nested["again"]) is list
+        return float(sum(model["weights"].sum() for model in models))
+
+    made = make.expand(scale=[1.0, 2.0])
+    average(made, nested={"again": made})
+    outcome = run_dag(dag)
+    assert outcome.xcom("average") == 6.0, outcome.errors

@@ -15,9 +15,9 @@ def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("task", "ti", "deferred", "seconds"),
     [
-        # No try is left: a minute, or as long as a triggerer may take to come back.
-        (*make(1, 0), False, 60),
-        (*make(3, 2), False, 60),
+        # No try is left: as long as a drained task may take to come back, or a triggerer.
+        (*make(1, 0), False, 900),
+        (*make(3, 2), False, 900),
         (*make(1, 0), True, 1800),
         # A supervisor's death is noticed after 300 s, the retry is due after its delay, and gets a slot some time.
         (*make(1, 1), False, 300 + 300 + 900),
@@ -36,19 +36,24 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
 
 
 @pytest.mark.parametrize(
-    ("answer", "wanted"),
+    ("answer", "ended"),
     [
-        ({"r": {"train": "running"}}, True),
-        ({"r": {"train_3": "running"}}, True),
-        ({"r": {"train": "failed"}}, False),
-        ({"r": {"train": "success"}}, False),
-        ({"r": {"train": "restarting"}}, False),
-        ({"r": {"train": None}}, False),
-        ({}, False),
-        (OSError("the API server is gone, too"), True),
+        # The worker goes away.
+        ({"r": {"train": "running"}}, False),
+        ({"r": {"train_3": "running"}}, False),
+        # Airflow lost sight of this try, and has another one on its way.
+        ({"r": {"train": "up_for_retry"}}, False),
+        ({"r": {"train": "queued"}}, False),
+        # Marked, cleared, and with its whole DAG run deleted.
+        ({"r": {"train": "failed"}}, True),
+        ({"r": {"train": "success"}}, True),
+        ({"r": {"train": "restarting"}}, True),
+        ({"r": {"train": None}}, True),
+        ({}, True),
+        (OSError("the API server is gone, too"), False),
     ],
 )
-def test_a_try_is_wanted_while_airflow_counts_it_as_running(answer: Any, wanted: bool) -> None:
+def test_a_users_word_is_told_from_everything_else(answer: Any, ended: bool) -> None:
     from airflow_rankzero import tries
 
     asked: list[dict[str, Any]] = []
@@ -60,5 +65,5 @@ def test_a_try_is_wanted_while_airflow_counts_it_as_running(answer: Any, wanted:
         return answer
 
     ti = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=3, get_task_states=get_task_states)
-    assert tries.is_still_wanted(ti) is wanted
+    assert tries.was_ended_by_a_user(ti) is ended
     assert asked == [{"dag_id": "d", "task_ids": ["train"], "run_ids": ["r"], "map_index": 3}]

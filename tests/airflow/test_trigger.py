@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ def train(folder: str) -> int:
     return 7
 
 
-def make_trigger(directory: str) -> Any:
+def make_trigger(directory: str, submission: int = 0) -> Any:
     """As the triggerer makes it: from what was stored in the database."""
     from airflow.sdk._shared.module_loading import import_string
 
     from airflow_rankzero.triggers import RunTrigger
 
-    path, arguments = RunTrigger(directory, {"0": [0, 0]}).serialize()
+    path, arguments = RunTrigger(directory, submission, {"0": [0, 0]}).serialize()
     return import_string(path)(**arguments)
 
 
@@ -70,6 +71,33 @@ def test_a_user_s_kill_ends_the_run(tmp_path: Path) -> None:
 
     asyncio.run(asyncio.wait_for(kill(), 120))
     assert handle.status().state == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("submission", "state"),
+    [
+        pytest.param(1, None, id="a try after a clear has submitted it again"),
+        pytest.param(0, "deferred", id="another triggerer has it now"),
+        pytest.param(0, OSError("no API server"), id="nobody knows"),
+    ],
+)
+def test_a_run_that_is_not_the_triggers_to_end_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submission: int, state: Any
+) -> None:
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+    def get_task_states(**_: Any) -> Any:
+        if isinstance(state, Exception):
+            raise state
+        return {"r": {"train": state}}
+
+    monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(get_task_states))
+    handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
+    trigger = make_trigger(handle.directory, submission)
+    trigger.task_instance = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=-1)
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 60))
+    (tmp_path / "go").touch()
+    assert handle.result(60) == 7
 
 
 def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> None:

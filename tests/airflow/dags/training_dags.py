@@ -108,6 +108,6 @@ def make_told(dag_id: str, **kwargs: object) -> None:
 
 make_told("durable", retries=3)
 make_told("deferred", retries=3, deferrable=True)
-make_told("drained_for_good", retries=0)
+make_told("deferred_once", retries=0, deferrable=True)
 shipped()
 endless()
