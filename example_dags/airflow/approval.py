@@ -60,6 +60,7 @@ def digits_approval() -> None:
         train=digits.train,
         op_kwargs={"data": data, "epochs": "{{ params.epochs }}"},
         num_processes=2,
+        conn_id=os.environ.get("DIGITS_CONN_ID"),
         max_restarts=1,
         retries=1,
     )

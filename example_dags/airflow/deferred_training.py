@@ -48,6 +48,7 @@ def deferred_training() -> None:
         train=digits.train,
         op_kwargs={"data": data, "epochs": "{{ params.epochs }}"},
         num_processes=2,
+        conn_id=os.environ.get("DIGITS_CONN_ID"),
         store=STORE,
         deferrable=True,
         # Ends an attempt in which no rank makes progress, whatever the reason.

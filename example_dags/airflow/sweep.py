@@ -90,6 +90,7 @@ def digits_sweep() -> None:
         train=train,
         op_args=[prepare(), "{{ params.epochs }}"],
         num_processes=NUM_PROCESSES,
+        conn_id=os.environ.get("DIGITS_CONN_ID"),
         pool="gpus",
         pool_slots=NUM_PROCESSES,
         max_active_tis_per_dagrun=2,

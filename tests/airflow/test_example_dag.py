@@ -97,6 +97,7 @@ def test_nothing_is_deployed_that_was_changed_after_its_promotion(
 
 
 def test_worse_model_is_not_promoted(dag_bag: Any, run_dag: Callable[..., Any], tmp_path: Path) -> None:
+    dag_bag.dags["digits_retraining"].get_task("train").conn_id = "here"
     reigning = {"accuracy": 1.1, "model": {}}
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "champion.json").write_text(json.dumps(reigning))

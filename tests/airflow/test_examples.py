@@ -30,6 +30,8 @@ def load_dag(airflow_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The one DAG of a file, found as Airflow finds it, with a store and a champion's home of its own."""
     monkeypatch.setenv("RANKZERO_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DIGITS_HOME", str(tmp_path / "digits"))
+    # Without a JVM; the nightly pipeline and the script run on Spark.
+    monkeypatch.setenv("DIGITS_CONN_ID", "here")
     # Airflow puts the DAG folder on the search path; the other tests shall not see it there.
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -226,6 +228,7 @@ def own_jvm() -> Iterator[None]:
         SparkContext._gateway = SparkContext._jvm = None
 
 
+@pytest.mark.soak
 def test_migration_changes_neither_the_training_nor_its_result(
     load_dag: LoadDag, run_dag: RunDag, own_jvm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
