@@ -167,7 +167,7 @@ class TorchDistributorOperator(BaseOperator):
         ti = context["ti"]
         try:
             launcher, args, kwargs = self._launcher(context), self._positional(), self._keyword()
-            run = TaskRun.start(launcher, self.train, args, kwargs, ti, lambda: self._killed)
+            run = TaskRun.start(launcher, self.train, args, kwargs, ti, lambda: self._killed, self.log)
         except InvalidJobError as error:
             if isinstance(error.__cause__, (OSError, AirflowNotFoundException)):
                 # A store or a secrets backend may be back at the next try.
@@ -196,7 +196,7 @@ class TorchDistributorOperator(BaseOperator):
         push_links(context["ti"], spark_ui=handle.status().engine_url, directory=handle.directory)
         if not handle.status().final:
             # The trigger has lost sight of it; its training has not.
-            TaskRun(handle, handle.ends(), context["ti"], self.stop_grace, lambda: self._killed).follow()
+            TaskRun(handle, handle.ends(), context["ti"], self.stop_grace, lambda: self._killed, self.log).follow()
         return self._deliver(context, handle)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
@@ -207,7 +207,7 @@ class TorchDistributorOperator(BaseOperator):
             if isinstance(error, TaskDeferralTimeout) or not tries.another_follows(context["ti"]):
                 with contextlib.suppress(RankZeroError):
                     if handle := self._launcher(context).find():
-                        TaskRun(handle, {}, context["ti"], self.stop_grace, lambda: False).end()
+                        TaskRun(handle, {}, context["ti"], self.stop_grace, lambda: False, self.log).end()
             raise
 
     def on_kill(self) -> None:

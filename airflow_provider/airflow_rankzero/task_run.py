@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +18,6 @@ from rankzero.errors import RankZeroError, RunCancelledError
 from rankzero.launcher import Launcher
 from rankzero.run import CANCEL_TIMEOUT, FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
-
-logger = logging.getLogger(__name__)
 
 FOLLOW_INTERVAL = 0.1
 """Seconds between two looks at a run directory on a local disk."""
@@ -47,6 +44,7 @@ class TaskRun:
         ti: Any,
         stop_grace: float,
         is_killed: Callable[[], bool],
+        log: Any,
     ) -> None:
         """Takes a run that somebody has started.
 
@@ -56,12 +54,14 @@ class TaskRun:
             ti: The task instance.
             stop_grace: Seconds that its ranks get to end.
             is_killed: True once Airflow has told this process to go.
+            log: The operator's logger, whose lines are the task's log.
         """
         self.handle = handle
         self.since = since
         self._ti = ti
         self._patience = stop_grace + CANCEL_TIMEOUT
         self._is_killed = is_killed
+        self._log = log
 
     @staticmethod
     def start(
@@ -71,6 +71,7 @@ class TaskRun:
         kwargs: dict[str, Any],
         ti: Any,
         is_killed: Callable[[], bool],
+        log: Any,
     ) -> TaskRun:
         """Starts the training, or takes up what an earlier try has started.
 
@@ -83,12 +84,12 @@ class TaskRun:
             delivery.settle(before, launcher.labels or {}, launcher.stop_grace + CANCEL_TIMEOUT)
             # Nothing of the job needs to be read again: a file or a connection may be gone by now.
             if waiting := launcher.take_up():
-                logger.info("took up the run in %s", waiting.directory)
-                return TaskRun(waiting, {}, ti, launcher.stop_grace, is_killed)
+                log.info("took up the run in %s", waiting.directory)
+                return TaskRun(waiting, {}, ti, launcher.stop_grace, is_killed, log)
         ends = before.ends() if before else {}
         handle = launcher.submit(train, *args, **kwargs)
-        logger.info("started the run in %s", handle.directory)
-        return TaskRun(handle, ends, ti, launcher.stop_grace, is_killed)
+        log.info("started the run in %s", handle.directory)
+        return TaskRun(handle, ends, ti, launcher.stop_grace, is_killed, log)
 
     def follow(self) -> None:
         """Shows what the ranks write until the run has ended.
@@ -121,7 +122,7 @@ class TaskRun:
                 url = status.engine_url
                 push_links(self._ti, spark_ui=url)
             for line in handle.lines(positions, follow=False, prefix=True):
-                logger.info("%s", line)
+                self._log.info("%s", line)
                 shown = time.monotonic()
                 if self._is_killed():
                     break
@@ -133,12 +134,12 @@ class TaskRun:
             tick.wait(interval)
             if time.monotonic() - shown > PROGRESS_INTERVAL:
                 shown = time.monotonic()
-                logger.info("%s for %.0f s %s", status.state, time.time() - handle.created, status.metrics or "")
+                self._log.info("%s for %.0f s %s", status.state, time.time() - handle.created, status.metrics or "")
 
     def leave(self) -> NoReturn:
         """This process was told to go: with its worker, or by a user."""
         if not tries.was_ended_by_a_user(self._ti):
-            logger.warning(
+            self._log.warning(
                 "this worker goes away; the training in %s goes on, and this task takes it up on another",
                 self.handle.directory,
             )

@@ -142,13 +142,17 @@ class Launcher:
         """The run that ``run_id`` names in this store; None if there is none yet. Starts nothing.
 
         Raises:
-            InvalidJobError: this launcher has no ``run_id``.
+            InvalidJobError: this launcher has no ``run_id``, or the store cannot be read.
         """
         if self.run_id is None:
             raise InvalidJobError("find() looks for the run that run_id names: give Launcher(run_id=...)")
-        with contextlib.suppress(RunNotFoundError):
-            return RunHandle.attach(_directory(self, self.run_id))
-        return None
+        directory = _directory(self, self.run_id)
+        try:
+            return RunHandle.attach(directory)
+        except RunNotFoundError:
+            return None
+        except OSError as error:
+            raise InvalidJobError(f"the store cannot be read: {directory}: {error}") from error
 
     def take_up(self) -> RunHandle[Any] | None:
         """The run to which `submit` would attach: it lives, or its result waits. None if `submit` would start one."""
