@@ -1,5 +1,6 @@
 """Bad configuration is refused when the launcher is made, with the value and the way out."""
 
+import json
 import math
 
 import pytest
@@ -81,6 +82,12 @@ def test_a_job_survives_json() -> None:
     job = Job("id", "train", 4, 2, False, "auto", None, 60.0, {"kind": "local"}, {"payload.pkl": {"size": 1}})
     assert Job.from_json(job.to_json()) == job
     assert job.num_tasks == 2
+
+
+def test_a_job_of_a_later_version_is_still_that_run() -> None:
+    job = Job("id", "train", 4, 2, False, "auto", None, 60.0, {"kind": "local"})
+    later = {**json.loads(job.to_json()), "an_option_of_tomorrow": [1]}
+    assert Job.from_json(json.dumps(later).encode()) == job
 
 
 def test_run_ids_are_unique_and_name_the_function() -> None:

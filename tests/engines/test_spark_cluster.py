@@ -51,13 +51,17 @@ def test_a_task_with_two_gpus_runs_two_ranks(launcher: Launcher, standalone: str
         spark_cores_max="2",
     )
     options = {"num_processes": 4, "processes_per_task": 2, "use_gpu": True, "backend": "gloo", "engine": spark}
-    ranks, _, _ = launcher.options(**options).run(gpus)
+    named = launcher.options(**options, run_id="two-gpus")
+    ranks, _, _ = named.run(gpus)
     assert ranks == [
         ["0", "0", "3,GPU-5a1b", "0"],
         ["1", "1", "3,GPU-5a1b", "0"],
         ["2", "0", "3,GPU-5a1b", "1"],
         ["3", "1", "3,GPU-5a1b", "1"],
     ]
+    run = named.find()
+    assert run is not None
+    assert str(run.status().engine_url).startswith("http://")
 
 
 def test_a_cluster_that_is_too_small_is_known_without_spark_waiting(

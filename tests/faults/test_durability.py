@@ -81,6 +81,19 @@ def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_pa
     assert starts(tmp_path) == 2
 
 
+def test_a_run_that_was_asked_to_end_is_not_attached_to(single: Launcher, tmp_path: Path) -> None:
+    assert single.find() is None
+    handle = start(single, tmp_path)
+    assert single.take_up() is not None
+    handle.cancel()
+    assert single.take_up() is None
+    again = single.options(labels={"asks": "again"}).submit(count_and_wait, str(tmp_path))
+    assert again.labels == {"asks": "again"}
+    assert again.submission == 1
+    (tmp_path / "go").touch()
+    assert again.result(WAIT) == "attempt 1"
+
+
 FOLLOW = """
 import json, sys
 from rankzero import RunHandle
