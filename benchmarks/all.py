@@ -25,6 +25,7 @@ NAMES = [
     "control_plane",
     "imports",
     "airflow_task",
+    "airflow_scheduler",
     "failure",
 ]
 
