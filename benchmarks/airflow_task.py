@@ -1,8 +1,8 @@
 """An Airflow task on embedded Spark, beside the same function in a PythonOperator around TorchDistributor.
 
 Run: ``python benchmarks/airflow_task.py [runs]``. Each task runs in a fresh process, through Airflow's task runner
-and its database; the time is from just before `execute` to the callback of its success, which follows the XCom. (What
-`dag.test` starts an API server inside of the process before; a real worker has one elsewhere.)
+and its database; the time is from just before ``execute`` to the callback of its success, which follows the XCom.
+Before that ``dag.test`` starts an API server inside of the process; a real worker has one elsewhere.
 """
 
 import os
