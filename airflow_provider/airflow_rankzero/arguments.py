@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from airflow.sdk import DAG, TaskGroup
     from airflow.sdk.definitions.retry_policy import RetryPolicy
 
+    from rankzero.checkpoint import CheckpointConfig
+
 Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 
 
@@ -87,6 +89,9 @@ class TrainingArguments(TaskArguments, total=False):
     start_timeout: float
     hang_timeout: float | None
     max_restarts: int
+    max_preemptions: int | None
+    checkpoints: CheckpointConfig | None
+    ports: tuple[int, int] | None
     stop_grace: float
     orphan_timeout: float | None
     deferrable: bool

@@ -1,14 +1,14 @@
-"""From a run that has ended to what Airflow passes on: the XCom, what assets say of it, the note that it arrived."""
+"""From a run that has ended to what Airflow passes on: the XCom, what assets say of it, the note of who got it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from airflow_rankzero import tries
 from rankzero import store
-from rankzero.directory import RunDirectory
 from rankzero.run import RunHandle
 
 if TYPE_CHECKING:
@@ -64,22 +64,26 @@ def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
             event.extra = {**facts, **(event.extra or {})}
 
 
-def hand(handle: RunHandle[Any], generation: str) -> None:
-    """Before the value goes to Airflow: notes for which generation of tries it is."""
-    note = {"submission": handle.submission, "generation": generation}
+def hand(handle: RunHandle[Any], ti: Any) -> None:
+    """Before the value goes to Airflow: notes which try gets it."""
+    note = {"submission": handle.submission, "generation": tries.generation(ti), "try": ti.try_number}
     store.write_bytes(store.join(handle.directory, _NOTE), json.dumps(note).encode())
 
 
-def _handed(handle: RunHandle[Any]) -> str | None:
-    """The generation of tries that got the result of the last submission; None if none did."""
-    try:
+def _is_for(handle: RunHandle[Any], ti: Any, *, same_arguments: bool) -> bool:
+    """True if the result of a run that has succeeded is this try's."""
+    note: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
         note = json.loads(store.read_bytes(store.join(handle.directory, _NOTE)))
-    except FileNotFoundError:
-        return None
-    return str(note["generation"]) if note["submission"] == handle.submission else None
+    if note.get("submission") != handle.submission:
+        # Nobody got it. After a clear it is what was asked for, unless that is something else now.
+        return same_arguments or handle.labels.get("generation") == tries.generation(ti)
+    # A later try of the same generation: the one that got it died, or Airflow did not take its word. The same try
+    # again: somebody has deleted the DAG run and made it anew, as `dag.test` does.
+    return bool(note["generation"] == tries.generation(ti) and ti.try_number > note["try"])
 
 
-def settle(before: RunHandle[Any], labels: Mapping[str, str], patience: float) -> None:
+def settle(before: RunHandle[Any], ti: Any, arguments: str, patience: float) -> None:
     """Before a submission: decides what an earlier run of this task instance is to this try.
 
     Tries that follow each other by themselves are of one generation, and take up each other's training and result.
@@ -87,36 +91,27 @@ def settle(before: RunHandle[Any], labels: Mapping[str, str], patience: float) -
 
     * a result that nobody got is delivered; one that was handed to Airflow is not, and the task trains anew;
     * a training that lives is ended;
-    * one that failed goes on from its last checkpoint, unless the task's arguments are others now.
+    * a training that failed goes on from its last checkpoint;
+    * a result or a checkpoint of other arguments does not count.
 
     Args:
         before: The run.
-        labels: Of the launcher: ``generation`` and ``arguments``.
+        ti: The task instance.
+        arguments: The digest of its arguments, as in the labels of the run.
         patience: Seconds for a live run to end.
     """
-    status, generation = before.status(), labels["generation"]
+    status = before.status()
+    same_arguments = before.labels.get("arguments") == arguments
     if status.state == "succeeded":
-        if _handed(before) not in (None, generation):
+        if not _is_for(before, ti, same_arguments=same_arguments):
             before.mark_delivered()
         return
-    if before.labels.get("generation") == generation:
+    if before.labels.get("generation") == tries.generation(ti):
         return
     if not status.final:
         logger.info("the task was cleared, so the training in %s is ended", before.directory)
         before.cancel()
         before.wait(patience)
-    if before.labels.get("arguments") != labels["arguments"]:
+    if not same_arguments:
         logger.info("the arguments have changed, so the training begins from scratch")
         before.mark_delivered()
-
-
-def mark(task_instance: Any) -> None:
-    """After a success: notes that the XCom has it, so that clearing the task trains from scratch."""
-    delivered = getattr(getattr(task_instance, "task", None), "delivered_run", None)
-    if delivered is None:
-        return
-    directory, submission = delivered
-    try:
-        RunDirectory(directory).mark_delivered(submission)
-    except Exception:
-        logger.warning("the run in %s could not be marked as delivered", directory, exc_info=True)

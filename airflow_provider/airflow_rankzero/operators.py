@@ -19,7 +19,7 @@ from airflow.sdk.exceptions import (
 from airflow_rankzero import delivery, lineage, lines, settings, tries
 from airflow_rankzero.call import check_early, digest_of, plain
 from airflow_rankzero.connection import Target
-from airflow_rankzero.links import RunDirectoryLink, SparkUILink, push_links
+from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.spark_conf import as_text
 from airflow_rankzero.task_run import TaskRun
@@ -158,7 +158,6 @@ class TorchDistributorOperator(BaseOperator):
         self.stop_grace = stop_grace
         self.orphan_timeout = orphan_timeout
         self.deferrable = deferrable
-        self.delivered_run: tuple[str, int] | None = None
         self._killed = False
         self._facts = lineage.RunFacts(num_processes)
 
@@ -205,9 +204,13 @@ class TorchDistributorOperator(BaseOperator):
             return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
             if isinstance(error, TaskDeferralTimeout) or not tries.another_follows(context["ti"]):
-                with contextlib.suppress(RankZeroError):
-                    if handle := self._launcher(context).find():
-                        TaskRun(handle, {}, context["ti"], self.stop_grace, lambda: False, self.log).end()
+                with contextlib.suppress(Exception):
+                    # By its XCom: the connection may be gone.
+                    ti = context["ti"]
+                    index = -1 if ti.map_index is None else ti.map_index
+                    directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
+                    handle: RunHandle[Any] = RunHandle.attach(directory)
+                    TaskRun(handle, {}, ti, self.stop_grace, lambda: False, self.log).end()
             raise
 
     def on_kill(self) -> None:
@@ -242,8 +245,7 @@ class TorchDistributorOperator(BaseOperator):
         described = delivery.describe(handle, self.num_processes)
         delivery.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
-        delivery.hand(handle, tries.generation(context["ti"]))
-        self.delivered_run = handle.directory, handle.submission
+        delivery.hand(handle, context["ti"])
         return value
 
     def _positional(self) -> tuple[Any, ...]:

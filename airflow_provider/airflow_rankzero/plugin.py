@@ -1,4 +1,4 @@
-"""The plugin: any task may pull a `ResultRef`, and a result that has arrived is noted, with nothing configured."""
+"""The plugin that lets every task of every DAG pull a `ResultRef`, with nothing configured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from typing import Any
 
 from airflow.sdk.plugins_manager import AirflowPlugin
 
-from airflow_rankzero import listener
-
 
 class RankZeroPlugin(AirflowPlugin):
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"
-    listeners = [listener]  # noqa: RUF012
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
 
 SECTION = "rankzero"
 
@@ -46,6 +48,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def store() -> str | None:
     """Root of the run directories for tasks that name none; None leaves it to core."""
     return _text("store") or None
+
+
+def store_or_default() -> str:
+    """Where trainings of tasks that name no store have their run directories."""
+    return store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
 
 
 def retention_days() -> int | None:

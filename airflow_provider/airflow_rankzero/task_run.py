@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 
-from airflow.sdk.exceptions import AirflowRescheduleException
+from airflow.sdk.exceptions import AirflowException, AirflowRescheduleException
 
 from airflow_rankzero import delivery, lines, tries
 from airflow_rankzero.links import push_links
@@ -25,8 +25,12 @@ FOLLOW_INTERVAL = 0.1
 PROGRESS_INTERVAL = 60.0
 """Seconds of silence after which the log says that the training goes on."""
 
-RESCHEDULE_AFTER = timedelta(seconds=5)
-"""Pause before Airflow gives a drained task to another worker."""
+RESCHEDULE_AFTER = timedelta(seconds=60)
+"""Pause before Airflow gives a drained task to another worker: until the end of this process has reached its executor,
+which would else be taken for the death of the new one. (Airflow's own reschedules pause as long.)"""
+
+MAX_RESCHEDULES = 20
+"""Drains of one try that cost nothing; after that, a place that never lasts costs tries."""
 
 
 class TaskRun:
@@ -61,6 +65,8 @@ class TaskRun:
         self._ti = ti
         self._patience = stop_grace + CANCEL_TIMEOUT
         self._is_killed = is_killed
+        # Airflow counts them for each try.
+        self._drains = int(ti.get_template_context().get("task_reschedule_count") or 0)
         self._log = log
 
     @staticmethod
@@ -81,7 +87,8 @@ class TaskRun:
         """
         before = launcher.find()
         if before:
-            delivery.settle(before, launcher.labels or {}, launcher.stop_grace + CANCEL_TIMEOUT)
+            arguments = (launcher.labels or {})["arguments"]
+            delivery.settle(before, ti, arguments, launcher.stop_grace + CANCEL_TIMEOUT)
             # Nothing of the job needs to be read again: a file or a connection may be gone by now.
             if waiting := launcher.take_up():
                 log.info("took up the run in %s", waiting.directory)
@@ -101,7 +108,7 @@ class TaskRun:
         """
         try:
             self._follow()
-        except AirflowRescheduleException:
+        except (AirflowRescheduleException, RunCancelledError):
             raise
         except BaseException as error:
             if not (isinstance(error, Exception) and tries.another_follows(self._ti)):
@@ -143,6 +150,8 @@ class TaskRun:
                 "this worker goes away; the training in %s goes on, and this task takes it up on another",
                 self.handle.directory,
             )
+            if self._drains >= MAX_RESCHEDULES:
+                raise AirflowException(f"the workers of this task went away {MAX_RESCHEDULES} times, and now again")
             # Not a failure: it costs no try.
             raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)  # type: ignore[no-untyped-call]
         self.end()

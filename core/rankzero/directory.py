@@ -27,7 +27,7 @@ import json
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import IO, Any, cast
 
 from rankzero import store
@@ -86,6 +86,9 @@ class RunStatus:
     def final(self) -> bool:
         """True if the run has ended."""
         return self.state in FINAL_STATES
+
+
+_STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
 
 
 class RunDirectory:
@@ -183,9 +186,11 @@ class RunDirectory:
     def status(self) -> RunStatus:
         """The last status written. Raises RunNotFoundError."""
         try:
-            return RunStatus(**json.loads(store.read_bytes(self.path("status.json"))))
+            facts = json.loads(store.read_bytes(self.path("status.json")))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
+        # A driver of a later version may say more.
+        return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status."""

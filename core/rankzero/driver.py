@@ -63,6 +63,7 @@ class Driver:
         self.inbox = Inbox()
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._session: EngineSession | None = None
+        self._engine_url: str | None = None
         self._started_at: float | None = None
         self.left_nothing = True
         """False if an engine session did not close: a JVM that was stopped may still be there."""
@@ -99,8 +100,8 @@ class Driver:
                     self._recorder.update(state="starting", attempt=number)
                     deadline = time.monotonic() + self._job.start_timeout
                     self._session = self._open(deadline)
-                    if url := self._session.url:
-                        self._recorder.update(engine_url=url)
+                    if self._engine_url:
+                        self._recorder.update(engine_url=self._engine_url)
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, self._session, self.inbox, self._watch
                     )
@@ -153,8 +154,15 @@ class Driver:
         """An open engine with room for the job."""
         session = self._session
         if session is None:
-            return self._in_thread(lambda: self._engine.open(self._job), deadline)
+            return self._in_thread(self._open_engine, deadline)
         self._in_thread(session.refill, deadline)
+        return session
+
+    def _open_engine(self) -> EngineSession:
+        session = self._engine.open(self._job)
+        # A link for people is not worth a run.
+        with contextlib.suppress(Exception):
+            self._engine_url = session.url
         return session
 
     def _in_thread(self, action: Callable[[], T], deadline: float) -> T:

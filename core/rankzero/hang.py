@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rankzero import policy
+from rankzero.agent.worker import MEET_TIMEOUT
 
 
 class HangWatch:
@@ -46,8 +47,8 @@ class HangWatch:
         if self._began is None:
             self._began = now
         for rank in self._ranks:
-            # One that was stopped before its first heartbeat hangs, too.
-            self._progress.setdefault(rank, (-1, self._began))
+            # One that was stopped before its first heartbeat hangs, too; it may take so long to reach rank 0.
+            self._progress.setdefault(rank, (-1, self._began + MEET_TIMEOUT))
         if storing:
             self._progress = {rank: (count, now) for rank, (count, _) in self._progress.items()}
             return None

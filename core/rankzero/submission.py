@@ -141,8 +141,12 @@ def _is_ending(run: RunDirectory, existing: Existing) -> bool:
 
 def _await_end(run: RunDirectory, job: Job) -> None:
     bound = job.stop_grace + CANCEL_TIMEOUT
-    if not RunHandle(run.directory).wait(bound):
-        raise EngineError(f"the run in {run.directory} was cancelled and has not ended after {bound:g} s")
+    deadline, tick = time.monotonic() + bound, threading.Event()
+    # Until it has ended, or somebody else who waited for that has submitted it again.
+    while (existing := look(run)) and _is_ending(run, existing):
+        if time.monotonic() > deadline:
+            raise EngineError(f"the run in {run.directory} was cancelled and has not ended after {bound:g} s")
+        tick.wait(_LOOK)
 
 
 def _last_attempt(run: RunDirectory) -> int:

@@ -17,10 +17,9 @@ import digits
 from airflow.providers.standard.operators.hitl import ApprovalOperator
 from airflow.sdk import Param, dag, task
 
-from airflow_rankzero import TorchDistributorOperator
+from airflow_rankzero import TorchDistributorOperator, settings
 from rankzero import ResultRef
 
-STORE = os.environ.get("RANKZERO_STORE", "~/.rankzero/runs")
 PATIENCE = timedelta(days=3)
 
 
@@ -37,7 +36,7 @@ def digits_approval() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{STORE}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{settings.store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:

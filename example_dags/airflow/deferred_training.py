@@ -17,10 +17,8 @@ from datetime import datetime, timedelta
 import digits
 from airflow.sdk import Param, dag, task
 
-from airflow_rankzero import TorchDistributorOperator
+from airflow_rankzero import TorchDistributorOperator, settings
 from rankzero import ResultRef
-
-STORE = os.environ.get("RANKZERO_STORE", "~/.rankzero/runs")
 
 
 @dag(
@@ -36,7 +34,7 @@ def deferred_training() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{STORE}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{settings.store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:
@@ -49,7 +47,6 @@ def deferred_training() -> None:
         op_kwargs={"data": data, "epochs": "{{ params.epochs }}"},
         num_processes=2,
         conn_id=os.environ.get("DIGITS_CONN_ID"),
-        store=STORE,
         deferrable=True,
         # Ends an attempt in which no rank makes progress, whatever the reason.
         hang_timeout=600.0,

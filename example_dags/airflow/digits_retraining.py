@@ -20,10 +20,9 @@ import digits
 from airflow.sdk import Asset, dag, task
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_rankzero import TorchDistributorOperator
+from airflow_rankzero import TorchDistributorOperator, settings
 from rankzero import ResultRef
 
-STORE = os.environ.get("RANKZERO_STORE", "~/.rankzero/runs")
 CHAMPION = Asset("digits_champion")
 
 
@@ -33,7 +32,7 @@ def digits_retraining() -> None:
 
     @task
     def prepare() -> ResultRef:
-        return ResultRef.save(digits.prepare(), f"{STORE}/digits-data")
+        return ResultRef.save(digits.prepare(), f"{settings.store_or_default()}/digits-data")
 
     @task
     def evaluate(data: ResultRef, model: ResultRef) -> float:

@@ -9,11 +9,13 @@ Configured like Airflow itself, in ``airflow.cfg`` or the environment:
     store = s3://bucket/runs         # AIRFLOW__RANKZERO__STORE; else $RANKZERO_STORE, else ~/.rankzero/runs
     retention_days = 30              # AIRFLOW__RANKZERO__RETENTION_DAYS; 0 keeps all of them
 
+It looks after that one store, as the worker that runs it sees it. A store that a connection or an operator names, and
+the local disks of other workers, need a task of their own (or ``rankzero gc`` there).
+
 To see what would go, trigger it by hand with ``{"dry_run": true}`` and look at the log or at the task's XCom.
 """
 
 import logging
-import os
 from datetime import datetime
 from typing import Any
 
@@ -21,7 +23,6 @@ from airflow.sdk import Param, dag, task
 from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_rankzero import settings
-from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
 from rankzero.retention import collect
 
 DAY = 86400.0
@@ -46,13 +47,14 @@ def rankzero_maintenance() -> None:
         days = settings.retention_days()
         if days is None:
             raise AirflowSkipException("[rankzero] retention_days is 0: all run directories are kept")
-        store = settings.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
-        collection = collect(store, older_than=days * DAY, dry_run=params["dry_run"])
+        collection = collect(settings.store_or_default(), older_than=days * DAY, dry_run=params["dry_run"])
         for removed in collection.removed:
             logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)
         for directory, problem in collection.problems.items():
             logger.warning("%s stays: %s", directory, problem)
         logger.info("%s runs, %s bytes; %s runs stay", len(collection.removed), collection.size, collection.kept)
+        if collection.problems:
+            raise RuntimeError(f"{len(collection.problems)} directories could not be looked at; see the log above")
         return collection.to_json()
 
     collect_runs()

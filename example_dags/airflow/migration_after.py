@@ -52,6 +52,7 @@ def migration_after() -> None:
         train=train,
         op_kwargs={"steps": 50, "lr": 0.1},
         num_processes=2,
+        retries=1,
         conn_id=os.environ.get("SPARK_CONN_ID"),
     )
 

@@ -41,6 +41,7 @@ def script_on_cluster() -> None:
         train=SCRIPT,
         op_args=["--learning-rate", "{{ params.learning_rate }}", "--epochs", "{{ params.epochs }}"],
         num_processes=NUM_PROCESSES,
+        retries=1,
         conn_id="spark_cluster",
         spark_conf={"spark.executor.memory": "1g", "spark.app.name": "{{ dag.dag_id }} {{ run_id }}"},
         max_restarts=1,

@@ -10,7 +10,7 @@ How many train at once is bounded twice:
 
 - ``pool="gpus", pool_slots=NUM_PROCESSES``: a slot of the pool is a rank (a GPU, with ``use_gpu=True``). Make the pool
   as large as the cluster: ``airflow pools set gpus 8 "GPUs of the training cluster"``. A task whose slots are not free
-  stays queued in Airflow; without the pool all of them start, and wait for GPUs inside Spark until ``start_timeout``.
+  stays queued in Airflow. Make the pool first: Airflow does not start tasks of a pool that is not there.
   The pool counts over all DAGs. With ``deferrable=True`` add ``--include-deferred``, since the ranks of a deferred
   task train on.
 - ``max_active_tis_per_dagrun=2``: so that one sweep leaves room for others.
@@ -27,7 +27,6 @@ import rankzero.train as rt
 from airflow_rankzero import TorchDistributorOperator
 from rankzero import ResultRef
 
-STORE = os.environ.get("RANKZERO_STORE", "~/.rankzero/runs")
 NUM_PROCESSES = 2
 HELD_OUT = 0.2
 SETTINGS = [
@@ -72,7 +71,7 @@ def digits_sweep() -> None:
             "test_images": images[:held_out].clone(),
             "test_labels": labels[:held_out].clone(),
         }
-        return ResultRef.save(split, f"{STORE}/digits-data")
+        return ResultRef.save(split, f"{settings.store_or_default()}/digits-data")
 
     @task
     def settings(params: dict[str, Any]) -> list[dict[str, Any]]:

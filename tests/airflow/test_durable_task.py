@@ -108,6 +108,7 @@ def test_a_training_that_ended_while_nobody_looked_is_delivered(durable: Trainin
     assert durable.run.submission == 0
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_drained_leaves_the_training_to_another(durable: Training) -> None:
     ranks = durable.await_ranks()
     # What a supervisor does with a SIGTERM of its own: it passes it on.

@@ -28,7 +28,7 @@ QUIET_INTERVAL = 0.2
 """Seconds between two looks at a rank that prints little: its lines of that time travel in one message."""
 
 QUIET_BYTES = 16 << 10
-"""Bytes in about `QUIET_INTERVAL` that are little: a quarter of what a pipe holds, so that the rank never waits."""
+"""Bytes in about `QUIET_INTERVAL` that are little: a quarter of what the smallest usual pipe holds."""
 
 
 class RankOutput:

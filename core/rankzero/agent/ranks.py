@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import subprocess
@@ -16,6 +17,9 @@ from rankzero.agent.output import RankOutput
 from rankzero.channel import frames
 from rankzero.channel.client import ChannelClient
 from rankzero.channel.frames import Message
+
+PIPE_SIZE = 1 << 20
+"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many."""
 
 SOCKET_PATH_ROOM = 48
 """Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
@@ -51,6 +55,9 @@ class Rank:
         self._untold = bytearray()
         self.control, control = socket.socketpair()
         read, write = os.pipe()
+        with contextlib.suppress(OSError):
+            # A burst after few lines is taken up to `QUIET_INTERVAL` later: it should fit.
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()
         with open(os.devnull) as nothing:
             stdio = (nothing.fileno(), write, write)
