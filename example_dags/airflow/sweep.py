@@ -71,7 +71,7 @@ def digits_sweep() -> None:
             "test_images": images[:held_out].clone(),
             "test_labels": labels[:held_out].clone(),
         }
-        return ResultRef.save(split, f"{settings.store_or_default()}/digits-data")
+        return ResultRef.save(split, f"{store_or_default()}/digits-data")
 
     @task
     def settings(params: dict[str, Any]) -> list[dict[str, Any]]:
