@@ -41,6 +41,9 @@ def train(how: str, failures: int, witness: str) -> list[list[int]]:
         state = {"step": state["step"] + 1, "sum": state["sum"] + addend, "starts": state["starts"]}
         rt.report({"step": state["step"]}, checkpoint=state)
         if state["step"] >= 3 and context.rank == 1 and context.attempt < failures:
+            # These steps are shorter than a commit, which goes on beside them.
+            while not (committed := rt.get_checkpoint()) or committed.load()["step"] < 2:
+                time.sleep(0.01)
             if how == "retryable":
                 raise RetryableError("the data server is busy")
             if how == "raise":
