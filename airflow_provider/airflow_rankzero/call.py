@@ -15,9 +15,7 @@ def plain(value: Any) -> Any:
     """
     from airflow.sdk.execution_time.lazy_sequence import LazyXComSequence
 
-    if isinstance(value, LazyXComSequence):
-        return [plain(item) for item in value]
-    if type(value) is list:
+    if type(value) is list or isinstance(value, LazyXComSequence):
         return [plain(item) for item in value]
     if type(value) is tuple:
         return tuple(plain(item) for item in value)

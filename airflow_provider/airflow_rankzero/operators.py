@@ -165,7 +165,8 @@ class TorchDistributorOperator(BaseOperator):
         """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
         ti = context["ti"]
         try:
-            launcher, args, kwargs = self._launcher(context), self._positional(), self._keyword()
+            args, kwargs = self._positional(), self._keyword()
+            launcher = self._launcher(context, digest_of(args, kwargs))
             run = TaskRun.start(launcher, self.train, args, kwargs, ti, lambda: self._killed, self.log)
         except InvalidJobError as error:
             if isinstance(error.__cause__, (OSError, AirflowNotFoundException)):
@@ -182,7 +183,7 @@ class TorchDistributorOperator(BaseOperator):
                 timeout=self.execution_timeout,
             )
         run.follow()
-        return self._deliver(context, run.handle)
+        return self._deliver(context, run.handle, (args, kwargs))
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Returns what `execute` does, after the trigger has seen the end of the run."""
@@ -196,7 +197,7 @@ class TorchDistributorOperator(BaseOperator):
         if not handle.status().final:
             # The trigger has lost sight of it; its training has not.
             TaskRun(handle, handle.ends(), context["ti"], self.stop_grace, lambda: self._killed, self.log).follow()
-        return self._deliver(context, handle)
+        return self._deliver(context, handle, (self._positional(), self._keyword()))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """As every operator; a deferral that has failed for good ends the run, as a failure in `execute` does."""
@@ -233,9 +234,9 @@ class TorchDistributorOperator(BaseOperator):
         """The same with the error."""
         return lineage.facets(self._facts)
 
-    def _deliver(self, context: Context, handle: RunHandle[Any]) -> Any:
+    def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
         inputs: list[str] = []
-        map_refs((self._positional(), self._keyword()), lambda ref: inputs.append(ref.uri))
+        map_refs(arguments, lambda ref: inputs.append(ref.uri))
         self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
         try:
             value = delivery.value_of(handle)
@@ -258,7 +259,7 @@ class TorchDistributorOperator(BaseOperator):
             raise InvalidJobError(f"op_kwargs is {self.op_kwargs!r}; it must map names to arguments")
         return dict(plain(dict(self.op_kwargs)))
 
-    def _launcher(self, context: Context) -> Launcher:
+    def _launcher(self, context: Context, arguments: str) -> Launcher:
         target = Target.from_conn_id(self.conn_id)
         spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
         ti = context["ti"]
@@ -286,9 +287,5 @@ class TorchDistributorOperator(BaseOperator):
             if self.orphan_timeout is None
             else self.orphan_timeout,
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
-            labels={
-                **names,
-                "generation": tries.generation(ti),
-                "arguments": digest_of(self._positional(), self._keyword()),
-            },
+            labels={**names, "generation": tries.generation(ti), "arguments": arguments},
         )

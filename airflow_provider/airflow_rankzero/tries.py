@@ -7,6 +7,7 @@ user ended, and the last one, take it along.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,25 @@ def was_ended_by_a_user(ti: Any) -> bool:
     as dead, and has a retry on its way. Not to be called in a signal handler: it talks to the supervisor, which the
     handler may have interrupted.
     """
-    mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
     try:
-        states = ti.get_task_states(dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped)
+        return state_of(ti, ti.get_task_states) in _USERS_WORDS
     except Exception:
         # A whole deployment goes down: the run's lease ends it if nobody comes back.
         logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
         return False
-    # A mapped task's key has its index at the end. Without any the DAG run was deleted.
-    found = [None if state is None else str(state) for state in states.get(ti.run_id, {}).values()] or [None]
-    return found[0] in _USERS_WORDS
+
+
+def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
+    """What Airflow says of a task instance now; None after a clear, and if its DAG run was deleted.
+
+    Args:
+        ti: The task instance.
+        ask: ``get_task_states`` of the process's own task instances.
+
+    Raises:
+        Exception: Airflow cannot be asked.
+    """
+    mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
+    states = ask(dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped)
+    # A mapped task's key has its index at the end.
+    return next((None if state is None else str(state) for state in states.get(ti.run_id, {}).values()), None)

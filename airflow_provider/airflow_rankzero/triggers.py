@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import lines
+from airflow_rankzero import lines, tries
 from rankzero.errors import RankZeroError
 from rankzero.run import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
@@ -97,12 +97,8 @@ def _state_of(ti: Any) -> str | None:
     """What Airflow says of the task now; ``"deferred"`` if it cannot be asked."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-    mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
     try:
-        states = RuntimeTaskInstance.get_task_states(
-            dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped
-        )
+        return tries.state_of(ti, RuntimeTaskInstance.get_task_states)
     except Exception:
         logger.warning("cannot ask Airflow whether the task was ended by a user", exc_info=True)
         return "deferred"
-    return next((str(state) for state in states.get(ti.run_id, {}).values() if state is not None), None)
