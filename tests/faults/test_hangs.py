@@ -73,12 +73,23 @@ def test_a_hang_can_be_tried_again(launcher: Launcher) -> None:
 
 def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
     def slow() -> str:
+        import threading
+
         import torch
-        import torch._dynamo  # The first step imports it.
 
         import rankzero.train as rt
 
-        rt.report({})
+        # The first step imports it, which may take longer than this test's bound: not what is asked here.
+        imported = threading.Event()
+
+        def report_meanwhile() -> None:
+            while not imported.wait(HANG_TIMEOUT / 8):
+                rt.report({})
+
+        threading.Thread(target=report_meanwhile).start()
+        import torch._dynamo
+
+        imported.set()
         parameter = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         for _ in range(4):
