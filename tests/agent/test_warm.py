@@ -1,5 +1,6 @@
 """The warm server: one import of torch for many runs, and nothing that one run leaves for the next."""
 
+import importlib.util
 import json
 import os
 import random
@@ -11,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
+import zipimport
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import psutil
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero.agent import forked
 from rankzero.agent.start import start_time
 from rankzero.engines.local import LocalGroup
 
@@ -327,3 +331,46 @@ def test_without_a_private_directory_ranks_start_as_interpreters(
 def test_a_wrong_choice_is_refused() -> None:
     with pytest.raises(InvalidJobError, match="warm_start is 1; it must be True or False"):
         Launcher(1, warm_start=1)  # type: ignore[arg-type]
+
+
+def write_module(archive: Path, value: int) -> None:
+    with zipfile.ZipFile(archive, "w") as written:
+        written.writestr("from_a_zip.py", f"VALUE = {value}\n")
+
+
+def value_from_a_zip() -> int:
+    import importlib
+
+    return int(importlib.import_module("from_a_zip").VALUE)
+
+
+def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
+    archive = tmp_path / "user.zip"
+    launcher = Launcher(store=tmp_path / "store", env={"PYTHONPATH": str(archive)})
+    for value in (1, 22):
+        write_module(archive, value)
+        assert launcher.run(value_from_a_zip) == value
+
+
+def test_a_fork_reads_no_index_of_an_archive_again_that_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Spark's own archive is on every executor's path: its index took a tenth of a second in each process.
+    archive = tmp_path / "spark.zip"
+    write_module(archive, 1)
+    monkeypatch.syspath_prepend(str(archive))
+    monkeypatch.setattr(forked, "_zips", {})
+    importlib.util.find_spec("from_a_zip")
+    forked.remember_zips()
+    read: list[str] = []
+    real = zipimport._read_directory
+    monkeypatch.setattr(zipimport, "_read_directory", lambda path: read.append(path) or real(path))
+
+    forked._forget_search_path()
+    importlib.util.find_spec("from_a_zip")
+    assert str(archive) not in read
+
+    write_module(archive, 22)
+    forked._forget_search_path()
+    importlib.util.find_spec("from_a_zip")
+    assert str(archive) in read

@@ -216,6 +216,7 @@ def load(names: tuple[str, ...]) -> None:
                 importlib.import_module(name)
     finally:
         sys.path = path
+    forked.remember_zips()
     gc.collect()
     gc.freeze()
 
