@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero.connection_fields import CONN_FIELDS, LOCAL, SPARK, read_count, read_flag, read_object
 from airflow_rankzero.spark_conf import as_text, mask_secrets
-from rankzero.engines.local import LocalEngine
-from rankzero.engines.spark import SparkEngine
 from rankzero.errors import InvalidJobError
 
 if TYPE_CHECKING:
@@ -111,6 +109,9 @@ class Target:
         Raises:
             InvalidJobError: Spark cannot have this master or configuration.
         """
+        # Here: who only reads a DAG file needs no engine.
+        from rankzero import LocalEngine, SparkEngine
+
         if self.kind == LOCAL:
             if conf:
                 logger.info("the engine is 'local', so spark_conf has no effect")

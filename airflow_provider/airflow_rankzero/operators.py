@@ -23,7 +23,6 @@ from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink,
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.spark_conf import as_text
 from airflow_rankzero.task_run import TaskRun
-from airflow_rankzero.triggers import RunTrigger
 from rankzero.checkpoint import CheckpointConfig
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
@@ -177,6 +176,8 @@ class TorchDistributorOperator(BaseOperator):
         if self.deferrable and not run.handle.status().final:
             if self._killed or tries.was_ended_by_a_user(ti):
                 run.leave()
+            from airflow_rankzero.triggers import RunTrigger
+
             self.defer(
                 trigger=RunTrigger(run.handle.directory, run.handle.submission, lines.to_json(run.since)),
                 method_name="execute_complete",

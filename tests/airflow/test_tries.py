@@ -67,3 +67,15 @@ def test_a_users_word_is_told_from_everything_else(answer: Any, ended: bool) -> 
     ti = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=3, get_task_states=get_task_states)
     assert tries.was_ended_by_a_user(ti) is ended
     assert asked == [{"dag_id": "d", "task_ids": ["train"], "run_ids": ["r"], "map_index": 3}]
+
+
+def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
+    from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
+    from airflow_rankzero import tries
+
+    rules = [
+        RetryRule(exception="rankzero.errors.HangError", action=RetryAction.FAIL),
+        RetryRule(exception=OSError, action=RetryAction.RETRY, retry_delay=timedelta(hours=2)),
+    ]
+    task, ti = make(1, 1, retry_policy=ExceptionRetryPolicy(rules))
+    assert tries.lease(task, ti, deferred=False) == 300 + 7200 + 900
