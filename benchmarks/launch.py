@@ -34,21 +34,21 @@ def all_reduce() -> float:
     return float(x.item())
 
 
-def fork_floor() -> None:
-    """Two forks of this process, which has torch loaded, meet and do it."""
+def fork_floor(ranks: int = RANKS) -> None:
+    """Forks of this process, which has torch loaded, meet and do it."""
     import torch.distributed as dist
 
     read, write = os.pipe()
     children = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            store = dist.TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False) if rank == 0 else None
+            store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False) if rank == 0 else None
             if store:
-                os.write(write, store.port.to_bytes(4, "big"))
+                os.write(write, store.port.to_bytes(4, "big") * (ranks - 1))
             else:
-                store = dist.TCPStore("127.0.0.1", int.from_bytes(os.read(read, 4), "big"), RANKS, is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+                store = dist.TCPStore("127.0.0.1", int.from_bytes(os.read(read, 4), "big"), ranks, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
             import torch
 
             dist.all_reduce(torch.ones(1))

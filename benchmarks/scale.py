@@ -1,6 +1,7 @@
 """Many ranks on one machine, warm: seconds, and memory of each rank with shared pages counted once.
 
-Run: ``python benchmarks/scale.py [ranks ...]``. The peer is TorchDistributor with 4 ranks.
+Run: ``python benchmarks/scale.py [ranks ...]``. The peer is TorchDistributor with 4 ranks; the floor is forks that have
+torch loaded and do the same: from some thirty ranks on two cores the collective library's own mesh is most of it.
 """
 
 import os
@@ -11,7 +12,7 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 # The peer's ranks have to find the module of the function; ours get it with the job.
 os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
 
-from launch import all_reduce
+from launch import all_reduce, fork_floor
 from measure import Report, timed
 
 from rankzero import Launcher
@@ -60,6 +61,10 @@ def main() -> None:
         memory = {ranks: Launcher(ranks, store=store).run(own_memory) for ranks in (NUMBERS[0], NUMBERS[-1])}
         for ranks, size in memory.items():
             report.add(f"memory of each of {ranks} ranks", [size], "MB")
+    import torch  # noqa: F401
+
+    for ranks in NUMBERS:
+        report.add(f"floor: fork {ranks} ranks", timed(lambda number=ranks: fork_floor(number), RUNS))
     theirs = report.add(f"TorchDistributor, {PEER_RANKS} ranks", peer())
     most = NUMBERS[-1]
     report.hold(f"{most} ranks / TorchDistributor's {PEER_RANKS}", medians[most] / theirs, 1.0)
