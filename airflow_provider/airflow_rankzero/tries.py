@@ -62,7 +62,7 @@ def _longest_delay(task: BaseOperator, tries: int) -> float:
     """Of the task itself, or of a rule of its retry policy."""
     rules = getattr(getattr(task, "retry_policy", None), "rules", ())
     delays = [rule.retry_delay.total_seconds() for rule in rules if rule.retry_delay is not None]
-    return max(_own_delay(task, tries), *delays, 0.0)
+    return float(max(_own_delay(task, tries), *delays, 0.0))
 
 
 def _own_delay(task: BaseOperator, tries: int) -> float:

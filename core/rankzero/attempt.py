@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero import policy, store, verdict
+from rankzero.agent.network import is_loopback
 from rankzero.channel.auth import new_secret
 from rankzero.channel.frames import Message
 from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
@@ -368,7 +369,7 @@ class Attempt:
                     "type": "start",
                     "first_rank": agent.first_rank,
                     "node_rank": node_rank,
-                    "master_addr": self._agents[order[0]].join["host"],
+                    "master_addr": self._rendezvous_hosts(self._agents[order[0]])[0],
                     "run_directory": None if self._run.is_remote else self._run.directory,
                     "run_token": token,
                     "files": self._files,
@@ -383,13 +384,16 @@ class Attempt:
                 },
             )
 
-    def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
+    def _rendezvous_hosts(self, agent: _AgentState) -> list[str]:
+        """Where the ranks of all hosts may reach an agent's, the best first."""
         hosts = list(dict.fromkeys([agent.join["host"], agent.join["address"]]))
         if len({other.name for other in self._agents.values()}) > 1:
             # A loopback address stands for another host on every other one.
-            hosts = [
-                host for host in hosts if not host.startswith("127.") and host not in ("::1", "localhost")
-            ] or hosts
+            hosts = [host for host in hosts if not is_loopback(host)] or hosts
+        return hosts
+
+    def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
+        hosts = self._rendezvous_hosts(agent)
         self._server.broadcast({"type": "go", "master_hosts": hosts, "master_port": message["port"]})
         self._rendezvous = True
         self._note_start()

@@ -71,6 +71,7 @@ def test_a_users_word_is_told_from_everything_else(answer: Any, ended: bool) -> 
 
 def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
     from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
+
     from airflow_rankzero import tries
 
     rules = [

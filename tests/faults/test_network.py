@@ -57,8 +57,20 @@ def test_driver_and_rendezvous_keep_to_their_ports(launcher: Launcher) -> None:
 
 def test_a_range_without_room_for_the_rendezvous_is_named(launcher: Launcher) -> None:
     first, last = free_ports(1)
-    with pytest.raises(WorkerFailedError, match=rf"no port of ports=\({first}, {last}\) is free"):
+    with pytest.raises(WorkerFailedError, match=rf"none of the ports {first} to {last} on 127.0.0.1 is free"):
         launcher.options(ports=(first, last)).run(reduce)
+
+
+def test_ranks_of_one_machine_meet_where_nobody_else_can_join(launcher: Launcher) -> None:
+    # torch's own socket takes connections of the whole network, and asks a DNS for the name of each.
+    def listening() -> set[str]:
+        reduce()
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        return {line[1] for line in lines if line[1].endswith(port) and line[3] == "0A"}
+
+    (address,) = launcher.run(listening)
+    assert address.startswith("0100007F:")
 
 
 def test_the_interface_is_chosen_where_the_user_did_not(launcher: Launcher) -> None:

@@ -83,6 +83,11 @@ def socket_environment(host: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": label, "NCCL_SOCKET_IFNAME": f"={name}" if label == name else name}
 
 
+def is_loopback(host: str) -> bool:
+    """True for an address or name that means this host on every host."""
+    return host.startswith("127.") or host in ("::1", "localhost")
+
+
 def first_reachable(hosts: Sequence[str], port: int, timeout: float) -> str | None:
     """The first of several hosts that accepts a TCP connection; the connection is closed at once.
 

@@ -34,6 +34,7 @@ from rankzero.agent import network
 from rankzero.agent.descendants import die_with_parent
 from rankzero.channel import frames
 from rankzero.channel.frames import Message
+from rankzero.channel.listen import listen
 from rankzero.errors import ResultError, RetryableError
 
 EXIT_HANDLERS_TIMEOUT = 5.0
@@ -238,7 +239,7 @@ def _meet(go: Message, rank: int) -> None:
     """
     hosts, port = go["master_hosts"], go["master_port"]
     host = hosts[0]
-    if rank != 0:
+    if rank != 0 and not network.is_loopback(host):
         reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
         if reached is None:
             raise ConnectionError(
@@ -275,29 +276,22 @@ def _bind_rendezvous(control: Control, start: Message) -> None:
         return
     import torch.distributed as dist
 
-    store = _first_free(
-        start["ports"],
-        lambda port: dist.TCPStore(  # type: ignore[attr-defined]
-            start["master_addr"],
-            port,
-            start["context"]["world_size"],
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-        ),
+    host = start["master_addr"]
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
+    # that /etc/hosts does not know, so that it asks a DNS for the name of each.
+    listener = listen(host if network.is_loopback(host) else everywhere, start["ports"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        listener.getsockname()[1],
+        start["context"]["world_size"],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
     )
     _rendezvous = store
     control.send({"type": "rendezvous", "port": store.port})
-
-
-def _first_free(ports: list[int] | None, bind: Callable[[int], Any]) -> Any:
-    """What ``bind`` makes of the first port of a range that it can have; of port 0 if there is no range."""
-    if ports is None:
-        return bind(0)
-    for port in range(ports[0], ports[1] + 1):
-        with contextlib.suppress(RuntimeError):
-            return bind(port)
-    raise RuntimeError(f"no port of ports=({ports[0]}, {ports[1]}) is free on {socket.gethostname()}")
 
 
 def _separate_process_groups() -> None:

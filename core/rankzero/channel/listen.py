@@ -37,7 +37,7 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
                 if error.errno in _TAKEN:
                     continue
                 raise OSError(
-                    error.errno, f"the driver cannot listen on {host} port {port}: {error.strerror}"
+                    error.errno, f"cannot listen on {host} port {port}: {error.strerror}"
                 ) from None
             listener.setblocking(False)
             stack.pop_all()
