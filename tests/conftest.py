@@ -13,6 +13,9 @@ from rankzero import Launcher
 
 ROOT = Path(__file__).parents[1]
 
+# Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 ORPHAN_TIMEOUT = 6.0
 
 LOOK = 0.02

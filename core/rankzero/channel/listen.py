@@ -36,9 +36,7 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
             except OSError as error:
                 if error.errno in _TAKEN:
                     continue
-                raise OSError(
-                    error.errno, f"cannot listen on {host} port {port}: {error.strerror}"
-                ) from None
+                raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
             listener.setblocking(False)
             stack.pop_all()
             return listener
