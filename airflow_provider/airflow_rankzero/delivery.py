@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 def value_of(handle: RunHandle[Any]) -> Any:
     """Rank 0's value if it is a small JSON value, else its `rankzero.ResultRef`.
 

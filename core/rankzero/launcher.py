@@ -18,7 +18,7 @@ from rankzero.checkpoint import CheckpointConfig
 from rankzero.directory import Position, RunDirectory
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
-from rankzero.liveness import is_gone, this_process
+from rankzero.liveness import this_process
 from rankzero.policy import STOP_GRACE
 from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
@@ -272,21 +272,12 @@ def open_owned(
     engine = _engine_of(launcher)
     patience = launcher.stop_grace + CANCEL_TIMEOUT
 
-    def prepare() -> tuple[RunDirectory, bool]:
-        return _prepare(
-            launcher, engine, train, args, kwargs, detached=engine.prefers_own_process, owner=this_process()
-        )
-
-    run, started = prepare()
-    if not started:
-        handle: RunHandle[Any] = RunHandle(run.directory)
-        owner = run.job().owner
-        if owner and is_gone(owner) and not handle.status().final:
-            # A retry right after the death of the process that ran it: its ranks are on their way out.
-            handle.wait(patience)
-            run, started = prepare()
+    run, started = _prepare(
+        launcher, engine, train, args, kwargs, detached=engine.prefers_own_process, owner=this_process()
+    )
     since = RunHandle[Any](run.directory).ends()
     if not started:
+        handle = RunHandle[Any](run.directory)
         if not handle.status().final:
             raise InvalidJobError(
                 f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
