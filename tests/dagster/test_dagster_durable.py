@@ -1,5 +1,6 @@
 """A training outlives the death of its step's process if another try will come, and only then."""
 
+import contextlib
 import json
 import os
 import signal
@@ -31,8 +32,7 @@ class Place:
         return RunHandle.attach(directory)
 
     def trains(self) -> bool:
-        runs = self.folder / "runs"
-        return runs.exists() and any(runs.iterdir()) and self.training().status().checkpoint is not None
+        return any((self.folder / "runs").glob("*/job.json")) and self.training().status().checkpoint is not None
 
     def ranks(self) -> set[int]:
         return set(processes_with(f"OF_RANK={self.mark}"))
@@ -53,15 +53,16 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    made = Place(tmp_path, marker)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    # In the environment of ranks only, under this name.
+    mark = f"of-{tmp_path.name}-{os.getpid()}"
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     monkeypatch.setenv("TEST_STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
-    monkeypatch.setenv("TEST_RANK_MARK", marker)
+    monkeypatch.setenv("TEST_RANK_MARK", mark)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
-    yield made
-    assert wait_until_gone(f"OF_RANK={marker}", 10) == []
+    yield Place(tmp_path, mark)
+    assert wait_until_gone(f"OF_RANK={mark}") == []
 
 
 @pytest.fixture
@@ -76,10 +77,24 @@ def execute(job: Callable[[], dg.JobDefinition], instance: dg.DagsterInstance, *
         return result
 
 
-def beside(action: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=action, daemon=True)
+@contextlib.contextmanager
+def beside(action: Callable[[], object]) -> Iterator[None]:
+    """Does something while the main thread executes a run, which an action that fails lets end."""
+    failures: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            failures.append(error)
+            Path(os.environ["TEST_FOLDER"], "go").touch()
+
+    thread = threading.Thread(target=act, daemon=True)
     thread.start()
-    return thread
+    yield
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -94,18 +109,15 @@ def test_the_next_try_takes_up_the_training_of_a_step_that_died(
         seen["after"] = place.ranks()
         place.touch("go")
 
-    thread = beside(hurt)
-    result = execute(durable_training.durable_job, home_instance)
-    thread.join()
+    with beside(hurt):
+        result = execute(durable_training.durable_job, home_instance)
     assert result.success
     assert seen["before"] <= seen["after"]
     assert place.stored()["pid"] in seen["before"]
     assert place.training().submission == 0
 
 
-def test_a_result_that_came_while_no_step_looked_is_delivered(
-    place: Place, home_instance: dg.DagsterInstance
-) -> None:
+def test_a_result_that_came_while_no_step_looked_is_delivered(place: Place, home_instance: dg.DagsterInstance) -> None:
     seen: dict[str, Any] = {}
     place.touch("hold")
 
@@ -113,28 +125,24 @@ def test_a_result_that_came_while_no_step_looked_is_delivered(
         seen["ranks"] = place.hurt_step(signal.SIGKILL)
         place.touch("go")
         until(lambda: place.training().status().final, WAIT, "the end of the training")
-        place.touch("again")
+        (place.folder / "hold").unlink()
 
-    thread = beside(hurt)
-    result = execute(durable_training.durable_job, home_instance)
-    thread.join()
+    with beside(hurt):
+        result = execute(durable_training.durable_job, home_instance)
     assert result.success
     assert place.stored()["pid"] in seen["ranks"]
     assert place.training().submission == 0
 
 
-def test_without_another_try_the_training_dies_with_its_step(
-    place: Place, home_instance: dg.DagsterInstance
-) -> None:
+def test_without_another_try_the_training_dies_with_its_step(place: Place, home_instance: dg.DagsterInstance) -> None:
     seen: dict[str, Any] = {}
 
     def hurt() -> None:
         seen["ranks"] = place.hurt_step(signal.SIGKILL)
         seen["left"] = wait_until_gone(f"OF_RANK={place.mark}", 5)
 
-    thread = beside(hurt)
-    result = execute(durable_training.fragile_job, home_instance)
-    thread.join()
+    with beside(hurt):
+        result = execute(durable_training.fragile_job, home_instance)
     assert not result.success
     assert seen["ranks"]
     assert seen["left"] == []
@@ -144,28 +152,27 @@ def test_a_failed_training_goes_on_from_its_checkpoint_in_the_next_try(
     place: Place, home_instance: dg.DagsterInstance
 ) -> None:
     place.touch("fail-0")
-    thread = beside(lambda: (until((place.folder / "step-1").exists, WAIT, "a try"), place.touch("go")))
-    assert execute(durable_training.durable_in_process, home_instance).success
-    thread.join()
+    with beside(lambda: (until((place.folder / "step-1").exists, WAIT, "the next try"), place.touch("go"))):
+        assert execute(durable_training.durable_in_process, home_instance).success
     assert place.stored()["epoch"] == 1
 
 
 def test_what_a_user_executes_again_goes_on_or_trains_anew(place: Place, home_instance: dg.DagsterInstance) -> None:
     place.touch("fail-0")
-    failed = execute(durable_training.fragile_job, home_instance)
+    failed = execute(durable_training.fragile_in_process, home_instance)
     assert not failed.success
 
     # From the checkpoint: it failed.
     place.touch("go")
     options = dg.ReexecutionOptions.from_failure(failed.run_id, home_instance)
-    again = execute(durable_training.fragile_job, home_instance, reexecution_options=options)
+    again = execute(durable_training.fragile_in_process, home_instance, reexecution_options=options)
     assert again.success
     assert place.stored()["epoch"] == 1
     trained = place.stored()["pid"]
 
     # From scratch: its result was delivered.
     options = dg.ReexecutionOptions(parent_run_id=again.run_id)
-    assert execute(durable_training.fragile_job, home_instance, reexecution_options=options).success
+    assert execute(durable_training.fragile_in_process, home_instance, reexecution_options=options).success
     assert place.stored()["epoch"] == 0
     assert place.stored()["pid"] != trained
     assert place.training().submission == 2
