@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -243,8 +244,19 @@ class RunHandle(Generic[R]):
 
     def cancel(self) -> None:
         """Asks the driver to end the run; no error if it has ended, or was asked before. `wait` for the end."""
-        if not self._run.status().final:
+        status = self._run.status()
+        if not status.final:
             self._run.request_cancel()
+            if self._run.is_remote:
+                self._wake_driver(status)
+
+    def _wake_driver(self, status: RunStatus) -> None:
+        """Tells a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""
+        pid, job = status.driver_pid, self._run.job()
+        is_here = status.driver_namespace == process_namespace() and job.submission == status.submission
+        if pid and job.owner is None and is_here and process_state(pid, status.driver_start):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Lines that the ranks wrote, in every attempt.

@@ -59,7 +59,7 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_resource_tracker(suite_marker: str) -> Iterator[None]:
-    """Ends the process with which `multiprocessing` watches semaphores, once the multiprocess executor was used here."""
+    """Ends the process that watches the semaphores of the multiprocess executor, where that was used here."""
     yield
     from multiprocessing import resource_tracker
 

@@ -76,8 +76,7 @@ class Deployment:
         self._url = f"http://127.0.0.1:{port}"
         programs = find_programs() if importlib.util.find_spec("dagster_postgres") else None
         self.postgres = Postgres(programs) if programs else None
-        url = self.postgres.url.replace("+psycopg2", "") if self.postgres else None
-        (home / "dagster.yaml").write_text(_SETTINGS + (_POSTGRES % url if url else ""))
+        (home / "dagster.yaml").write_text(_SETTINGS + (_POSTGRES % self.postgres.url if self.postgres else ""))
         command = [sys.executable, "-m", "dagster", "dev", "-f", str(definitions), "-h", "127.0.0.1", "-p", str(port)]
         variables = {
             **os.environ,

@@ -61,7 +61,7 @@ def test_an_asset_is_observed_while_its_ranks_train(one_rank: TorchDistributorRe
 
     result = dg.materialize([model], resources={"torch_distributor": one_rank}, partition_key="b")
     seen = observed(result)
-    assert [entry["metric/epoch"] for entry in seen][0] == 0
+    assert seen[0]["metric/epoch"] == 0
     # What is no number cannot be plotted.
     assert set(seen[0]) == {"partition", "metric/loss", "metric/epoch"}
     assert {entry["partition"] for entry in seen} == {"b"}
