@@ -25,8 +25,6 @@ LONGEST_DELAY = 24 * 3600.0
 
 _STEM_LIMIT = 100
 
-_ENDED_BY_A_USER = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
-
 
 @dataclass(frozen=True)
 class Step:
@@ -82,7 +80,7 @@ class Step:
     def was_ended_by_a_user(self) -> bool:
         """True if Dagster has been told to end the run: by a user, or by its own bound of a run's time.
 
-        Else a process that is interrupted goes away with its host.
+        Else a process that is interrupted goes away with its host, and the run counts as started until that is over.
         """
         try:
             run = self.instance.get_run_by_id(self.dagster_run)
@@ -90,8 +88,8 @@ class Step:
             # A whole deployment goes down: the training's lease ends it if nobody comes back.
             logger.warning("cannot ask Dagster whether the run is being terminated", exc_info=True)
             return False
-        # A run that was deleted has nobody who could come back for it.
-        return run is None or run.status in _ENDED_BY_A_USER
+        # A run that takes too long is marked as failed while its steps are being interrupted.
+        return run is None or run.is_finished or run.status is dg.DagsterRunStatus.CANCELING
 
     def is_alone(self, dagster_run: str | None) -> bool:
         """False if a run with that id still goes on beside this one."""
