@@ -222,9 +222,10 @@ class RunDirectory:
             return store.read_bytes(self.path("delivered")) == str(submission).encode()
         return False
 
-    def renew_lease(self) -> None:
-        """Says that somebody follows this run."""
-        store.write_bytes(self.path("lease"), secrets.token_hex(8).encode())
+    def renew_lease(self, bound: float | None = None) -> None:
+        """Says that somebody follows this run, and for how many seconds that holds; None for its ``orphan_timeout``."""
+        words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
+        store.write_bytes(self.path("lease"), " ".join(words).encode())
 
     def lease(self) -> bytes:
         """What the last follower wrote; empty if nobody has."""

@@ -72,6 +72,7 @@ class RunHandle(Generic[R]):
         self._heartbeat = self._heartbeat_seen = 0.0
         self._lease_interval: float | None = None
         self._lease_renewed = 0.0
+        self._lease_bound: float | None = None
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
@@ -190,7 +191,18 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._run.renew_lease()
+        self._run.renew_lease(self._lease_bound)
+
+    def hold(self, bound: float) -> None:
+        """From now on the run ends if this handle does not follow it for so many seconds; nobody comes after it.
+
+        For the last that takes up a run with an ``orphan_timeout``, which would else wait that long for the next.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        self._lease_bound, self._lease_interval = bound, min(LEASE_INTERVAL, bound / 4)
+        self.renew_lease()
 
     def _renew_lease(self) -> None:
         """Tells the driver of a run with an ``orphan_timeout`` that somebody follows it."""
@@ -201,7 +213,7 @@ class RunHandle(Generic[R]):
             self._lease_renewed = time.monotonic()
             # A lease that cannot be renewed must not end the follower.
             with contextlib.suppress(Exception):
-                self._run.renew_lease()
+                self._run.renew_lease(self._lease_bound)
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
         """Waits and returns the handle of rank 0's value.

@@ -17,6 +17,9 @@ from rankzero.launcher import open_owned
 from rankzero.run import CANCEL_TIMEOUT, FOLLOW_INTERVAL, FOLLOW_INTERVAL_REMOTE
 from rankzero.store import is_url
 
+LAST_LEASE = 60.0
+"""Seconds for which a training that the last try took up outlives that. Longer than a store is away for a moment."""
+
 Opened = tuple[RunHandle[Any], dict[int, Position]]
 """A run, and where each rank's lines begin that are to be shown."""
 
@@ -65,6 +68,8 @@ def open_run(
         if waiting := launcher.take_up():
             log.info("took up the training in %s", waiting.directory)
             with _shared(launcher, step, log):
+                if not (step.another_follows or waiting.status().final):
+                    waiting.hold(LAST_LEASE)
                 yield waiting, _positions(waiting, {})
             return
     if not step.another_follows:

@@ -10,7 +10,9 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from tests.conftest import until
 
+from dagster_rankzero import step_run
 from dagster_rankzero.step import Step
 from dagster_rankzero.step_run import open_run
 from rankzero import Launcher, RunHandle
@@ -92,6 +94,20 @@ def test_a_re_execution_takes_up_what_a_dead_run_has_left(step: Step, open_step:
     with open_step(replace(step, dagster_run="two", generation="two")) as (taken_up, _):
         assert taken_up.directory == left.directory
         assert taken_up.submission == 0
+
+
+def test_the_last_try_is_not_survived_for_long_by_what_it_took_up(
+    step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_run, "LAST_LEASE", 1.0)
+    unfinished.add("one")
+    with open_step(step) as (handle, _):
+        pass
+    with open_step(replace(step, number=1, another_follows=False)) as (taken_up, _):
+        assert taken_up.directory == handle.directory
+    # A process that was killed says nothing; neither does a block that ends before the run.
+    until(lambda: handle.status().final, 60, "the end of the training")
+    assert handle.status().state == "cancelled"
 
 
 def test_other_arguments_end_the_training_that_lives(step: Step, open_step: Open, unfinished: set[str]) -> None:
