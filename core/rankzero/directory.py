@@ -13,8 +13,9 @@
     checkpoints/  see `rankzero.checkpoint`
     result/       rank 0's value
     cancel        a request to end
-    lease         renewed by whoever follows a run with an ``orphan_timeout``
+    lease         renewed by whoever follows a run with an ``orphan_timeout``, with a shorter bound if nobody comes after
     delivered     the submission whose result was handed on
+    handed        which try of an orchestrator got it; see `rankzero.handover`
     driver.log    what a detached driver wrote
 
 On an object store ``events.jsonl`` and the logs are folders of numbered pieces.

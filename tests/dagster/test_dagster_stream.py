@@ -166,6 +166,9 @@ def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
         with dg.build_asset_context() as context, pytest.raises(Stop):
             one_rank.run(context, endless)
         left = processes_with(marker)
+        (job,) = (tmp_path / "runs").glob("*/job.json")
+        # Ended as asked for, and the call has waited for that.
+        assert RunHandle.attach(job.parent).status().state == "cancelled"
         assert signal.getsignal(signal.SIGUSR1) is stop
     finally:
         signal.signal(signal.SIGUSR1, before)
