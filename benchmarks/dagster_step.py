@@ -84,12 +84,10 @@ def seconds(asset: dg.AssetsDefinition, folder: str) -> list[float]:
     return taken
 
 
-def peak_of(which: str, folder: str) -> float:
-    """Peak memory in MB of a process that runs this program's ``which``."""
-    done = subprocess.run(
-        [sys.executable, __file__, which, folder], check=True, capture_output=True, text=True, env=os.environ
-    )
-    return float(done.stdout.rpartition("peak ")[2])
+def told(which: str, folder: str, word: str) -> float:
+    """The number behind a word that a process prints which materializes one of the assets."""
+    done = subprocess.run([sys.executable, __file__, which, folder], check=True, capture_output=True, text=True)
+    return float(done.stdout.rpartition(f"{word} ")[2].split()[0])
 
 
 def main() -> None:
@@ -101,10 +99,9 @@ def main() -> None:
         report.add("a plain asset, warm", seconds(plain, folder))
         report.add("a training that ends with its step, warm", seconds(trained, folder))
         report.add("a training that outlives its step, warm", seconds(durable, folder))
-        done = subprocess.run([sys.executable, __file__, "observe", folder], check=True, capture_output=True, text=True)
-        report.add("an observation, SQLite", [1000 * float(done.stdout.rpartition("each ")[2])], "ms")
-        small = report.add("peak memory of the step's process, a small result", [peak_of("small", folder)], "MB")
-        big = report.add(f"the same, {MEGABYTES} MB by reference", [peak_of("large", folder)], "MB")
+        report.add("an observation, SQLite", [1000 * told("observe", folder, "each")], "ms")
+        small = report.add("peak memory of the step's process, a small result", [told("small", folder, "peak")], "MB")
+        big = report.add(f"the same, {MEGABYTES} MB by reference", [told("large", folder, "peak")], "MB")
     report.hold(f"memory for {MEGABYTES} MB by reference over a small result, MB", big - small, 50.0)
     report.finish()
 

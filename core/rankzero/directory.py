@@ -13,7 +13,7 @@
     checkpoints/  see `rankzero.checkpoint`
     result/       rank 0's value
     cancel        a request to end
-    lease         renewed by whoever follows a run with an ``orphan_timeout``, with a shorter bound if nobody comes after
+    lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivered     the submission whose result was handed on
     handed        which try of an orchestrator got it; see `rankzero.handover`
     driver.log    what a detached driver wrote
