@@ -51,6 +51,7 @@ wait_until = functools.partial(until, pause=0.05)
 _SETTINGS = """
 telemetry: {enabled: false}
 run_monitoring: {enabled: true, poll_interval_seconds: 1}
+run_retries: {enabled: true, max_retries: 0}
 """
 _POSTGRES = """
 storage:

@@ -97,7 +97,7 @@ def beside(action: Callable[[], object]) -> Iterator[None]:
         raise failures[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_the_next_try_takes_up_the_training_of_a_step_that_died(
     place: Place, home_instance: dg.DagsterInstance, number: signal.Signals
 ) -> None:

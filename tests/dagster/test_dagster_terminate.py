@@ -81,8 +81,9 @@ def launch(dagster: Deployment, root: Path, tmp_path: Path) -> Iterator[Any]:
     """Launches jobs; their ranks are gone at the end."""
     launched: list[Launched] = []
 
-    def start(job: str) -> Launched:
-        launched.append(Launched(dagster, root, tmp_path, dagster.launch(job, {FOLDER_TAG: str(tmp_path)})))
+    def start(job: str, **tags: str) -> Launched:
+        run_id = dagster.launch(job, {FOLDER_TAG: str(tmp_path), **{f"dagster/{key}": tags[key] for key in tags}})
+        launched.append(Launched(dagster, root, tmp_path, run_id))
         return launched[-1]
 
     yield start
@@ -156,6 +157,23 @@ def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
     assert ranks <= set(processes_with(launched.rank_mark))
     launched.let_go()
     assert dagster.finish(launched.run_id) == "SUCCESS"
+    assert launched.training().submission == 0
+    assert launched.training().result()["pid"] in ranks
+
+
+@pytest.mark.soak
+def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dagster: Deployment) -> None:
+    # The step itself has no retry policy.
+    launched = launch("fragile_job", max_retries="1")
+    ranks = launched.await_ranks()
+    before = set(dagster.runs_of("fragile_job"))
+    os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
+    (again,) = wait_until(lambda: set(dagster.runs_of("fragile_job")) - before, RUN_TIMEOUT, "the next run")
+    wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
+    assert ranks <= set(processes_with(launched.rank_mark))
+    launched.let_go()
+    assert dagster.finish(again) == "SUCCESS"
+    assert dagster.status(launched.run_id) == "FAILURE"
     assert launched.training().submission == 0
     assert launched.training().result()["pid"] in ranks
 
