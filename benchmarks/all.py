@@ -26,6 +26,8 @@ NAMES = [
     "imports",
     "airflow_task",
     "airflow_scheduler",
+    "dagster_step",
+    "dagster_cancel",
     "failure",
 ]
 

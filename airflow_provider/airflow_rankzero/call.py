@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from rankzero import job
@@ -22,17 +21,6 @@ def plain(value: Any) -> Any:
     if type(value) is dict:
         return {key: plain(item) for key, item in value.items()}
     return value
-
-
-def digest_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Tells a training with other arguments from one that is to go on. Empty for arguments that cannot be told."""
-    import cloudpickle
-
-    try:
-        return hashlib.sha256(cloudpickle.dumps((args, kwargs))).hexdigest()[:16]
-    except Exception:
-        # The submission says what is wrong with them.
-        return ""
 
 
 def check_early(num_processes: Any, processes_per_task: Any, backend: Any) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero import tries
-from rankzero import store
+from rankzero import handover
 from rankzero.run import RunHandle
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
 logger = logging.getLogger(__name__)
-
-# File of a run directory: who got its result.
-_NOTE = "handed"
 
 
 def value_of(handle: RunHandle[Any]) -> Any:
@@ -66,21 +62,18 @@ def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
 
 def hand(handle: RunHandle[Any], ti: Any) -> None:
     """Before the value goes to Airflow: notes which try gets it."""
-    note = {"submission": handle.submission, "generation": tries.generation(ti), "try": ti.try_number}
-    store.write_bytes(store.join(handle.directory, _NOTE), json.dumps(note).encode())
+    handover.note(handle, generation=tries.generation(ti), number=ti.try_number)
 
 
 def _is_for(handle: RunHandle[Any], ti: Any, *, same_arguments: bool) -> bool:
     """True if the result of a run that has succeeded is this try's."""
-    note: dict[str, Any] = {}
-    with contextlib.suppress(FileNotFoundError):
-        note = json.loads(store.read_bytes(store.join(handle.directory, _NOTE)))
-    if note.get("submission") != handle.submission:
+    taker = handover.taker_of(handle)
+    if taker is None:
         # Nobody got it. After a clear it is what was asked for, unless that is something else now.
         return same_arguments or handle.labels.get("generation") == tries.generation(ti)
     # A later try of the same generation: the one that got it died, or Airflow did not take its word. The same try
     # again: somebody has deleted the DAG run and made it anew, as `dag.test` does.
-    return bool(note["generation"] == tries.generation(ti) and ti.try_number > note["try"])
+    return bool(taker["generation"] == tries.generation(ti) and ti.try_number > taker["number"])
 
 
 def settle(before: RunHandle[Any], ti: Any, arguments: str, patience: float) -> None:

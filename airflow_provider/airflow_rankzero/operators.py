@@ -17,13 +17,14 @@ from airflow.sdk.exceptions import (
 )
 
 from airflow_rankzero import delivery, lineage, lines, settings, tries
-from airflow_rankzero.call import check_early, digest_of, plain
+from airflow_rankzero.call import check_early, plain
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.spark_conf import as_text
 from airflow_rankzero.task_run import TaskRun
 from rankzero.checkpoint import CheckpointConfig
+from rankzero.digest import digest_of
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
 from rankzero.policy import STOP_GRACE

@@ -13,8 +13,9 @@
     checkpoints/  see `rankzero.checkpoint`
     result/       rank 0's value
     cancel        a request to end
-    lease         renewed by whoever follows a run with an ``orphan_timeout``
+    lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivered     the submission whose result was handed on
+    handed        which try of an orchestrator got it; see `rankzero.handover`
     driver.log    what a detached driver wrote
 
 On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
@@ -222,9 +223,10 @@ class RunDirectory:
             return store.read_bytes(self.path("delivered")) == str(submission).encode()
         return False
 
-    def renew_lease(self) -> None:
-        """Says that somebody follows this run."""
-        store.write_bytes(self.path("lease"), secrets.token_hex(8).encode())
+    def renew_lease(self, bound: float | None = None) -> None:
+        """Says that somebody follows this run, and for how many seconds that holds; None for its ``orphan_timeout``."""
+        words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
+        store.write_bytes(self.path("lease"), " ".join(words).encode())
 
     def lease(self) -> bytes:
         """What the last follower wrote; empty if nobody has."""

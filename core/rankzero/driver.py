@@ -210,6 +210,9 @@ class DriverThread(threading.Thread):
         super().__init__(name="rankzero-driver", daemon=True)
         self.driver = driver
         self.error: BaseException | None = None
+        # Not join() with a timeout, nor is_alive(): before CPython 3.13 an exception of a signal handler inside of
+        # join() makes a thread that runs look ended.
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Runs the driver."""
@@ -217,14 +220,16 @@ class DriverThread(threading.Thread):
             self.driver.run()
         except BaseException as error:
             self.error = error
+        finally:
+            self._ended.set()
 
     def poll(self) -> int | None:
         """None while it lives, as a process would say."""
-        return None if self.is_alive() else 0
+        return 0 if self._ended.is_set() else None
 
     def await_end(self, timeout: float) -> None:
         """Returns when it has ended, or after so many seconds."""
-        self.join(timeout)
+        self._ended.wait(timeout)
 
 
 def _watch_owner(fd: int, inbox: Inbox) -> None:

@@ -15,10 +15,10 @@ from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from rankzero import job as jobs
 from rankzero import store
 from rankzero.checkpoint import CheckpointConfig
-from rankzero.directory import RunDirectory
+from rankzero.directory import Position, RunDirectory
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
-from rankzero.liveness import is_gone, this_process
+from rankzero.liveness import this_process
 from rankzero.policy import STOP_GRACE
 from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
@@ -243,38 +243,52 @@ def start_owned(
         InvalidJobError: refused before anything started.
         BaseException: whatever interrupted this thread, after the run was ended.
     """
+    with open_owned(launcher, train, args, kwargs) as (handle, since):
+        if on_start:
+            on_start(handle)
+        for line in handle.lines(since, follow=True, prefix=True):
+            on_line(line)
+    return handle
+
+
+@contextlib.contextmanager
+def open_owned(
+    launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[RunHandle[Any], dict[int, Position]]]:
+    """A run that ends with the block, however that ends, and with this process.
+
+    Args:
+        launcher: The configuration.
+        train: As for `Launcher.run`.
+        args: As for `Launcher.run`.
+        kwargs: As for `Launcher.run`.
+
+    Yields:
+        The handle, to be followed until the run has ended, and where each rank's lines of earlier submissions end.
+
+    Raises:
+        InvalidJobError: refused before anything started.
+    """
     engine = _engine_of(launcher)
     patience = launcher.stop_grace + CANCEL_TIMEOUT
 
-    def prepare() -> tuple[RunDirectory, bool]:
-        return _prepare(
-            launcher, engine, train, args, kwargs, detached=engine.prefers_own_process, owner=this_process()
-        )
-
-    run, started = prepare()
+    run, started = _prepare(
+        launcher, engine, train, args, kwargs, detached=engine.prefers_own_process, owner=this_process()
+    )
+    since = RunHandle[Any](run.directory).ends()
     if not started:
-        handle: RunHandle[Any] = RunHandle(run.directory)
-        owner = run.job().owner
-        if owner and is_gone(owner) and not handle.status().final:
-            # A retry right after the death of the process that ran it: its ranks are on their way out.
-            handle.wait(patience)
-            run, started = prepare()
-    if not started:
+        handle = RunHandle[Any](run.directory)
         if not handle.status().final:
             raise InvalidJobError(
                 f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
                 "another run_id"
             )
         # It succeeded, and whoever waited for it died before it could hand the result on.
-        return handle
-    ends = RunHandle[Any](run.directory).ends()
+        yield handle, since
+        return
     driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
     with driver as handle:
-        if on_start:
-            on_start(handle)
-        for line in handle.lines(ends, follow=True, prefix=True):
-            on_line(line)
-    return handle
+        yield handle, since
 
 
 @contextlib.contextmanager
@@ -310,7 +324,7 @@ def _thread_driver(run: RunDirectory, engine: Engine, patience: float) -> Iterat
         )
         raise
     finally:
-        thread.join(patience)
+        thread.await_end(patience)
     if thread.error:
         raise thread.error
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +72,7 @@ class RunHandle(Generic[R]):
         self._heartbeat = self._heartbeat_seen = 0.0
         self._lease_interval: float | None = None
         self._lease_renewed = 0.0
+        self._lease_bound: float | None = None
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
@@ -189,7 +191,18 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._run.renew_lease()
+        self._run.renew_lease(self._lease_bound)
+
+    def hold(self, bound: float) -> None:
+        """From now on the run ends if this handle does not follow it for so many seconds; nobody comes after it.
+
+        For the last that takes up a run with an ``orphan_timeout``, which would else wait that long for the next.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        self._lease_bound, self._lease_interval = bound, min(LEASE_INTERVAL, bound / 4)
+        self.renew_lease()
 
     def _renew_lease(self) -> None:
         """Tells the driver of a run with an ``orphan_timeout`` that somebody follows it."""
@@ -200,7 +213,7 @@ class RunHandle(Generic[R]):
             self._lease_renewed = time.monotonic()
             # A lease that cannot be renewed must not end the follower.
             with contextlib.suppress(Exception):
-                self._run.renew_lease()
+                self._run.renew_lease(self._lease_bound)
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
         """Waits and returns the handle of rank 0's value.
@@ -243,8 +256,19 @@ class RunHandle(Generic[R]):
 
     def cancel(self) -> None:
         """Asks the driver to end the run; no error if it has ended, or was asked before. `wait` for the end."""
-        if not self._run.status().final:
+        status = self._run.status()
+        if not status.final:
             self._run.request_cancel()
+            if self._run.is_remote:
+                self._wake_driver(status)
+
+    def _wake_driver(self, status: RunStatus) -> None:
+        """Tells a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""
+        pid, job = status.driver_pid, self._run.job()
+        is_here = status.driver_namespace == process_namespace() and job.submission == status.submission
+        if pid and job.owner is None and is_here and process_state(pid, status.driver_start):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
         """Lines that the ranks wrote, in every attempt.

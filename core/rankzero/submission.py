@@ -19,6 +19,7 @@ from rankzero.directory import RunDirectory, RunStatus
 from rankzero.envelope import Part
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.job import Job
+from rankzero.liveness import is_gone
 from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 logger = logging.getLogger(__name__)
@@ -135,8 +136,9 @@ def is_waiting(run: RunDirectory) -> bool:
 
 
 def _is_ending(run: RunDirectory, existing: Existing) -> bool:
-    """True for a run that lives and was asked to end: whoever submits it again wants another."""
-    return not existing.status.final and run.cancel_requested()
+    """True for a run that lives and was asked to end, or whose owner is gone: who submits it again wants another."""
+    owner = existing.job.owner
+    return not existing.status.final and (run.cancel_requested() or bool(owner and is_gone(owner)))
 
 
 def _await_end(run: RunDirectory, job: Job) -> None:
@@ -145,7 +147,7 @@ def _await_end(run: RunDirectory, job: Job) -> None:
     # Until it has ended, or somebody else who waited for that has submitted it again.
     while (existing := look(run)) and _is_ending(run, existing):
         if time.monotonic() > deadline:
-            raise EngineError(f"the run in {run.directory} was cancelled and has not ended after {bound:g} s")
+            raise EngineError(f"the run in {run.directory} is to end and has not ended after {bound:g} s")
         tick.wait(_LOOK)
 
 

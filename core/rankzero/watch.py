@@ -91,9 +91,10 @@ class Watch:
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()
+        _, _, bound = lease.partition(b" ")
+        seconds = min(orphan_timeout, float(bound)) if bound else orphan_timeout
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
-        elif now - self._lease_seen > orphan_timeout:
-            raise RunCancelledError(
-                f"nobody followed the run for orphan_timeout={orphan_timeout} s, so it cancelled itself"
-            )
+        elif now - self._lease_seen > seconds:
+            who = "its last follower was gone for " if bound else "nobody followed the run for orphan_timeout="
+            raise RunCancelledError(f"{who}{seconds} s, so it cancelled itself")

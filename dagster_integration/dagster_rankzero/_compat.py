@@ -1,9 +1,18 @@
 """Everything that is taken from Dagster's inside. One place to look at when Dagster changes."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import dagster as dg
 from dagster._core.errors import DagsterInvalidPropertyError
+from dagster._core.storage.tags import (
+    ASSET_RESUME_RETRY_TAG,
+    MAX_RETRIES_TAG,
+    RESUME_RETRY_TAG,
+    RETRY_NUMBER_TAG,
+)
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster_shared.libraries import DagsterLibraryRegistry
 
@@ -19,11 +28,91 @@ def dagster_type_of(annotation: Any) -> dg.DagsterType:
     return resolve_dagster_type(annotation)
 
 
-def names_of(context: Any) -> tuple[str, str]:
-    """The run id and the step's name of an asset's or op's context."""
+@dataclass(frozen=True)
+class StepFacts:
+    """What Dagster knows of one try of a step.
+
+    Attributes:
+        run: The run.
+        instance: The instance.
+        key: The step's key; of a mapped step with its index.
+        number: Tries of the step before this one, in this run.
+        policy: The step's retry policy; None also where the executor does not retry.
+        call: How many trainings this try has begun before.
+    """
+
+    run: dg.DagsterRun
+    instance: dg.DagsterInstance
+    key: str
+    number: int
+    policy: dg.RetryPolicy | None
+    call: int
+
+
+_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def begin_call(context: Any) -> StepFacts | None:
+    """The try that a context belongs to, counting one more training of it; None outside of any step, as in a test.
+
+    Args:
+        context: Of an asset or op.
+    """
+    op_context = getattr(context, "op_execution_context", context)
+    step = getattr(op_context, "_step_execution_context", None)
+    if step is None:
+        return None
+    call = _calls.get(step, 0)
+    _calls[step] = call + 1
+    return StepFacts(
+        run=step.dagster_run,
+        instance=step.instance,
+        key=step.step.key,
+        number=step.previous_attempt_count,
+        policy=None if step.retry_mode.disabled else step.op_retry_policy,
+        call=call,
+    )
+
+
+def name_of(context: Any) -> str:
+    """The name of a context's op; ``"direct"`` for a context that a test made."""
     op_context = getattr(context, "op_execution_context", context)
     try:
-        return op_context.run_id, op_context.op_def.name
+        return str(op_context.op_def.name)
     except DagsterInvalidPropertyError:
-        # A context that a test made, outside of any step.
-        return op_context.run_id, "direct"
+        return "direct"
+
+
+def assets_of(context: Any) -> Sequence[dg.AssetKey]:
+    """The assets that a context's step makes; empty for an op."""
+    if not isinstance(context, dg.AssetExecutionContext):
+        return ()
+    try:
+        return sorted(context.selected_asset_keys)
+    except DagsterInvalidPropertyError:
+        return ()
+
+
+def is_automatic_retry(run: dg.DagsterRun) -> bool:
+    """True for a run that Dagster started by itself after the failure of its parent."""
+    return RETRY_NUMBER_TAG in run.tags and run.parent_run_id is not None
+
+
+def is_from_failure(run: dg.DagsterRun) -> bool:
+    """True for a run that repeats only what did not succeed in its parent."""
+    return "true" in (run.tags.get(RESUME_RETRY_TAG), run.tags.get(ASSET_RESUME_RETRY_TAG))
+
+
+def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
+    """True if Dagster would start a run again, or resume it, should it fail now."""
+    if instance.run_will_resume(run.run_id):
+        return True
+    try:
+        limit = int(run.tags.get(MAX_RETRIES_TAG, instance.run_retries_max_retries))
+    except ValueError:
+        return False
+    # A run that was not launched from a code location cannot be launched again.
+    if limit <= 0 or run.remote_job_origin is None:
+        return False
+    group = instance.get_run_group(run.run_id)
+    return group is not None and len(list(group[1])) <= limit

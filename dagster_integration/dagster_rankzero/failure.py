@@ -4,38 +4,74 @@ from typing import Any
 
 import dagster as dg
 
-from rankzero import InvalidJobError, RankZeroError, RunCancelledError, WorkerFailedError
+from rankzero import (
+    HangError,
+    InsufficientSlotsError,
+    InvalidJobError,
+    RankZeroError,
+    RunCancelledError,
+    RunHandle,
+    RunTimeoutError,
+    StartTimeoutError,
+    WorkerFailedError,
+)
 
 
-def as_failure(error: RankZeroError, run_directory: str | None, retry_user_errors: bool) -> dg.Failure | None:
-    """The `dagster.Failure` for errors that need one.
+def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_user_errors: bool) -> dg.Failure:
+    """The `dagster.Failure` for an error of a run: what happened, where to look, and whether to try again.
 
     Args:
         error: Why the run did not succeed.
-        run_directory: Where the run lies, if it began.
+        handle: The run, if it began.
         retry_user_errors: Let a `dagster.RetryPolicy` apply to exceptions of the training function.
 
     Returns:
-        A failure, or None for errors of the infrastructure: raised as they are, they are retried
-        if the op or asset has a `dagster.RetryPolicy`. A rank that died without an exception
-        (killed, out of memory), lost its peers or raised `rankzero.RetryableError` may be retried;
-        another exception of the training function and a wrong argument may not, for the next try
-        would end the same way.
+        A failure; with ``allow_retries`` the op's or asset's `dagster.RetryPolicy` decides.
+    """
+    has_checkpoint = handle is not None and handle.status().checkpoint is not None
+    entries = _describe(error)
+    if handle is not None:
+        entries["run_directory"] = dg.MetadataValue.path(handle.directory)
+    return dg.Failure(
+        description=str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}",
+        metadata=entries,
+        allow_retries=may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=retry_user_errors),
+    )
+
+
+def may_retry(error: RankZeroError, *, has_checkpoint: bool, retry_user_errors: bool) -> bool:
+    """True unless the next try would end the same way, or somebody did not want it.
+
+    Args:
+        error: Why the run did not succeed.
+        has_checkpoint: The next try goes on from one.
+        retry_user_errors: Exceptions of the training function count as chance.
     """
     if isinstance(error, WorkerFailedError):
-        retries = error.exception_type is None or error.cause is not None or retry_user_errors
-        return dg.Failure(
-            description=str(error),
-            metadata=_describe_worker(error, run_directory),
-            allow_retries=retries,
-        )
-    if isinstance(error, (InvalidJobError, RunCancelledError)):
-        metadata = {"run_directory": dg.MetadataValue.path(run_directory)} if run_directory else {}
-        return dg.Failure(description=str(error), metadata=metadata, allow_retries=False)
-    return None
+        # Without an exception: killed, out of memory. With a cause: it lost its peers, or asked for another attempt.
+        return error.exception_type is None or error.cause is not None or retry_user_errors
+    if isinstance(error, InvalidJobError):
+        # A store that cannot be written now may be back; a wrong argument stays wrong.
+        return isinstance(error.__cause__, OSError)
+    if isinstance(error, RunTimeoutError):
+        return has_checkpoint
+    return not isinstance(error, RunCancelledError)
 
 
-def _describe_worker(error: WorkerFailedError, run_directory: str | None) -> dict[str, dg.MetadataValue[Any]]:
+def _describe(error: RankZeroError) -> dict[str, dg.MetadataValue[Any]]:
+    if isinstance(error, WorkerFailedError):
+        return _describe_worker(error)
+    if isinstance(error, HangError):
+        return _describe_hang(error)
+    if isinstance(error, InsufficientSlotsError):
+        counts = {"slots_needed": error.needed, "slots_available": error.available}
+        return {name: dg.MetadataValue.int(count) for name, count in counts.items() if count is not None}
+    if isinstance(error, StartTimeoutError) and error.missing:
+        return {"missing": dg.MetadataValue.text(", ".join(error.missing))}
+    return {}
+
+
+def _describe_worker(error: WorkerFailedError) -> dict[str, dg.MetadataValue[Any]]:
     entries: dict[str, dg.MetadataValue[Any]] = {}
     if error.rank is not None:
         entries["rank"] = dg.MetadataValue.int(error.rank)
@@ -48,11 +84,25 @@ def _describe_worker(error: WorkerFailedError, run_directory: str | None) -> dic
         entries["traceback"] = _code_block(error.traceback)
     if error.log_tail:
         entries["log_tail"] = _code_block("\n".join(error.log_tail))
-    if run_directory:
-        entries["run_directory"] = dg.MetadataValue.path(run_directory)
+    if error.others:
+        entries["other_ranks"] = _code_block("\n".join(error.others))
+    return entries
+
+
+def _describe_hang(error: HangError) -> dict[str, dg.MetadataValue[Any]]:
+    entries: dict[str, dg.MetadataValue[Any]] = {}
+    if error.missing:
+        entries["missing_ranks"] = dg.MetadataValue.text(", ".join(map(str, error.missing)))
+    if error.stacks:
+        blocks = [f"**rank {rank}**\n\n{_fence(stack)}" for rank, stack in error.stacks.items()]
+        entries["stacks"] = dg.MetadataValue.md("\n\n".join(blocks))
     return entries
 
 
 def _code_block(text: str) -> dg.MetadataValue[Any]:
+    return dg.MetadataValue.md(_fence(text))
+
+
+def _fence(text: str) -> str:
     # Longer than any fence that the text may hold.
-    return dg.MetadataValue.md(f"````text\n{text.rstrip()}\n````")
+    return f"````text\n{text.rstrip()}\n````"

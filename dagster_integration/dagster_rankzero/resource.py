@@ -1,21 +1,22 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
 import os
-import re
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
 from pydantic import Field, ValidationError
 
-from dagster_rankzero._compat import names_of
+from dagster_rankzero import step_run
+from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
 from dagster_rankzero.failure import as_failure
 from dagster_rankzero.metadata import describe_run
+from dagster_rankzero.observation import observe
+from dagster_rankzero.step import Step
 from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.engines.base import Engine
-from rankzero.launcher import print_line, start_owned
+from rankzero.launcher import print_line
 from rankzero.policy import STOP_GRACE
 
 P = ParamSpec("P")
@@ -24,7 +25,8 @@ R = TypeVar("R")
 DEFAULT_RESOURCE_KEY = "torch_distributor"
 """Under which `torch_asset` and `torch_distributor_op` look for the resource."""
 
-_NAME_LIMIT = 100
+OBSERVATION_INTERVAL = 5.0
+"""Seconds between two observations at least: each is a row in the event log."""
 
 
 class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-arg]
@@ -80,6 +82,15 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
     )
     stop_grace: float = Field(
         default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
+    )
+    orphan_timeout: float | None = Field(
+        default=None,
+        description="Seconds for which a training goes on for the next try of its step after the process of this one "
+        "has died. Left out: the longest delay of the retry policy and a quarter of an hour.",
+    )
+    observation_interval: float | None = Field(
+        default=OBSERVATION_INTERVAL,
+        description="Seconds between two observations of an asset with rank 0's metrics at least; null for none.",
     )
     by_reference: bool = Field(
         default=False,
@@ -140,7 +151,12 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
     def run(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs to the end; the ranks' lines go to standard output, which Dagster keeps as compute logs.
 
-        Terminating the Dagster run, or the death of the step's process, ends the ranks.
+        The training has one name in all tries of the step. If Dagster will try again by itself (a
+        `dagster.RetryPolicy`, run retries), the death of the step's process leaves it running, and the next try
+        takes it up or gets its result; else it ends with the step's process. One that failed goes on from its last
+        checkpoint. Terminating the Dagster run ends the ranks.
+
+        For an asset, rank 0's metrics are logged as observations meanwhile.
 
         Args:
             context: Of the asset or op that calls this.
@@ -154,35 +170,84 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             return it from the asset or op. Its value is rank 0's, its metadata describes the run.
 
         Raises:
-            dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the
-                arguments or fields are wrong, or the run was cancelled from outside of Dagster.
-                Retried only if a rank was killed, or with ``retry_user_errors``.
-            RankZeroError: of the infrastructure, subject to the `dagster.RetryPolicy`.
+            dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the run
+                hung, was cancelled or took too long, the arguments or fields are wrong, or the
+                infrastructure failed. A `dagster.RetryPolicy` applies unless the next try would end
+                the same way.
+            dagster.DagsterExecutionInterruptedError: as it came.
         """
+        result = None
+        for event in self._events(context, train, args, kwargs):
+            if isinstance(event, dg.AssetObservation):
+                context.log_event(event)
+            else:
+                result = event
+        return result
+
+    @overload
+    def stream(
+        self, context: dg.AssetExecutionContext, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[dg.AssetObservation | dg.MaterializeResult[R]]: ...
+    @overload
+    def stream(
+        self, context: dg.AssetExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+    ) -> Iterator[dg.AssetObservation | dg.MaterializeResult[Any]]: ...
+    @overload
+    def stream(
+        self, context: dg.OpExecutionContext, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[dg.Output[R]]: ...
+    @overload
+    def stream(
+        self, context: dg.OpExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+    ) -> Iterator[dg.Output[Any]]: ...
+    def stream(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """As `run`, as a generator: the events that Dagster gets while the ranks train, and the result at the end.
+
+        Leaving it before its end ends the run.
+
+        Args:
+            context: Of the asset or op.
+            train: As for `run`.
+            args: As for `run`.
+            kwargs: As for `run`.
+
+        Yields:
+            For an asset a `dagster.AssetObservation` with rank 0's numeric metrics as ``metric/NAME``, at most one
+            in ``observation_interval`` seconds; last of all what `run` returns.
+
+        Raises:
+            dagster.Failure: as `run`.
+
+        Example:
+            >>> @dg.asset
+            ... def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+            ...     yield from torch_distributor.stream(context, train, lr=1e-3)
+        """
+        return self._events(context, train, args, kwargs)
+
+    def _events(self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         handle: RunHandle[Any] | None = None
+        step = Step.begin(context)
+        shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         try:
-            launcher = self._launcher(_name_run(context))
-            handle = start_owned(
-                launcher,
-                print_line,
-                without_annotations(train),
-                without_dagster(args),
-                without_dagster(kwargs),
-                on_start=lambda started: context.log.info("rankzero run directory: %s", started.directory),
-            )
+            opening = step_run.open_run(self._launcher(), step, name_of(context), *shipped, context.log)
+            with opening as (handle, since):
+                for metrics in step_run.follow(handle, since, print_line, self.observation_interval):
+                    yield from observe(context, metrics)
             value = handle.result_ref() if self.by_reference else handle.result()
+            step_run.hand(handle, step)
         except RankZeroError as error:
-            failure = as_failure(error, handle.directory if handle else None, self.retry_user_errors)
-            if failure is None:
-                raise
-            raise failure from error
+            raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
+        yield self._result(context, handle, value)
+
+    def _result(self, context: Any, handle: RunHandle[Any], value: Any) -> Any:
         metadata = describe_run(handle, self.num_processes)
         if isinstance(context, dg.AssetExecutionContext):
             version = dg.DataVersion(handle.result_ref().sha256)
             return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)
         return dg.Output(value, metadata=metadata)
 
-    def _launcher(self, run_id: str) -> Launcher:
+    def _launcher(self) -> Launcher:
         return Launcher(
             self.num_processes,
             engine=self._engine(),
@@ -193,10 +258,10 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             timeout=self.timeout,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
+            orphan_timeout=self.orphan_timeout,
             max_restarts=self.max_restarts,
             stop_grace=self.stop_grace,
             store=self.store,
-            run_id=run_id,
         )
 
     def _engine(self) -> Engine:
@@ -207,9 +272,3 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         from rankzero import SparkEngine
 
         return SparkEngine(master=self.master, conf=self.spark_conf)
-
-
-def _name_run(context: Any) -> str:
-    """A name that tells a person which Dagster run and step it was, and is never taken."""
-    run_id, step = names_of(context)
-    return f"{run_id[:8]}-{re.sub(r'[^A-Za-z0-9_-]+', '-', step)[:_NAME_LIMIT]}-{secrets.token_hex(4)}"

@@ -15,8 +15,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.airflow.postgres import Postgres, find_programs
 from tests.conftest import free_port, processes_with, until
+from tests.postgres import Postgres, find_programs
 
 from airflow_rankzero.run_id import run_id_of
 from rankzero import RunHandle

@@ -55,3 +55,12 @@ def instance() -> Iterator[dg.DagsterInstance]:
     """An instance in memory, for tests that make several runs."""
     with dg.DagsterInstance.ephemeral() as ephemeral:
         yield ephemeral
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_resource_tracker(suite_marker: str) -> Iterator[None]:
+    """Ends the process that watches the semaphores of the multiprocess executor, where that was used here."""
+    yield
+    from multiprocessing import resource_tracker
+
+    resource_tracker._resource_tracker._stop()

@@ -1,126 +1,196 @@
-"""Terminating a run in a real `dagster dev` (webserver and daemon) ends the ranks on Spark."""
+"""Trainings in a real `dagster dev` (webserver, daemon, code server): launched, watched, killed, terminated."""
 
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
-from tests.conftest import free_port, processes_with, until, wait_until_gone
+from tests.conftest import processes_with, wait_until_gone
+from tests.dagster.deployment import FINAL, RUN_TIMEOUT, Deployment, wait_until
+from tests.dagster.durable_training import FOLDER_TAG
 
-DEFINITIONS = Path(__file__).parent / "endless_training.py"
-RANKS = 2
+from rankzero import RunHandle
+
+DEFINITIONS = Path(__file__).parent / "durable_training.py"
 GONE_WITHIN = 3.0
-
-LAUNCH = """
-mutation($params: ExecutionParams!) {
-  launchRun(executionParams: $params) {
-    __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message stack }
-  }
-}"""
-TERMINATE = """
-mutation($id: String!) {
-  terminateRun(runId: $id, terminatePolicy: SAFE_TERMINATE) {
-    __typename ... on TerminateRunFailure { message } ... on PythonError { message stack }
-  }
-}"""
+MAX_RUNTIME_TAG = "dagster/max_runtime"
 
 
-class Webserver:
-    """A running `dagster dev`."""
+@dataclass
+class Launched:
+    """A Dagster run whose training waits for a word."""
 
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
+    dagster: Deployment
+    root: Path
+    folder: Path
+    run_id: str
 
-    def answers(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/server_info", timeout=5) as response:
-            return response.status == 200
-        return False
+    @property
+    def rank_mark(self) -> str:
+        return f"OF_RANK=of-{self.root.name}"
 
-    def query(self, text: str, **variables: Any) -> dict[str, Any]:
-        body = json.dumps({"query": text, "variables": variables}).encode()
-        request = urllib.request.Request(f"{self._url}/graphql", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            answer = json.load(response)
-        assert "errors" not in answer, answer
-        return answer["data"]
+    def training(self) -> RunHandle[Any]:
+        (job,) = (self.root / "runs").glob(f"{self.run_id[:8]}-*/job.json")
+        return RunHandle.attach(job.parent)
 
-    def status(self, run_id: str) -> str:
-        text = "query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }"
-        return self.query(text, id=run_id)["runOrError"]["status"]
+    def await_ranks(self) -> set[int]:
+        def trains() -> bool:
+            assert self.dagster.status(self.run_id) not in FINAL
+            begun = any((self.root / "runs").glob(f"{self.run_id[:8]}-*/job.json"))
+            return begun and self.training().status().checkpoint is not None
+
+        wait_until(trains, RUN_TIMEOUT, "ranks that train")
+        return set(processes_with(self.rank_mark))
+
+    def let_go(self) -> None:
+        (self.folder / "go").touch()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dagster")
+
+
+@pytest.fixture(scope="module")
+def dagster(root: Path) -> Iterator[Deployment]:
+    """`dagster dev` with an instance of its own; nothing of it is left afterwards."""
+    home = root / "home"
+    home.mkdir()
+    variables = {
+        "TEST_STORE": str(root / "runs"),
+        "TEST_ASSETS": str(root / "assets"),
+        # Only ranks get the resource's `env`; everything that is started here carries another mark.
+        "TEST_RANK_MARK": f"of-{root.name}",
+    }
+    deployment = Deployment(home, DEFINITIONS, variables)
+    try:
+        # Its tick comes while the other tests run.
+        deployment.start_schedule("often")
+        yield deployment
+    finally:
+        deployment.stop()
 
 
 @pytest.fixture
-def webserver(tmp_path: Path, marker: str, dagster_home: Path) -> Iterator[Webserver]:
-    """`dagster dev` with an instance of its own; nothing of it is left afterwards."""
-    port = free_port()
-    # Only ranks get the resource's `env`; everything that is started here carries the other mark.
-    variables = {
-        "TEST_STORE": str(tmp_path / "runs"),
-        "TEST_ASSETS": str(tmp_path / "assets"),
-        "TEST_RANK_MARK": f"of-{marker}",
-        "TEST_SERVER_MARK": marker,
-    }
-    command = [sys.executable, "-m", "dagster", "dev", "-f", str(DEFINITIONS), "-h", "127.0.0.1", "-p", str(port)]
-    with open(tmp_path / "dagster-dev.log", "wb") as log:
-        # Not from a shell's background, which ignores SIGINT: Dagster would then ignore SIGTERM too.
-        server = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, **variables}, start_new_session=True, cwd=tmp_path
-        )
-    try:
-        web = Webserver(port)
-        until(lambda: server.poll() is None and web.answers(), 90, "a webserver that answers")
-        yield web
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        for pid in processes_with(f"TEST_SERVER_MARK={marker}"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+def launch(dagster: Deployment, root: Path, tmp_path: Path) -> Iterator[Any]:
+    """Launches jobs; their ranks are gone at the end."""
+    launched: list[Launched] = []
+
+    def start(job: str, **tags: str) -> Launched:
+        run_id = dagster.launch(job, {FOLDER_TAG: str(tmp_path), **{f"dagster/{key}": tags[key] for key in tags}})
+        launched.append(Launched(dagster, root, tmp_path, run_id))
+        return launched[-1]
+
+    yield start
+    for each in launched:
+        assert wait_until_gone(each.rank_mark) == []
 
 
-def test_terminating_a_run_ends_its_ranks_and_stores_nothing(webserver: Webserver, marker: str, tmp_path: Path) -> None:
-    rank_mark = f"ENDLESS_RANK=of-{marker}"
-    selector = {
-        "repositoryLocationName": DEFINITIONS.name,
-        "repositoryName": "__repository__",
-        "pipelineName": "train",
-    }
-    launched = webserver.query(LAUNCH, params={"selector": selector, "mode": "default", "runConfigData": {}})
-    assert launched["launchRun"]["__typename"] == "LaunchRunSuccess", launched
-    run_id = launched["launchRun"]["run"]["runId"]
+@pytest.fixture
+def instance(dagster: Deployment) -> Iterator[dg.DagsterInstance]:
+    """Its storage."""
+    with dg.DagsterInstance.from_config(str(dagster.home)) as opened:
+        yield opened
 
-    def training() -> bool:
-        logs = list((tmp_path / "runs").glob("*/logs/rank-*.log"))
-        assert webserver.status(run_id) not in ("FAILURE", "SUCCESS", "CANCELED")
-        return sum("training" in log.read_text() for log in logs) == RANKS
 
-    until(training, 150, "ranks that train")
-    assert len(processes_with(rank_mark)) >= RANKS
+@pytest.mark.parametrize(
+    ("job", "asset"),
+    [
+        pytest.param("fragile_job", "fragile", id="the run would die with its step"),
+        pytest.param("durable_job", "durable", id="the run would outlive its step"),
+        pytest.param("durable_in_process", "durable", id="a retry policy in the process of the run"),
+        pytest.param("stubborn_job", "stubborn", id="ranks on Spark that ignore signals"),
+    ],
+)
+def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
+    launch: Any, dagster: Deployment, instance: dg.DagsterInstance, job: str, asset: str
+) -> None:
+    launched = launch(job)
+    assert launched.await_ranks()
 
     called = time.monotonic()
-    terminated = webserver.query(TERMINATE, id=run_id)
-    assert terminated["terminateRun"]["__typename"] == "TerminateRunSuccess", terminated
-    left = wait_until_gone(rank_mark, timeout=GONE_WITHIN - (time.monotonic() - called))
+    dagster.terminate(launched.run_id)
+    left = wait_until_gone(launched.rank_mark, timeout=GONE_WITHIN - (time.monotonic() - called))
     took = time.monotonic() - called
     assert left == [], f"ranks {left} still run {took:.2f} s after the call"
     print(f"ranks were gone {took:.2f} s after the call")
 
-    until(lambda: webserver.status(run_id) == "CANCELED", 60, "a canceled run")
-    assert not list((tmp_path / "assets").rglob("manifest.json"))
-    with dg.DagsterInstance.get() as instance:
-        assert instance.get_latest_materialization_event(dg.AssetKey("endless")) is None
-    (status,) = (tmp_path / "runs").glob("*/status.json")
-    assert json.loads(status.read_text())["state"] == "cancelled"
+    assert dagster.finish(launched.run_id) == "CANCELED"
+    assert instance.get_latest_materialization_event(dg.AssetKey(asset)) is None
+    assert launched.training().status().state == "cancelled"
+    assert launched.training().submission == 0
+    assert processes_with(launched.rank_mark) == []
+
+
+def test_metrics_are_observed_while_the_ranks_train(
+    launch: Any, dagster: Deployment, instance: dg.DagsterInstance
+) -> None:
+    launched = launch("streamed_job")
+    launched.await_ranks()
+    key = dg.AssetKey("streamed")
+
+    def observed() -> Any:
+        return instance.fetch_observations(key, limit=1).records
+
+    (record,) = wait_until(observed, RUN_TIMEOUT, "an observation")
+    assert record.run_id == launched.run_id
+    assert dagster.status(launched.run_id) == "STARTED"
+    assert record.asset_observation.metadata["metric/loss"].value == 1.0
+    launched.let_go()
+    assert dagster.finish(launched.run_id) == "SUCCESS"
+    event = instance.get_latest_materialization_event(key)
+    assert event.asset_materialization.metadata["metric/loss"].value == 1.0
+
+
+def test_a_step_that_was_killed_is_retried_and_takes_its_training_up(
+    launch: Any, dagster: Deployment, root: Path
+) -> None:
+    launched = launch("durable_job")
+    ranks = launched.await_ranks()
+    os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
+    wait_until((launched.folder / "step-1").exists, RUN_TIMEOUT, "the next try")
+    assert ranks <= set(processes_with(launched.rank_mark))
+    launched.let_go()
+    assert dagster.finish(launched.run_id) == "SUCCESS"
+    assert launched.training().submission == 0
+    assert launched.training().result()["pid"] in ranks
+
+
+@pytest.mark.soak
+def test_a_run_that_dagster_starts_again_takes_its_training_up(launch: Any, dagster: Deployment) -> None:
+    # The step itself has no retry policy.
+    launched = launch("fragile_job", max_retries="1")
+    ranks = launched.await_ranks()
+    before = set(dagster.runs_of("fragile_job"))
+    os.kill(int((launched.folder / "step-0").read_text()), signal.SIGKILL)
+    (again,) = wait_until(lambda: set(dagster.runs_of("fragile_job")) - before, RUN_TIMEOUT, "the next run")
+    wait_until(lambda: dagster.status(again) == "STARTED", RUN_TIMEOUT, "its start")
+    assert ranks <= set(processes_with(launched.rank_mark))
+    launched.let_go()
+    assert dagster.finish(again) == "SUCCESS"
+    assert dagster.status(launched.run_id) == "FAILURE"
+    assert launched.training().submission == 0
+    assert launched.training().result()["pid"] in ranks
+
+
+def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
+    launch: Any, dagster: Deployment, instance: dg.DagsterInstance
+) -> None:
+    launched = launch("durable_job")
+    assert launched.await_ranks()
+    # Now, so that it is the training that takes too long.
+    instance.add_run_tags(launched.run_id, {MAX_RUNTIME_TAG: "1"})
+    assert dagster.finish(launched.run_id) == "FAILURE"
+    assert wait_until_gone(launched.rank_mark) == []
+    wait_until(lambda: launched.training().status().final, RUN_TIMEOUT, "the end of the training")
+    assert launched.training().status().state == "cancelled"
+
+
+def test_a_schedule_trains(dagster: Deployment) -> None:
+    wait_until(lambda: dagster.runs_of("quick_job"), RUN_TIMEOUT, "a tick")
+    assert dagster.finish(dagster.runs_of("quick_job")[-1]) == "SUCCESS"

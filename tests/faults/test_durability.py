@@ -162,6 +162,18 @@ def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -
     assert handle.result(WAIT) == "attempt 0"
 
 
+def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -> None:
+    handle = start(single.options(orphan_timeout=3600.0), tmp_path)
+    last = RunHandle.attach(handle.directory)
+    last.hold(2.0)
+    # It holds as long as it follows.
+    assert not last.wait(5.0)
+    run = RunDirectory(handle.directory)
+    until(lambda: run.status().final, WAIT, "the end of the run")
+    with pytest.raises(RunCancelledError, match=r"its last follower was gone for 2.0 s"):
+        handle.result()
+
+
 def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

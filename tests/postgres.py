@@ -1,4 +1,4 @@
-"""A PostgreSQL server for one test module, where its programs are installed."""
+"""A PostgreSQL server for one suite of processes, where its programs are installed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""Definitions for trainings whose steps, or whose ranks, are hurt: what each waits for is a file in a folder."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
+
+FOLDER_TAG = "test/folder"
+
+
+def folder_of(context: Any) -> str:
+    return str(context.run.tags.get(FOLDER_TAG) or os.environ["TEST_FOLDER"])
+
+
+def train(folder: str) -> dict[str, Any]:
+    """Says its process and the epoch of the checkpoint that it began from; ends with the file ``go``."""
+    import os
+    import time
+    from pathlib import Path
+
+    import rankzero.train as rt
+
+    checkpoint = rt.get_checkpoint()
+    epoch = checkpoint.load()["epoch"] if checkpoint else 0
+    rt.report({"loss": 1.0 - epoch / 10, "epoch": epoch}, checkpoint={"epoch": epoch + 1})
+    print("rank trains")
+    while not Path(folder, "go").exists():
+        if Path(folder, f"fail-{epoch}").exists():
+            raise ValueError("told to fail")
+        time.sleep(0.02)
+    return {"pid": os.getpid(), "epoch": epoch}
+
+
+def body(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource) -> Any:
+    """Notes its process for each try; a try after the first waits while there is a file ``hold``."""
+    folder = folder_of(context)
+    Path(folder, f"step-{context.retry_number}").write_text(str(os.getpid()))
+    while context.retry_number and Path(folder, "hold").exists():
+        time.sleep(0.02)
+    return torch_distributor.run(context, train, folder)
+
+
+durable = dg.asset(body, name="durable", retry_policy=dg.RetryPolicy(max_retries=2))
+fragile = dg.asset(body, name="fragile")
+
+
+@dg.asset
+def streamed(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource) -> Any:
+    yield from torch_distributor.stream(context, train, folder_of(context))
+
+
+@torch_asset
+def quick() -> int:
+    return 1
+
+
+@torch_asset(num_processes=2, options={"engine": "spark"})
+def stubborn() -> str:
+    """Ignores every polite request to end."""
+    import signal
+    import threading
+
+    import rankzero.train as rt
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rt.report({}, checkpoint={"epoch": 1})
+    while True:
+        threading.Event().wait(1.0)
+
+
+quick_job = dg.define_asset_job("quick_job", selection=[quick])
+
+defs = dg.Definitions(
+    assets=[durable, fragile, streamed, quick, stubborn],
+    jobs=[
+        dg.define_asset_job("durable_job", selection=[durable]),
+        dg.define_asset_job("durable_in_process", selection=[durable], executor_def=dg.in_process_executor),
+        dg.define_asset_job("fragile_job", selection=[fragile]),
+        dg.define_asset_job("fragile_in_process", selection=[fragile], executor_def=dg.in_process_executor),
+        dg.define_asset_job("streamed_job", selection=[streamed]),
+        dg.define_asset_job("stubborn_job", selection=[stubborn]),
+        quick_job,
+    ],
+    schedules=[dg.ScheduleDefinition(name="often", job=quick_job, cron_schedule="* * * * *")],
+    resources={
+        "torch_distributor": TorchDistributorResource(
+            engine="local",
+            store=dg.EnvVar("TEST_STORE"),
+            env={"OF_RANK": dg.EnvVar("TEST_RANK_MARK")},
+            retry_user_errors=True,
+            observation_interval=0.1,
+        ),
+        "io_manager": RankZeroIOManager(base_path=dg.EnvVar("TEST_ASSETS")),
+    },
+)
+
+
+def durable_job() -> dg.JobDefinition:
+    """For `dagster.reconstructable`."""
+    return defs.resolve_job_def("durable_job")
+
+
+def durable_in_process() -> dg.JobDefinition:
+    """The same in one process."""
+    return defs.resolve_job_def("durable_in_process")
+
+
+def fragile_job() -> dg.JobDefinition:
+    """Without retries."""
+    return defs.resolve_job_def("fragile_job")
+
+
+def fragile_in_process() -> dg.JobDefinition:
+    """The same in one process."""
+    return defs.resolve_job_def("fragile_in_process")

@@ -1,0 +1,175 @@
+"""`TorchDistributorResource.stream` and `.run`: what Dagster gets while ranks train; calls that a step makes."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import dagster as dg
+import pytest
+from tests.conftest import processes_with, until, wait_until_gone
+
+import rankzero.train as rt
+from dagster_rankzero import TorchDistributorResource
+from rankzero import RunHandle
+
+
+def train(epochs: int) -> int:
+    import time
+
+    for epoch in range(epochs):
+        rt.report({"loss": 1.0 / (epoch + 1), "epoch": epoch, "bad": float("nan"), "name": "x"})
+        # Longer than the driver takes between two statuses: this training is about metrics over time.
+        time.sleep(2.5)
+    return epochs
+
+
+def endless() -> None:
+    import threading
+
+    rt.report({"loss": 1.0})
+    threading.Event().wait()
+
+
+@pytest.fixture
+def one_rank(torch_distributor: TorchDistributorResource) -> TorchDistributorResource:
+    return torch_distributor.options(num_processes=1, observation_interval=0.01)
+
+
+def observed(result: dg.ExecuteInProcessResult) -> list[dict[str, Any]]:
+    events = [event for event in result.all_events if event.event_type_value == "ASSET_OBSERVATION"]
+    seen = [event.event_specific_data.asset_observation for event in events]
+    return [{"partition": o.partition, **{name: entry.value for name, entry in o.metadata.items()}} for o in seen]
+
+
+@pytest.mark.parametrize("form", ["run", "stream"])
+def test_an_asset_is_observed_while_its_ranks_train(one_rank: TorchDistributorResource, form: str) -> None:
+    daily = dg.StaticPartitionsDefinition(["a", "b"])
+    if form == "run":
+
+        @dg.asset(partitions_def=daily)
+        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+            return torch_distributor.run(context, train, 2)
+
+    else:
+
+        @dg.asset(partitions_def=daily)
+        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+            yield from torch_distributor.stream(context, train, 2)
+
+    result = dg.materialize([model], resources={"torch_distributor": one_rank}, partition_key="b")
+    seen = observed(result)
+    assert seen[0]["metric/epoch"] == 0
+    # What is no number cannot be plotted.
+    assert set(seen[0]) == {"partition", "metric/loss", "metric/epoch"}
+    assert {entry["partition"] for entry in seen} == {"b"}
+    (made,) = result.get_asset_materialization_events()
+    assert made.materialization.metadata["metric/epoch"].value == 1
+    assert result.output_for_node("model") == 2
+
+
+def test_observations_can_be_switched_off_and_are_throttled(one_rank: TorchDistributorResource) -> None:
+    @dg.asset
+    def silent(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(observation_interval=None).run(context, train, 1)
+
+    @dg.asset
+    def throttled(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(observation_interval=600.0).run(context, train, 2)
+
+    result = dg.materialize([silent, throttled], resources={"torch_distributor": one_rank})
+    assert len(observed(result)) == 1
+
+
+def test_an_op_streams_its_output_only(one_rank: TorchDistributorResource) -> None:
+    @dg.op
+    def train_op(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
+        yield from torch_distributor.stream(context, train, 1)
+
+    @dg.job(resource_defs={"torch_distributor": one_rank})
+    def pipeline() -> None:
+        train_op()
+
+    result = pipeline.execute_in_process()
+    assert result.output_for_node("train_op") == 1
+    assert observed(result) == []
+
+
+@pytest.mark.parametrize("policy", [None, dg.RetryPolicy(max_retries=1)])
+def test_leaving_a_stream_ends_its_ranks(
+    one_rank: TorchDistributorResource, marker: str, policy: dg.RetryPolicy | None
+) -> None:
+    @dg.asset(retry_policy=policy)
+    def left(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        stream = torch_distributor.stream(context, endless)
+        assert isinstance(next(stream), dg.AssetObservation)
+        assert processes_with(marker)
+        stream.close()
+        return wait_until_gone(marker, 1.0)
+
+    assert dg.materialize([left], resources={"torch_distributor": one_rank}).output_for_node("left") == []
+
+
+def test_a_step_may_train_twice_and_its_next_try_gets_what_was_done(
+    one_rank: TorchDistributorResource, tmp_path: Path
+) -> None:
+    def note(word: str) -> str:
+        with open(tmp_path / "trained", "a") as file:
+            print(word, file=file)
+        return word
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def pair(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        words = [torch_distributor.run(context, note, "pretrained").value]
+        if context.retry_number == 0:
+            raise OSError("lost")
+        words.append(torch_distributor.run(context, note, "tuned").value)
+        return words
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def changing(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        value = torch_distributor.run(context, note, f"try {context.retry_number}").value
+        if context.retry_number == 0:
+            raise OSError("lost")
+        return value
+
+    result = dg.materialize([pair, changing], resources={"torch_distributor": one_rank})
+    assert result.output_for_node("pair") == ["pretrained", "tuned"]
+    # Other arguments are another training.
+    assert result.output_for_node("changing") == "try 1"
+    assert sorted((tmp_path / "trained").read_text().split("\n")) == ["", "pretrained", "try 0", "try 1", "tuned"]
+
+
+def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
+    one_rank: TorchDistributorResource, marker: str, tmp_path: Path
+) -> None:
+    """Also where the driver is a thread of this process, which an interrupted join would take for ended."""
+
+    class Stop(BaseException):
+        pass
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    def interrupt() -> None:
+        until(lambda: list((tmp_path / "runs").glob("*/status.json")), 60, "a run")
+        (status,) = (tmp_path / "runs").glob("*/status.json")
+        until(lambda: RunHandle.attach(status.parent).status().state == "running", 60, "ranks")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        with dg.build_asset_context() as context, pytest.raises(Stop):
+            one_rank.run(context, endless)
+        left = processes_with(marker)
+        (job,) = (tmp_path / "runs").glob("*/job.json")
+        # Ended as asked for, and the call has waited for that.
+        assert RunHandle.attach(job.parent).status().state == "cancelled"
+        assert signal.getsignal(signal.SIGUSR1) is stop
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert left == []
