@@ -44,3 +44,27 @@ def test_a_failure_is_named_there_too(remote: Launcher) -> None:
 
     with pytest.raises(WorkerFailedError, match="ValueError: far away"):
         remote.run(train)
+
+
+def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_process(
+    launcher: Launcher, bucket: str
+) -> None:
+    def train() -> dict[str, Any]:
+        import os
+        import signal
+
+        import torch
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        if checkpoint is None:
+            rt.report({"loss": 2.0}, checkpoint={"w": torch.ones(3)} if rt.get_context().rank == 0 else None)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"w": checkpoint.load()["w"] * 2}
+
+    handle = launcher.options(store=f"{bucket}/runs", max_restarts=1, run_id="far").submit(train)
+    assert handle.result(timeout=120)["w"].tolist() == [2.0, 2.0, 2.0]
+    attached = RunHandle.attach(f"{bucket}/runs/far")
+    assert attached.status().attempt == 1
+    assert [row["loss"] for row in attached.metrics()][:1] == [2.0]

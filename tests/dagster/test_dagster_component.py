@@ -1,0 +1,192 @@
+"""`TorchTrainingComponent`: a training in a folder with a YAML file, as ``dg`` loads, checks and launches it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
+from tests.conftest import ROOT
+
+from dagster_rankzero import RankZeroIOManager, TorchTrainingComponent
+
+TRAIN = """
+import dagster as dg
+
+from .shapes import double
+
+
+class Settings(dg.Config):
+    bias: int = 1
+
+
+def train(features: dict, lr: float, config: Settings, factor: int = 1):
+    \"\"\"Trains.\"\"\"
+    import sys
+
+    imported = [name for name in sys.modules if name.startswith("dagster")]
+    return {"w": double(features["x"]) * lr * factor + config.bias, "dagster": imported}
+"""
+
+
+@pytest.fixture
+def sandbox() -> Iterator[DefsFolderSandbox]:
+    with create_defs_folder_sandbox() as made:
+        yield made
+
+
+def component(sandbox: DefsFolderSandbox, **attributes: object) -> Path:
+    folder = sandbox.scaffold_component(
+        TorchTrainingComponent,
+        defs_path="training",
+        defs_yaml_contents={"type": "dagster_rankzero.TorchTrainingComponent", "attributes": attributes},
+    )
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "shapes.py").write_text("def double(x):\n    return 2 * x\n")
+    return folder
+
+
+@dg.asset(key=["raw", "features"])
+def features() -> dict[str, float]:
+    return {"x": 3.0}
+
+
+def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
+    sandbox: DefsFolderSandbox, resources: dict[str, object]
+) -> None:
+    folder = component(
+        sandbox,
+        train_fn=".train.train",
+        kwargs={"lr": 0.5},
+        ins={"features": "raw/features"},
+        num_processes=1,
+        op={"pool": "gpu", "tags": {"team": "vision"}, "max_retries": 2},
+        asset={"key": "models/digits", "kinds": ["pytorch"], "group_name": "training", "owners": ["team:vision"]},
+    )
+    with sandbox.load_component_and_build_defs(folder) as (_, defs):
+        trained = defs.resolve_asset_graph().assets_def_for_key(dg.AssetKey(["models", "digits"]))
+        spec = trained.get_asset_spec()
+        assert (spec.group_name, spec.kinds, spec.owners, spec.description) == (
+            "training",
+            {"pytorch"},
+            ["team:vision"],
+            "Trains.",
+        )
+        assert (trained.op.pool, trained.op.tags["team"], trained.op.retry_policy.max_retries) == ("gpu", "vision", 2)
+        result = dg.materialize([features, trained], resources=resources)
+        assert result.output_for_node("models__digits") == {"w": 4.0, "dagster": []}
+
+
+def test_a_cluster_of_its_own_and_a_deps_only_asset(sandbox: DefsFolderSandbox, tmp_path: Path) -> None:
+    folder = component(
+        sandbox,
+        train_fn="tests.dagster.trained_component.world_size",
+        num_processes=2,
+        cluster={"engine": "local", "store": str(tmp_path / "runs")},
+        asset={"key": "size", "deps": ["calendar"]},
+    )
+    with sandbox.load_component_and_build_defs(folder) as (_, defs):
+        whole = dg.Definitions.merge(
+            defs, dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path=str(tmp_path / "assets"))})
+        )
+        job = whole.resolve_implicit_global_asset_job_def()
+        assert job.execute_in_process().output_for_node("size") == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"train_fn": ".train.missing"}, "missing"),
+        ({"train_fn": "train"}, ".file.function"),
+        ({"kwargs": {"learning_rate": 1}}, "learning_rate"),
+        ({"ins": {"labels": "raw/labels"}}, "labels"),
+        ({"num_processes": "two"}, "num_processes"),
+        ({"world_size": 2}, "world_size"),
+    ],
+)
+def test_mistakes_in_the_yaml_are_named(wrong: dict[str, object], named: str, sandbox: DefsFolderSandbox) -> None:
+    right = {"train_fn": ".train.train", "asset": {"key": "model"}}
+    folder = component(sandbox, **{**right, **wrong})
+    with (
+        pytest.raises(Exception, match=named),
+        sandbox.load_component_and_build_defs(folder),
+    ):
+        pass
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment in which ``dg`` finds the entry point that pyproject.toml declares."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / "site" / "rankzero-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rankzero\nVersion: 0\n")
+    group = "dagster_dg_cli.registry_modules"
+    lines = [f"{name} = {value}" for name, value in declared["entry-points"][group].items()]
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    path = os.pathsep.join([str(metadata.parent), *[entry for entry in sys.path if entry]])
+    return {**os.environ, "PYTHONPATH": path, "DG_CLI_CONFIG": str(tmp_path / "dg.toml"), "NO_COLOR": "1"}
+
+
+def dg_command(environment: dict[str, str], folder: Path, *arguments: str) -> str:
+    command = [str(Path(sys.executable).with_name("dg")), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_dg_scaffolds_checks_lists_and_launches(project: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "shop"
+    defs = folder / "src" / "shop" / "defs"
+    defs.mkdir(parents=True)
+    settings = '[tool.dg]\ndirectory_type = "project"\n[tool.dg.project]\nroot_module = "shop"\n'
+    (folder / "pyproject.toml").write_text('[project]\nname = "shop"\nversion = "0"\n' + settings)
+    (folder / "src" / "shop" / "__init__.py").write_text("")
+    (defs / "__init__.py").write_text("")
+    (folder / "src" / "shop" / "definitions.py").write_text(
+        textwrap.dedent("""
+            from pathlib import Path
+
+            import dagster as dg
+
+
+            @dg.definitions
+            def defs():
+                return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
+        """)
+    )
+    (defs / "resources.py").write_text(
+        textwrap.dedent("""
+            import dagster as dg
+
+            from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
+
+            defs = dg.Definitions(
+                resources={
+                    "torch_distributor": TorchDistributorResource(engine="local", store=dg.EnvVar("RUNS")),
+                    "io_manager": RankZeroIOManager(),
+                }
+            )
+        """)
+    )
+    environment = {**project, "RUNS": str(tmp_path / "runs")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), environment["PYTHONPATH"]])
+    assert "dagster_rankzero.TorchTrainingComponent" in dg_command(environment, folder, "list", "components", "--json")
+    dg_command(environment, folder, "scaffold", "defs", "dagster_rankzero.TorchTrainingComponent", "models")
+    assert (defs / "models" / "train.py").exists()
+    dg_command(environment, folder, "check", "yaml")
+    dg_command(environment, folder, "check", "defs")
+    listed = json.loads(dg_command(environment, folder, "list", "defs", "--json"))
+    assert [asset["key"] for asset in listed["assets"]] == ["models"]
+    dg_command(environment, folder, "launch", "--assets", "models")
+    with dg.DagsterInstance.get() as instance:
+        event = instance.get_latest_materialization_event(dg.AssetKey("models"))
+    shown = event.asset_materialization.metadata
+    assert (shown["world_size"].value, shown["format"].value) == (2, "safetensors")
+    assert "loss_curve" in shown
