@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import dagster as dg
@@ -11,6 +10,8 @@ from pydantic import Field
 
 from dagster_rankzero.arguments import without_annotations
 from dagster_rankzero.asset import torch_asset
+from dagster_rankzero.compute import CONFIG
+from dagster_rankzero.partitions import PARTITION_KEY, PARTITION_KEYS
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
 _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""
@@ -18,10 +19,13 @@ _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""
 
 def train(lr: float = 0.1):
     import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     import rankzero.train as rt
 
-    model = rt.prepare_model(torch.nn.Linear(4, 1))
+    dist.init_process_group(rt.get_context().backend)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for step in range(10):
         loss = model(torch.ones(8, 4)).square().mean()
@@ -29,7 +33,7 @@ def train(lr: float = 0.1):
         loss.backward()
         optimizer.step()
         rt.report({"step": step, "loss": loss.item()})
-    return {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()}
+    return dict(model.module.state_dict())
 '''
 
 
@@ -87,7 +91,8 @@ class TorchTrainingScaffolder(dg.Scaffolder[Any]):
 class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
     """Distributed PyTorch training as an asset: a function that runs on every rank, whose value rank 0 returns.
 
-    The function's parameters are inputs, as with `torch_asset`, except for those in ``kwargs``.
+    The function's parameters are inputs, as with `torch_asset`, except for those in ``kwargs``, and
+    for those with a default that ``ins`` does not name.
 
     Example:
         .. code-block:: yaml
@@ -144,7 +149,7 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         if self.cluster is not None:
             key = f"{name}__{DEFAULT_RESOURCE_KEY}"
             resources[key] = TorchDistributorResource(**self.cluster)
-        train = _bind(self.train_fn, self.kwargs)
+        train = _bind(self.train_fn, self.kwargs, self.ins)
         decorate = torch_asset(
             num_processes=self.num_processes, use_gpu=self.use_gpu, resource_key=key, **self._asset_arguments(train)
         )
@@ -179,8 +184,8 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         return {name: value for name, value in arguments.items() if value}
 
 
-def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of the parameters that ``kwargs`` leaves over.
+def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[str, str]) -> Callable[..., Any]:
+    """A function of the parameters that ``kwargs`` and defaults leave over.
 
     Raises:
         dagster.DagsterInvalidDefinitionError: ``kwargs`` has a name that the function does not know.
@@ -188,8 +193,9 @@ def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[.
     signature = inspect.signature(function)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     if not takes_any and (unknown := sorted(set(kwargs) - set(signature.parameters))):
+        takes = ", ".join(signature.parameters) or "nothing"
         raise dg.DagsterInvalidDefinitionError(
-            f"kwargs has {', '.join(unknown)}, but {function.__name__} takes {', '.join(signature.parameters) or 'nothing'}"
+            f"kwargs has {', '.join(unknown)}, but {function.__name__} takes {takes}"
         )
     # Its annotations may be Dagster's, which executors need not have.
     bare = without_annotations(function)
@@ -199,6 +205,11 @@ def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[.
         return bare(**kwargs, **inputs)
 
     del train.__wrapped__  # type: ignore[attr-defined]
-    rest = [parameter for name, parameter in signature.parameters.items() if name not in kwargs]
+    kept = {*ins, CONFIG, PARTITION_KEY, PARTITION_KEYS}
+    rest = [
+        parameter
+        for name, parameter in signature.parameters.items()
+        if name not in kwargs and (parameter.default is inspect.Parameter.empty or name in kept)
+    ]
     train.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
     return train
