@@ -8,12 +8,13 @@ from pydantic import Field, PrivateAttr
 
 from dagster_rankzero._compat import partition_paths, set_data_version
 from dagster_rankzero.inputs import wants_reference
-from dagster_rankzero.manifest import Manifest, check_format, commit, read_manifest
 from dagster_rankzero.metadata import describe_partitions, describe_result
-from rankzero import ResultError, ResultRef, store
 
 if TYPE_CHECKING:
     from upath import UPath
+
+    from dagster_rankzero.manifest import Manifest
+    from rankzero import ResultRef
 
 
 class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
@@ -54,6 +55,8 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
         """Finds the place to store in."""
         from upath import UPath
 
+        from rankzero import store
+
         root = self.base_path
         if root is None:
             if context.instance is None:
@@ -80,7 +83,10 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
         context.add_output_metadata(describe_result(ref))
         set_data_version(context, ref.sha256)
 
-    def _commit(self, context: dg.OutputContext, value: Any, path: "UPath") -> ResultRef:
+    def _commit(self, context: dg.OutputContext, value: Any, path: "UPath") -> "ResultRef":
+        from dagster_rankzero.manifest import commit
+        from rankzero import ResultError
+
         try:
             return commit(value, str(path), context.run_id, allow_pickle=self.allow_pickle)
         except ResultError as error:
@@ -93,6 +99,9 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
             FileNotFoundError: nothing was stored there.
             dagster.Failure: the file is damaged, or a pickle where none is allowed. Not retried.
         """
+        from dagster_rankzero.manifest import check_format, read_manifest
+        from rankzero import ResultError
+
         directory = str(path)
         manifest: Manifest | None = None
         try:
@@ -111,6 +120,8 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
 
     def path_exists(self, path: "UPath") -> bool:
         """True if a version was committed there."""
+        from rankzero import store
+
         return store.exists(str(path / "manifest.json"))
 
     def make_safe_partition_path(self, base_path: "UPath", partition: str) -> "UPath":

@@ -113,14 +113,11 @@ def test_a_partition_is_judged_by_its_own_metric(resources: dict[str, object], i
     passed = {}
     for key in ("b", "a"):
         dg.materialize([model], resources=resources, instance=instance, partition_key=key)
+    # As if other partitions had been trained between a training and its check.
+    job = dg.define_asset_job("check", dg.AssetSelection.checks(*checks), partitions_def=LETTERS)
+    defs = dg.Definitions([model], asset_checks=checks, jobs=[job], resources=resources)
     for key in ("b", "a"):
-        result = dg.materialize(
-            [model, *checks],
-            selection=dg.AssetSelection.checks(*checks),
-            instance=instance,
-            partition_key=key,
-            resources=resources,
-        )
+        result = defs.resolve_job_def("check").execute_in_process(instance=instance, partition_key=key)
         passed[key] = verdicts(result)["loss_within_bounds"]
     assert passed == {"a": True, "b": False}
 

@@ -1,10 +1,9 @@
 """`TorchTrainingComponent`: a training in a folder with a YAML file, as ``dg`` loads, checks and launches it."""
 
-import json
 import os
+import shutil
 import subprocess
 import sys
-import textwrap
 import tomllib
 import traceback
 from collections.abc import Iterator
@@ -137,51 +136,20 @@ def dg_command(environment: dict[str, str], folder: Path, *arguments: str) -> st
     return done.stdout
 
 
-def test_dg_scaffolds_checks_lists_and_launches(project: dict[str, str], tmp_path: Path) -> None:
-    folder = tmp_path / "shop"
-    defs = folder / "src" / "shop" / "defs"
-    defs.mkdir(parents=True)
-    settings = '[tool.dg]\ndirectory_type = "project"\n[tool.dg.project]\nroot_module = "shop"\n'
-    (folder / "pyproject.toml").write_text('[project]\nname = "shop"\nversion = "0"\n' + settings)
-    (folder / "src" / "shop" / "__init__.py").write_text("")
-    (defs / "__init__.py").write_text("")
-    (folder / "src" / "shop" / "definitions.py").write_text(
-        textwrap.dedent("""
-            from pathlib import Path
-
-            import dagster as dg
-
-
-            @dg.definitions
-            def defs():
-                return dg.load_from_defs_folder(path_within_project=Path(__file__).parent)
-        """)
-    )
-    (defs / "resources.py").write_text(
-        textwrap.dedent("""
-            import dagster as dg
-
-            from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
-
-            defs = dg.Definitions(
-                resources={
-                    "torch_distributor": TorchDistributorResource(engine="local", store=dg.EnvVar("RUNS")),
-                    "io_manager": RankZeroIOManager(),
-                }
-            )
-        """)
-    )
-    environment = {**project, "RUNS": str(tmp_path / "runs")}
+def test_dg_scaffolds_checks_lists_and_launches_in_the_example_project(project: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "component_project"
+    shutil.copytree(ROOT / "example_dags" / "dagster" / "component_project", folder)
+    environment = {**project, "RANKZERO_STORE": str(tmp_path / "runs"), "WITHOUT_SPARK": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), environment["PYTHONPATH"]])
-    assert "dagster_rankzero.TorchTrainingComponent" in dg_command(environment, folder, "list", "components", "--json")
-    dg_command(environment, folder, "scaffold", "defs", "dagster_rankzero.TorchTrainingComponent", "models")
-    assert (defs / "models" / "train.py").exists()
+    dg_command(environment, folder, "scaffold", "defs", "dagster_rankzero.TorchTrainingComponent", "scaffolded")
+    # Checks the YAML files too.
     dg_command(environment, folder, "check", "defs")
-    listed = json.loads(dg_command(environment, folder, "list", "defs", "--json"))
-    assert "models" in json.dumps(listed)
-    dg_command(environment, folder, "launch", "--assets", "models")
+    listed = dg_command(environment, folder, "list", "defs", "--json")
+    assert all(f'"{key}"' in listed for key in ("models/digits", "raw/scans", "scaffolded"))
+    dg_command(environment, folder, "launch", "--assets", "raw/scans,models/digits,scaffolded")
     with dg.DagsterInstance.get() as instance:
-        event = instance.get_latest_materialization_event(dg.AssetKey("models"))
-    shown = event.asset_materialization.metadata
-    assert (shown["world_size"].value, shown["format"].value) == (2, "safetensors")
-    assert "loss_curve" in shown
+        for key in ("models/digits", "scaffolded"):
+            event = instance.get_latest_materialization_event(dg.AssetKey.from_user_string(key))
+            shown = event.asset_materialization.metadata
+            assert (shown["world_size"].value, shown["format"].value) == (2, "safetensors")
+            assert "loss_curve" in shown
