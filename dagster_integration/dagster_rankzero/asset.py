@@ -5,9 +5,9 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.checked import with_reported_checks
+from dagster_rankzero.check_specs import with_reported_checks
 from dagster_rankzero.compute import build_compute, check_function, collect_options
-from dagster_rankzero.partitions import PartitionArguments
+from dagster_rankzero.partitions import PartitionArguments, take_single
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 
@@ -78,7 +78,7 @@ def torch_asset(
         PartitionArguments.of(function, ins).check(
             asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")
         )
-        finish = with_reported_checks if asset_arguments.get("check_specs") else None
+        finish = with_reported_checks if asset_arguments.get("check_specs") else take_single
         compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins, finish)
         required = {*(asset_arguments.get("required_resource_keys") or ()), resource_key}
         decorated = dg.asset(**{**asset_arguments, "required_resource_keys": required})(compute)

@@ -204,7 +204,7 @@ def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[
     def train(**inputs: Any) -> Any:
         return bare(**kwargs, **inputs)
 
-    del train.__wrapped__  # type: ignore[attr-defined]
+    del train.__wrapped__
     kept = {*ins, CONFIG, PARTITION_KEY, PARTITION_KEYS}
     rest = [
         parameter

@@ -9,7 +9,7 @@ from typing import Any, get_origin
 import dagster as dg
 
 from dagster_rankzero.inputs import type_of_input
-from dagster_rankzero.partitions import PARTITION_KEYS, PartitionArguments, unwrap_single
+from dagster_rankzero.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
@@ -25,7 +25,7 @@ def build_compute(
     options: Mapping[str, Any],
     context_type: type[Any],
     named_ins: frozenset[str],
-    finish: Callable[[Any, Any], Any] | None = None,
+    finish: Callable[[Any, Any, list[str]], Any] = take_single,
 ) -> Callable[..., Any]:
     """Makes the step's function: same inputs, a context before them, and a run as its body.
 
@@ -36,7 +36,8 @@ def build_compute(
         options: Changes to the resource for this step.
         context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
         named_ins: Inputs that are described elsewhere and stay inputs whatever their name.
-        finish: Makes what the step returns, from its context and the result of the run.
+        finish: Makes what the step returns, from its context, the result of the run, and the keys of its
+            partitions if ``train`` takes ``partition_keys``.
 
     Returns:
         A function with the signature that ``@dg.asset`` and ``@dg.op`` read.
@@ -56,9 +57,7 @@ def build_compute(
         result = resource.run(context, train, **arguments, **given)
         if returns_nothing:
             result = _without_value(result)
-        elif PARTITION_KEYS in given:
-            result = unwrap_single(given[PARTITION_KEYS], result)
-        return result if finish is None else finish(context, result)
+        return finish(context, result, given.get(PARTITION_KEYS, []))
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
     parameters += [

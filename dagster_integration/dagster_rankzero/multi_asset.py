@@ -7,10 +7,10 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import set_step_data_version
-from dagster_rankzero.checked import check_result
+from dagster_rankzero.check_specs import check_result
 from dagster_rankzero.compute import build_compute, check_function, collect_options
 from dagster_rankzero.metadata import RESULT_ENTRIES
-from dagster_rankzero.partitions import PartitionArguments
+from dagster_rankzero.partitions import PartitionArguments, of_single
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 
@@ -69,11 +69,11 @@ def torch_multi_asset(
             asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")
         )
 
-        def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any]) -> Any:
+        def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
             values = _by_output(function.__name__, result.value, list(outs), required)
             # Not a tuple: Dagster takes it for all outputs, and an output may be left out.
             return (
-                _result_of(context, name, values[name], result)
+                _result_of(context, name, of_single(values[name], keys), result)
                 for name in outs
                 if name in values and name in context.op_execution_context.selected_output_names
             )

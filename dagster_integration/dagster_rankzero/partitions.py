@@ -75,19 +75,28 @@ class PartitionArguments:
         return arguments
 
 
-def unwrap_single(keys: list[str], result: Any) -> Any:
-    """The result of a function that takes ``partition_keys``, as an IO manager stores it.
+def take_single(context: Any, result: Any, keys: list[str]) -> Any:
+    """The result of a step, as an IO manager stores it: of a single partition it is that partition's own value.
 
-    A dict by partition key stays one where there are several; of a single partition it becomes that
-    partition's own value. Anything else is for the IO manager to judge.
+    Args:
+        context: Of the step.
+        result: Of the run.
+        keys: What the function got as ``partition_keys``; empty if it takes none.
     """
-    value = result.value
-    if len(keys) > 1 or not isinstance(value, Mapping) or [str(key) for key in value] != keys:
+    value = of_single(result.value, keys)
+    if value is result.value:
         return result
     if isinstance(result, dg.MaterializeResult):
         # Its version was that of the dict.
-        return result._replace(value=value[keys[0]], data_version=None)
-    return dg.Output(value[keys[0]], metadata=result.metadata)
+        return result._replace(value=value, data_version=None)
+    return dg.Output(value, metadata=result.metadata)
+
+
+def of_single(value: Any, keys: list[str]) -> Any:
+    """The value of the only partition out of a dict by key; anything else is for the IO manager to judge."""
+    if len(keys) == 1 and isinstance(value, Mapping) and [str(key) for key in value] == keys:
+        return value[next(iter(value))]
+    return value
 
 
 def _keys_of(context: Any) -> list[str]:

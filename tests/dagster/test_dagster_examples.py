@@ -83,3 +83,6 @@ def test_a_script_is_an_asset(load: Load, instance: dg.DagsterInstance, monkeypa
     scores = result.output_for_node("script_scores")
     assert scores["world_size"] == 2
     assert 0.1 < scores["accuracy"] <= 1
+    event = instance.get_latest_materialization_event(dg.AssetKey("script_scores"))
+    shown = metadata_of(result, "script_scores")
+    assert event.asset_materialization.tags["dagster/data_version"] == shown["sha256"]

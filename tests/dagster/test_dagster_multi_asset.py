@@ -119,6 +119,26 @@ def test_partitions_inputs_and_checks_pass_through(resources: dict[str, object],
     assert evaluations == {("model", "finite"): True, ("metrics", "told"): False}
 
 
+def test_a_backfill_in_a_single_run_stores_every_partition_of_every_output(
+    resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
+    @torch_multi_asset(
+        outs={"model": dg.AssetOut(), "metrics": dg.AssetOut()},
+        partitions_def=dg.StaticPartitionsDefinition(["a", "b", "c"]),
+        backfill_policy=dg.BackfillPolicy.single_run(),
+    )
+    def training(partition_keys: list[str]) -> dict[str, dict[str, str]]:
+        return {name: {key: f"{name} of {key}" for key in partition_keys} for name in ("model", "metrics")}
+
+    both = {"dagster/asset_partition_range_start": "a", "dagster/asset_partition_range_end": "b"}
+    dg.materialize([training], resources=resources, instance=instance, tags=both)
+    dg.materialize([training], resources=resources, instance=instance, partition_key="c")
+    defs = dg.Definitions([training], resources=resources)
+    for name in ("model", "metrics"):
+        stored = [defs.load_asset_value(name, partition_key=key, instance=instance) for key in "abc"]
+        assert stored == [f"{name} of {key}" for key in "abc"]
+
+
 def test_specs_are_refused_when_defined() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="from_spec"):
         torch_multi_asset(outs={}, specs=[dg.AssetSpec("model")])

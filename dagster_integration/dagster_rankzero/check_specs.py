@@ -5,19 +5,20 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero.metadata import METRIC_PREFIX
+from dagster_rankzero.partitions import take_single
 
 CHECK_PREFIX = "check/"
 """Before a check's name in `rankzero.train.report`."""
 
 
-def with_reported_checks(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any]) -> Any:
-    """The result together with those of the selected checks of its asset."""
+def with_reported_checks(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
+    """The result together with those of the selected checks of its asset; a ``finish`` of `build_compute`."""
     evaluations = [
         check_result(key, result.metadata or {})
         for key in sorted(context.selected_asset_check_keys)
         if result.asset_key in (None, key.asset_key)
     ]
-    return result._replace(check_results=evaluations)
+    return take_single(context, result, keys)._replace(check_results=evaluations)
 
 
 def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
