@@ -8,21 +8,6 @@ from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster.components.core.context import ComponentDeclLoadContext
 
 
-def dagster_type_of(annotation: Any) -> dg.DagsterType:
-    """The Dagster type that an annotation of an input means."""
-    return resolve_dagster_type(annotation)
-
-
-def names_of(context: Any) -> tuple[str, str]:
-    """The run id and the step's name of an asset's or op's context."""
-    op_context = getattr(context, "op_execution_context", context)
-    try:
-        return op_context.run_id, op_context.op_def.name
-    except DagsterInvalidPropertyError:
-        # A context that a test made, outside of any step.
-        return op_context.run_id, "direct"
-
-
 def partition_paths(manager: dg.UPathIOManager, context: dg.OutputContext) -> dict[str, Any]:
     """Where each partition of an output goes, by its key."""
     return manager._get_paths_for_partitions(context)
@@ -45,3 +30,18 @@ def component_folder(context: dg.ResolutionContext) -> str:
     load_context = ComponentDeclLoadContext.from_resolution_context(context)
     path = load_context.path
     return load_context.defs_relative_module_name(path.parent if path.is_file() else path)
+
+
+def dagster_type_of(annotation: Any) -> dg.DagsterType:
+    """The Dagster type that an annotation of an input means."""
+    return resolve_dagster_type(annotation)
+
+
+def names_of(context: Any) -> tuple[str, str]:
+    """The run id and the step's name of an asset's or op's context."""
+    op_context = getattr(context, "op_execution_context", context)
+    try:
+        return op_context.run_id, op_context.op_def.name
+    except DagsterInvalidPropertyError:
+        # A context that a test made, outside of any step.
+        return op_context.run_id, "direct"
