@@ -1,6 +1,7 @@
 """`torch_multi_asset`: one training, several assets, such as a model, its metrics and its predictions."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,10 @@ def torch_multi_asset(
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
         check_function("torch_multi_asset", function)
+        if inspect.signature(function).return_annotation in (None, "None"):
+            raise dg.DagsterInvalidDefinitionError(
+                f"{function.__name__} is annotated -> None, but {', '.join(outs)} are made of what it returns"
+            )
         ins = frozenset(asset_arguments.get("ins") or ())
         PartitionArguments.of(function, ins).check(
             asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")

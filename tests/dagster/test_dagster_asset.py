@@ -301,10 +301,10 @@ def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> Non
     assert "check/forgotten" in evaluations["forgotten"].description
 
 
-def test_what_hangs_on_an_asset_is_stale_when_its_content_or_code_changed(
+def test_what_hangs_on_an_asset_is_asked_for_when_its_content_changed_not_when_only_its_code_did(
     resources: dict[str, object], instance: dg.DagsterInstance
 ) -> None:
-    def assets(returned: int, code_version: str) -> list[dg.AssetsDefinition]:
+    def pipeline(returned: int, code_version: str) -> dg.Definitions:
         @torch_asset(code_version=code_version)
         def model() -> dict[str, int]:
             return {"w": returned}
@@ -315,15 +315,16 @@ def test_what_hangs_on_an_asset_is_stale_when_its_content_or_code_changed(
         def report(model: dict[str, int]) -> int:
             return model["w"]
 
-        return [model, report]
+        return dg.Definitions([model, report], resources=resources)
 
-    dg.materialize(assets(1, "1"), resources=resources, instance=instance)
-    cursor = dg.evaluate_automation_conditions(dg.Definitions(assets(1, "1")), instance=instance).cursor
+    first = pipeline(1, "1")
+    dg.materialize(first.assets, resources=resources, instance=instance)
+    cursor = dg.evaluate_automation_conditions(first, instance=instance).cursor
     requested = []
     for returned, code_version in ((1, "2"), (2, "2")):
-        made = assets(returned, code_version)
-        dg.materialize(made, selection=["model"], resources=resources, instance=instance)
-        found = dg.evaluate_automation_conditions(dg.Definitions(made), instance=instance, cursor=cursor)
+        defs = pipeline(returned, code_version)
+        dg.materialize(defs.assets, selection=["model"], resources=resources, instance=instance)
+        found = dg.evaluate_automation_conditions(defs, instance=instance, cursor=cursor)
         cursor = found.cursor
         requested.append(found.get_num_requested(dg.AssetKey("report")))
     assert requested == [0, 1]

@@ -61,13 +61,13 @@ def test_other_io_managers_and_a_tuple(resources: dict[str, object], instance: d
 
 
 def test_part_of_it_can_be_selected(resources: dict[str, object], assets_path: Path) -> None:
-    subsettable = torch_multi_asset(outs=OUTS, can_subset=True)(lambda_free_training)
+    subsettable = torch_multi_asset(outs=OUTS, can_subset=True)(three_numbers)
     result = dg.materialize([subsettable], selection=["metrics"], resources=resources)
     assert {event.asset_key.to_user_string() for event in result.get_asset_materialization_events()} == {"metrics"}
     assert not (assets_path / "model").exists()
 
 
-def lambda_free_training() -> tuple[int, int, int]:
+def three_numbers() -> tuple[int, int, int]:
     return 1, 2, 3
 
 
@@ -142,3 +142,10 @@ def test_a_backfill_in_a_single_run_stores_every_partition_of_every_output(
 def test_specs_are_refused_when_defined() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="from_spec"):
         torch_multi_asset(outs={}, specs=[dg.AssetSpec("model")])
+
+
+def test_a_function_that_returns_nothing_is_refused_when_defined() -> None:
+    def training() -> None: ...
+
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="-> None"):
+        torch_multi_asset(outs=OUTS)(training)
