@@ -1,6 +1,7 @@
 """A server that speaks S3, as a process of its own, for tests of what lies on an object store."""
 
 import os
+import re
 import subprocess
 import sys
 import urllib.error
@@ -34,8 +35,9 @@ class S3Server:
 
     def requests(self, method: str, path: str) -> list[str]:
         """Lines of its log: requests of a method whose path holds ``path``."""
-        lines = self._log.read_text().splitlines()
-        return [line for line in lines if f'"{method} ' in line and path in line]
+        # Between the quote and the method there may be a colour.
+        asked = re.compile(rf"{method} \S*{re.escape(path)}")
+        return [line for line in self._log.read_text().splitlines() if asked.search(line)]
 
 
 @contextmanager
