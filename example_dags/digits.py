@@ -55,7 +55,13 @@ def build_model() -> Any:
     )
 
 
-def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: int = 32) -> dict[str, Any]:
+def train(
+    data: dict[str, Any],
+    epochs: int = 25,
+    lr: float = 4e-3,
+    batch_size: int = 32,
+    start: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Trains with DistributedDataParallel; every rank runs this. Goes on from the last checkpoint, if there is one.
 
     Args:
@@ -63,6 +69,7 @@ def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: 
         epochs: Passes over the training scans.
         lr: Learning rate of Adam.
         batch_size: Scans per rank and step.
+        start: Weights to start from, a state dict; None starts from random ones.
 
     Returns:
         The model's state dict (rank 0's is the run's result).
@@ -77,7 +84,10 @@ def train(data: dict[str, Any], epochs: int = 25, lr: float = 4e-3, batch_size: 
     context = rt.get_context()
     dist.init_process_group(context.backend)
     torch.manual_seed(SEED)
-    model = DistributedDataParallel(build_model().to(context.device))
+    network = build_model().to(context.device)
+    if start is not None:
+        network.load_state_dict(start)
+    model = DistributedDataParallel(network)
     dataset = TensorDataset(data["train_images"], data["train_labels"])
     sampler = DistributedSampler(dataset, seed=SEED)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)

@@ -5,11 +5,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from rankzero import Launcher
+
+if TYPE_CHECKING:
+    from tests.s3 import S3Server
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,3 +129,24 @@ def session() -> Iterator[object]:
     spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
     yield spark
     spark.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
+    """One S3 server for all tests that need it."""
+    from tests.s3 import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of an empty bucket that every process of the test can reach."""
+    import s3fs
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    name = f"test-{os.getpid()}-{tmp_path.name}".replace("_", "-").lower()[:60]
+    s3fs.S3FileSystem().mkdir(name)
+    return f"s3://{name}"

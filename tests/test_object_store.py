@@ -64,3 +64,27 @@ def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
     handle.cancel()
     assert handle.wait(30)
     assert handle.status().state == "cancelled"
+
+
+def test_a_run_on_s3_is_restarted_from_its_checkpoint_and_opened_by_another_process(
+    launcher: Launcher, bucket: str
+) -> None:
+    def train() -> dict[str, Any]:
+        import os
+        import signal
+
+        import torch
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        if checkpoint is None:
+            rt.report({"loss": 2.0}, checkpoint={"w": torch.ones(3)} if rt.get_context().rank == 0 else None)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"w": checkpoint.load()["w"] * 2}
+
+    handle = launcher.options(store=f"{bucket}/runs", max_restarts=1, run_id="far").submit(train)
+    assert handle.result(timeout=120)["w"].tolist() == [2.0, 2.0, 2.0]
+    attached = RunHandle.attach(f"{bucket}/runs/far")
+    assert attached.status().attempt == 1
+    assert [row["loss"] for row in attached.metrics()][:1] == [2.0]

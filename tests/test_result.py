@@ -99,7 +99,9 @@ def test_other_mixtures_with_tensors_are_pickled(value: Any, tmp_path: Path) -> 
 
 def test_a_module_is_pickled_and_counted(tmp_path: Path) -> None:
     ref = stored(torch.nn.Linear(3, 2), tmp_path)
-    assert ref.summary == {"type": "torch.nn.modules.linear.Linear", "tensors": 2, "parameters": 8}
+    dtypes = {"float32": {"tensors": 2, "parameters": 8, "bytes": 32}}
+    expected = {"type": "torch.nn.modules.linear.Linear", "tensors": 2, "parameters": 8, "dtypes": dtypes}
+    assert ref.summary == expected
     assert isinstance(ref.load(), torch.nn.Linear)
 
 

@@ -1,6 +1,8 @@
 """What the store does when it fails for a moment, and when it goes on failing."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,33 @@ def test_an_interrupt_is_not_tried_again() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         store.patiently(action, 20.0, 0.01)
+
+
+def test_a_file_is_copied_within_its_store_without_being_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"weights")
+    assert store.copy_within(str(source), str(tmp_path / "target"))
+    assert (tmp_path / "target").samefile(source)
+    store.write_bytes("memory://bucket/source", b"weights")
+    assert store.copy_within("memory://bucket/source", "memory://bucket/deep/target")
+    assert store.read_bytes("memory://bucket/deep/target") == b"weights"
+
+
+def test_a_copy_between_stores_is_left_to_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"weights")
+    assert not store.copy_within(str(source), "memory://bucket/other")
+    assert not store.exists("memory://bucket/other")
+
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert not store.copy_within(str(source), str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize("root", ["memory://bucket", "tmp"])
+def test_what_is_not_there_cannot_be_copied(root: str, tmp_path: Path) -> None:
+    root = str(tmp_path) if root == "tmp" else root
+    with pytest.raises(FileNotFoundError):
+        store.copy_within(f"{root}/missing", f"{root}/target")

@@ -93,7 +93,19 @@ def summarize(value: object) -> dict[str, Any]:
             if tensors:
                 summary["tensors"] = len(tensors)
                 summary["parameters"] = sum(tensor.numel() for tensor in tensors)
+                summary["dtypes"] = _count_dtypes(tensors)
     return summary
+
+
+def _count_dtypes(tensors: list[torch.Tensor]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        count = counts.setdefault(name, {"tensors": 0, "parameters": 0, "bytes": 0})
+        count["tensors"] += 1
+        count["parameters"] += tensor.numel()
+        count["bytes"] += tensor.numel() * tensor.element_size()
+    return counts
 
 
 def write(value: object, file_format: str, path: str) -> tuple[int, str]:

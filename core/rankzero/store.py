@@ -226,6 +226,41 @@ def upload(local_path: str, location: str) -> None:
             shutil.copyfile(local_path, temporary)
 
 
+def copy_within(source: str, target: str) -> bool:
+    """Copies a file inside its store, where no byte passes through this process: a hard link, or the store's own copy.
+
+    Args:
+        source: Location of the file.
+        target: Where the copy goes, atomically. A local one must not exist yet.
+
+    Returns:
+        False, with nothing changed, if the two lie in different stores or the store cannot do it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if is_url(source) != is_url(target):
+        return False
+    if not is_url(source):
+        try:
+            os.link(source, target)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            # Another file system, or one without links.
+            return False
+        return True
+    filesystem, path = _filesystem(source)
+    other, target_path = _filesystem(target)
+    if filesystem != other:
+        return False
+    try:
+        filesystem.cp_file(path, target_path)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def remove(location: str) -> None:
     """Deletes a file or a directory tree; no error when it is gone already."""
     if is_url(location):

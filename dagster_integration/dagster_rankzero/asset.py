@@ -5,13 +5,9 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.compute import (
-    PARTITION_KEY,
-    build_compute,
-    check_function,
-    collect_options,
-    needs_partition_key,
-)
+from dagster_rankzero.check_specs import with_reported_checks
+from dagster_rankzero.compute import build_compute, check_function, collect_options
+from dagster_rankzero.partitions import PartitionArguments, take_single
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 
@@ -40,11 +36,16 @@ def torch_asset(
 
     The function's parameters are the asset's inputs, as with ``@dg.asset``. An input from a
     `RankZeroIOManager` is opened inside the ranks and not loaded by the step; one from another IO
-    manager is loaded and travels with the job. Two parameters are special:
+    manager is loaded and travels with the job. Three parameters are special:
 
     * ``config``, annotated with a `dagster.Config` class: the ranks get a plain namespace with the
       same attributes, for executors need not have Dagster installed.
     * ``partition_key``: the key of the partition, a string, ``"a|b"`` for two dimensions.
+    * ``partition_keys``: the list of them, for `dagster.BackfillPolicy.single_run`; the function
+      returns a dict with one value for each.
+
+    A check of ``check_specs`` gets what rank 0 reports under its name:
+    ``rankzero.train.report({"check/finite": True})``.
 
     Args:
         train: The function. It gets no Dagster context.
@@ -53,7 +54,8 @@ def torch_asset(
         options: More changes to the resource for this asset, by its field names.
         resource_key: Of the `TorchDistributorResource`.
         asset_arguments: Everything that ``@dg.asset`` takes: ``ins``, ``deps``, ``partitions_def``,
-            ``retry_policy``, ``pool``, ``op_tags``, ``kinds``, ``tags``, ``io_manager_key`` ...
+            ``backfill_policy``, ``retry_policy``, ``pool``, ``op_tags``, ``kinds``, ``tags``, ``owners``,
+            ``code_version``, ``check_specs``, ``automation_condition``, ``io_manager_key`` ...
 
     Returns:
         The asset, or a decorator that makes it.
@@ -73,12 +75,11 @@ def torch_asset(
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
         check_function("torch_asset", function)
         ins = frozenset(asset_arguments.get("ins") or ())
-        compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins)
-        if needs_partition_key(function, ins) and asset_arguments.get("partitions_def") is None:
-            raise dg.DagsterInvalidDefinitionError(
-                f"{function.__name__} has a parameter {PARTITION_KEY!r}, but the asset has no partitions: "
-                "give partitions_def"
-            )
+        PartitionArguments.of(function, ins).check(
+            asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")
+        )
+        finish = with_reported_checks if asset_arguments.get("check_specs") else take_single
+        compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins, finish)
         required = {*(asset_arguments.get("required_resource_keys") or ()), resource_key}
         decorated = dg.asset(**{**asset_arguments, "required_resource_keys": required})(compute)
         assert isinstance(decorated, dg.AssetsDefinition)

@@ -9,14 +9,13 @@ from typing import Any, get_origin
 import dagster as dg
 
 from dagster_rankzero.inputs import type_of_input
+from dagster_rankzero.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
 """First parameters that Dagster takes for its context."""
 
 CONFIG = "config"
-PARTITION_KEY = "partition_key"
-
 _EMPTY = inspect.Parameter.empty
 
 
@@ -26,16 +25,19 @@ def build_compute(
     options: Mapping[str, Any],
     context_type: type[Any],
     named_ins: frozenset[str],
+    finish: Callable[[Any, Any, list[str]], Any] = take_single,
 ) -> Callable[..., Any]:
     """Makes the step's function: same inputs, a context before them, and a run as its body.
 
     Args:
-        train: The training function. Its parameters are inputs, except for ``config`` and
-            ``partition_key``.
+        train: The training function. Its parameters are inputs, except for ``config``,
+            ``partition_key`` and ``partition_keys``.
         resource_key: Of the `TorchDistributorResource`.
         options: Changes to the resource for this step.
         context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
         named_ins: Inputs that are described elsewhere and stay inputs whatever their name.
+        finish: Makes what the step returns, from its context, the result of the run, and the keys of its
+            partitions if ``train`` takes ``partition_keys``.
 
     Returns:
         A function with the signature that ``@dg.asset`` and ``@dg.op`` read.
@@ -43,27 +45,25 @@ def build_compute(
     Raises:
         dagster.DagsterInvalidDefinitionError: a parameter cannot reach the ranks.
     """
-    offers_partition = PARTITION_KEY in inspect.signature(train).parameters and PARTITION_KEY not in named_ins
-    needs_partition = needs_partition_key(train, named_ins)
+    partitions = PartitionArguments.of(train, named_ins)
     returns_nothing = inspect.signature(train).return_annotation in (None, "None")
 
     def compute(context: Any, **arguments: Any) -> Any:
-        if offers_partition and context.has_partition_key:
-            arguments[PARTITION_KEY] = str(context.partition_key)
-        elif needs_partition:
-            raise dg.Failure(
-                f"{train.__name__} has a parameter {PARTITION_KEY!r}, but this run has no partition: launch one",
-                allow_retries=False,
-            )
-        resource: TorchDistributorResource = getattr(context.resources, resource_key)
-        result = resource.options(**options).run(context, train, **arguments)
-        return _without_value(result) if returns_nothing else result
+        given = partitions.fill(context)
+        resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
+        if PARTITION_KEYS in given and not returns_nothing:
+            # The value is taken apart by partition.
+            resource = resource.options(by_reference=False)
+        result = resource.run(context, train, **arguments, **given)
+        if returns_nothing:
+            result = _without_value(result)
+        return finish(context, result, given.get(PARTITION_KEYS, []))
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
     parameters += [
         _as_step_parameter(train, parameter)
         for parameter in inspect.signature(train).parameters.values()
-        if not (offers_partition and parameter.name == PARTITION_KEY)
+        if parameter.name not in partitions.taken
     ]
     parameters.sort(key=lambda parameter: parameter.default is not _EMPTY)
     parameters.sort(key=lambda parameter: parameter.kind)
@@ -76,12 +76,6 @@ def build_compute(
     compute.__module__ = train.__module__
     compute.__doc__ = train.__doc__
     return compute
-
-
-def needs_partition_key(train: Callable[..., Any], named_ins: frozenset[str]) -> bool:
-    """True if the function cannot be called without the key of a partition."""
-    parameter = inspect.signature(train).parameters.get(PARTITION_KEY)
-    return parameter is not None and parameter.default is _EMPTY and PARTITION_KEY not in named_ins
 
 
 def check_function(decorator: str, train: object) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import dagster as dg
 
+import rankzero
 from dagster_rankzero._compat import dagster_type_of
-from rankzero import ResultRef
 
 
 class OpenedByRanks(dg.DagsterType):
@@ -43,8 +43,8 @@ def type_of_input(annotation: Any) -> dg.DagsterType:
 def is_reference(value: object) -> bool:
     """True for a handle, and for the dict of handles that several partitions make."""
     if isinstance(value, dict) and value:
-        return all(isinstance(item, ResultRef) for item in value.values())
-    return isinstance(value, ResultRef)
+        return all(isinstance(item, rankzero.ResultRef) for item in value.values())
+    return isinstance(value, rankzero.ResultRef)
 
 
 def wants_reference(dagster_type: dg.DagsterType) -> bool:
@@ -54,6 +54,5 @@ def wants_reference(dagster_type: dg.DagsterType) -> bool:
     ``dict[str, ResultRef]``.
     """
     annotation = dagster_type.typing_type
-    return (
-        isinstance(dagster_type, OpenedByRanks) or annotation is ResultRef or ResultRef in typing.get_args(annotation)
-    )
+    wanted = (annotation, *typing.get_args(annotation))
+    return isinstance(dagster_type, OpenedByRanks) or rankzero.ResultRef in wanted

@@ -1,17 +1,20 @@
 """`RankZeroIOManager`: stores what rank 0 returned, so that the next step gets it whole or not at all."""
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import Field, PrivateAttr
 
+from dagster_rankzero._compat import partition_paths, set_data_version
 from dagster_rankzero.inputs import wants_reference
-from dagster_rankzero.manifest import Manifest, check_format, commit, read_manifest
-from dagster_rankzero.metadata import describe_result
-from rankzero import ResultError, store
+from dagster_rankzero.metadata import describe_partitions, describe_result
 
 if TYPE_CHECKING:
     from upath import UPath
+
+    from dagster_rankzero.manifest import Manifest
+    from rankzero import ResultRef
 
 
 class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
@@ -22,9 +25,14 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
     reads only what is used; cloudpickle runs code of whoever can write to ``base_path``, as
     Dagster's default IO manager does: set ``allow_pickle`` to False where you do not trust them.
 
-    An output that is a `ResultRef` is stored by copying its file, never loaded. An input annotated
-    `ResultRef` gets the handle, and so do the functions of `torch_asset` and
+    An output that is a `ResultRef` is stored by its file, never loaded: where run directories and
+    ``base_path`` share a file system or an object store, not a byte passes through the step. An
+    input annotated `ResultRef` gets the handle, and so do the functions of `torch_asset` and
     `torch_distributor_op`, whose ranks open it themselves.
+
+    The checksum is the asset's data version, so that what comes after it is stale only if the
+    content changed. An output of several partitions (a backfill in a single run) is a dict by
+    partition key, and each partition is stored apart.
 
     Example:
         >>> defs = dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path="s3://bucket/assets")})
@@ -47,6 +55,8 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
         """Finds the place to store in."""
         from upath import UPath
 
+        from rankzero import store
+
         root = self.base_path
         if root is None:
             if context.instance is None:
@@ -54,13 +64,33 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
             root = context.instance.storage_directory()
         self._base_path = UPath(store.normalize(root))
 
+    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
+        """Stores an output; one of several partitions is a dict by partition key."""
+        if not context.has_asset_partitions or len(context.asset_partition_keys) == 1:
+            super().handle_output(context, obj)
+            return
+        values = _by_partition(obj, context)
+        stored = {
+            str(key): self._commit(context, values[key], path) for key, path in partition_paths(self, context).items()
+        }
+        context.add_output_metadata(describe_partitions(stored))
+        versions = "\n".join(f"{key}\t{ref.sha256}" for key, ref in sorted(stored.items()))
+        set_data_version(context, hashlib.sha256(versions.encode()).hexdigest())
+
     def dump_to_path(self, context: dg.OutputContext, obj: Any, path: "UPath") -> None:
         """Commits a value, or the file of a `ResultRef`, as the new version."""
+        ref = self._commit(context, obj, path)
+        context.add_output_metadata(describe_result(ref))
+        set_data_version(context, ref.sha256)
+
+    def _commit(self, context: dg.OutputContext, value: Any, path: "UPath") -> "ResultRef":
+        from dagster_rankzero.manifest import commit
+        from rankzero import ResultError
+
         try:
-            ref = commit(obj, str(path), context.run_id, allow_pickle=self.allow_pickle)
+            return commit(value, str(path), context.run_id, allow_pickle=self.allow_pickle)
         except ResultError as error:
             raise dg.Failure(str(error), allow_retries=False) from error
-        context.add_output_metadata(describe_result(ref))
 
     def load_from_path(self, context: dg.InputContext, path: "UPath") -> Any:
         """Gives the value, or its handle to those that want one.
@@ -69,6 +99,9 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
             FileNotFoundError: nothing was stored there.
             dagster.Failure: the file is damaged, or a pickle where none is allowed. Not retried.
         """
+        from dagster_rankzero.manifest import check_format, read_manifest
+        from rankzero import ResultError
+
         directory = str(path)
         manifest: Manifest | None = None
         try:
@@ -87,6 +120,8 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
 
     def path_exists(self, path: "UPath") -> bool:
         """True if a version was committed there."""
+        from rankzero import store
+
         return store.exists(str(path / "manifest.json"))
 
     def make_safe_partition_path(self, base_path: "UPath", partition: str) -> "UPath":
@@ -95,3 +130,20 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
         if not parts[0]:
             parts = ["%2F" + parts[1], *parts[2:]]
         return base_path.joinpath(*parts)
+
+
+def _by_partition(value: Any, context: dg.OutputContext) -> dict[str, Any]:
+    """The value of every partition, from the output of a run that has several.
+
+    Raises:
+        dagster.Failure: the output is not a dict with the run's partition keys. Not retried.
+    """
+    keys = sorted(str(key) for key in context.asset_partition_keys)
+    if isinstance(value, dict) and {str(key) for key in value} == set(keys):
+        return {str(key): item for key, item in value.items()}
+    got = f"a dict with the keys {sorted(map(str, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
+    raise dg.Failure(
+        f"a run of the partitions {', '.join(keys)} of {context.asset_key.to_user_string()} got {got}: "
+        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run()",
+        allow_retries=False,
+    )

@@ -80,20 +80,28 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
 
     Raises:
         ResultError: the value cannot be stored, or the handle's file is gone or damaged.
+
+    The file of a handle is copied by its store where that is possible (a hard link, a copy within S3), and is not
+    read here: its size is compared, and its checksum, which the handle recorded when the file was written, is
+    verified whenever somebody opens it. A file that must be carried from one store to another is verified on the way.
     """
     store.make_directory(directory)
+    ref = value if isinstance(value, ResultRef) else None
+    file_format = ref.format if ref else formats.choose(value)
+    check_format(file_format, allow_pickle)
     with tempfile.TemporaryDirectory(dir=None if store.is_url(directory) else directory, prefix=".writing-") as scratch:
         path = os.path.join(scratch, "data")
-        if isinstance(value, ResultRef):
-            file_format, summary = value.format, value.summary
-            check_format(file_format, allow_pickle)
-            size, sha256 = _fetch(value, path)
+        if ref:
+            size, sha256, summary = ref.size, ref.sha256, ref.summary
         else:
-            file_format, summary = formats.choose(value), formats.summarize(value)
-            check_format(file_format, allow_pickle)
             size, sha256 = formats.write(value, file_format, path)
+            summary = formats.summarize(value)
         name = f"data-{sha256[:_NAME_DIGITS]}.{file_format}"
-        store.upload(path, store.join(directory, name))
+        target = store.join(directory, name)
+        if not ref:
+            store.upload(path, target)
+        else:
+            _take(ref, path, target)
     before = _previous(directory)
     superseded, obsolete = _retire(before, name)
     manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded)
@@ -128,17 +136,34 @@ def _retire(before: Manifest | None, name: str) -> tuple[str | None, str | None]
     return before.data, None if before.superseded == name else before.superseded
 
 
-def _fetch(ref: ResultRef, path: str) -> tuple[int, str]:
-    """Streams a handle's file to ``path`` and verifies it."""
-    digest, size = hashlib.sha256(), 0
+def _take(ref: ResultRef, path: str, target: str) -> None:
+    """Puts a handle's file at ``target``, by way of local ``path`` if its store cannot copy it there."""
     try:
-        with store.open_read(ref.uri) as source, open(path, "wb") as target:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-                target.write(chunk)
+        if store.is_url(target):
+            if store.copy_within(ref.uri, target):
+                _check_size(ref, store.size(target))
+                return
+        elif store.copy_within(ref.uri, path):
+            _check_size(ref, os.path.getsize(path))
+            store.upload(path, target)
+            return
+        _fetch(ref, path)
     except FileNotFoundError:
         raise ResultError(f"the result {ref.uri} is gone; was its run directory deleted?") from None
+    store.upload(path, target)
+
+
+def _check_size(ref: ResultRef, size: int) -> None:
+    if size != ref.size:
+        raise ResultError(f"{ref.uri} has {size} bytes, but {ref.size} were recorded: it was changed or damaged")
+
+
+def _fetch(ref: ResultRef, path: str) -> None:
+    """Streams a handle's file to ``path`` and verifies it."""
+    digest = hashlib.sha256()
+    with store.open_read(ref.uri) as source, open(path, "wb") as target:
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            target.write(chunk)
     if digest.hexdigest() != ref.sha256:
         raise ResultError(f"{ref.uri} does not have the sha256 {ref.sha256[:16]}... that was recorded: it was changed")
-    return size, ref.sha256

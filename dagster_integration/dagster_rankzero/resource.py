@@ -2,22 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
 from pydantic import Field, ValidationError
 
-from dagster_rankzero import step_run
 from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
-from dagster_rankzero.failure import as_failure
-from dagster_rankzero.metadata import describe_run
-from dagster_rankzero.observation import observe
-from dagster_rankzero.step import Step
-from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero.engines.base import Engine
-from rankzero.launcher import print_line
 from rankzero.policy import STOP_GRACE
+
+if TYPE_CHECKING:
+    from rankzero import Launcher, RunHandle
+    from rankzero.engines.base import Engine
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -226,6 +222,14 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         return self._events(context, train, args, kwargs)
 
     def _events(self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        # Only a step that trains pays for the core.
+        from dagster_rankzero import step_run
+        from dagster_rankzero.failure import as_failure
+        from dagster_rankzero.observation import observe
+        from dagster_rankzero.step import Step
+        from rankzero import RankZeroError
+        from rankzero.launcher import print_line
+
         handle: RunHandle[Any] | None = None
         step = Step.begin(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
@@ -240,14 +244,18 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
         yield self._result(context, handle, value)
 
-    def _result(self, context: Any, handle: RunHandle[Any], value: Any) -> Any:
+    def _result(self, context: Any, handle: "RunHandle[Any]", value: Any) -> Any:
+        from dagster_rankzero.metadata import describe_run
+
         metadata = describe_run(handle, self.num_processes)
         if isinstance(context, dg.AssetExecutionContext):
             version = dg.DataVersion(handle.result_ref().sha256)
             return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)
         return dg.Output(value, metadata=metadata)
 
-    def _launcher(self) -> Launcher:
+    def _launcher(self) -> "Launcher":
+        from rankzero import Launcher
+
         return Launcher(
             self.num_processes,
             engine=self._engine(),
@@ -264,7 +272,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             store=self.store,
         )
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> "Engine":
         if self.engine == "local":
             from rankzero import LocalEngine
 

@@ -4,9 +4,12 @@
 
 Training is a barrier Spark job. Without ``SPARK_MASTER`` it runs on an embedded Spark of this
 machine. A model that does not beat the champion fails the blocking check, and is not promoted.
+A new champion deploys itself (declarative automation), and one that was not confirmed for a week is
+shown as overdue (freshness).
 """
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import dagster as dg
@@ -54,11 +57,20 @@ def beats_champion(accuracy: float) -> dg.AssetCheckResult:
     )
 
 
-@dg.asset(group_name=GROUP)
+@dg.asset(
+    group_name=GROUP,
+    freshness_policy=dg.FreshnessPolicy.time_window(fail_window=timedelta(days=7), warn_window=timedelta(days=2)),
+)
 def champion(accuracy: float, model: dict[str, Any]) -> dict[str, Any]:
     """The model in production. Comes behind the check, so that a worse model never replaces it."""
     # A copy: the asset `model` keeps only its last versions.
     return digits.promote(accuracy, ResultRef.save(model, digits.home() / "models").to_json())
+
+
+@dg.asset(automation_condition=dg.AutomationCondition.eager())
+def deployment(champion: dict[str, Any]) -> dict[str, Any]:
+    """What the serving side loads; made anew whenever there is another champion."""
+    return digits.deploy(ResultRef.from_json(champion["model"]).load(), champion)
 
 
 retraining = dg.define_asset_job(
@@ -66,7 +78,7 @@ retraining = dg.define_asset_job(
 )
 
 defs = dg.Definitions(
-    assets=[scans, model, accuracy, champion],
+    assets=[scans, model, accuracy, champion, deployment],
     asset_checks=[beats_champion],
     jobs=[retraining],
     schedules=[dg.ScheduleDefinition(name="nightly", job=retraining, cron_schedule="0 3 * * *")],

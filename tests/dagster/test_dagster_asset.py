@@ -279,3 +279,54 @@ def test_functions_that_cannot_run_on_ranks_are_refused_when_defined(train: obje
 def test_an_unknown_option_is_refused_when_defined() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_procs"):
         torch_asset(options={"num_procs": 2})
+
+
+def test_checks_are_what_rank_zero_reported(resources: dict[str, object]) -> None:
+    @torch_asset(
+        check_specs=[dg.AssetCheckSpec(name, asset="model") for name in ("finite", "better", "forgotten")],
+        num_processes=2,
+    )
+    def model() -> int:
+        # Rank 0's word counts.
+        rt.report({"check/finite": rt.get_context().rank == 0, "check/better": False})
+        return 1
+
+    result = dg.materialize([model], resources=resources)
+    evaluations = {evaluation.check_name: evaluation for evaluation in result.get_asset_check_evaluations()}
+    assert {name: evaluation.passed for name, evaluation in evaluations.items()} == {
+        "finite": True,
+        "better": False,
+        "forgotten": False,
+    }
+    assert "check/forgotten" in evaluations["forgotten"].description
+
+
+def test_what_hangs_on_an_asset_is_asked_for_when_its_content_changed_not_when_only_its_code_did(
+    resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
+    def pipeline(returned: int, code_version: str) -> dg.Definitions:
+        @torch_asset(code_version=code_version)
+        def model() -> dict[str, int]:
+            return {"w": returned}
+
+        @dg.asset(
+            automation_condition=dg.AutomationCondition.any_deps_match(dg.AutomationCondition.data_version_changed())
+        )
+        def report(model: dict[str, int]) -> int:
+            return model["w"]
+
+        return dg.Definitions([model, report], resources=resources)
+
+    first = pipeline(1, "1")
+    dg.materialize(first.assets, resources=resources, instance=instance)
+    cursor = dg.evaluate_automation_conditions(first, instance=instance).cursor
+    requested = []
+    for returned, code_version in ((1, "2"), (2, "2")):
+        defs = pipeline(returned, code_version)
+        dg.materialize(defs.assets, selection=["model"], resources=resources, instance=instance)
+        found = dg.evaluate_automation_conditions(defs, instance=instance, cursor=cursor)
+        cursor = found.cursor
+        requested.append(found.get_num_requested(dg.AssetKey("report")))
+    assert requested == [0, 1]
+    event = instance.get_latest_materialization_event(dg.AssetKey("model"))
+    assert event.asset_materialization.tags["dagster/code_version"] == "2"

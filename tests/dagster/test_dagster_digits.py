@@ -91,3 +91,29 @@ def test_the_pipeline_runs_every_night(example: ModuleType) -> None:
     (schedule,) = example.defs.schedules
     assert schedule.cron_schedule == "0 3 * * *"
     assert schedule.job_name == "digits_retraining"
+
+
+def test_a_new_champion_deploys_itself_and_must_be_fresh(
+    example: ModuleType, digits_home: Path, torch_distributor: TorchDistributorResource, instance: dg.DagsterInstance
+) -> None:
+    definitions = dg.Definitions(
+        assets=example.defs.assets,
+        asset_checks=example.defs.asset_checks,
+        jobs=example.defs.jobs,
+        resources={**example.defs.resources, "torch_distributor": torch_distributor},
+    )
+    before = dg.evaluate_automation_conditions(definitions, instance=instance)
+    config = dg.RunConfig(ops={"model": example.TrainConfig(epochs=1)})
+    nightly = definitions.resolve_job_def("digits_retraining")
+    assert nightly.execute_in_process(run_config=config, instance=instance).success
+    after = dg.evaluate_automation_conditions(definitions, instance=instance, cursor=before.cursor)
+    assert (before.total_requested, after.total_requested) == (0, 1)
+    assert after.get_num_requested(dg.AssetKey("deployment")) == 1
+    deployed = dg.materialize(
+        definitions.assets, selection=["deployment"], resources=definitions.resources, instance=instance
+    )
+    assert deployed.success
+    champion = json.loads((digits_home / "champion.json").read_text())
+    assert json.loads((digits_home / "manifest.json").read_text())["model"] == champion["model"]
+    policy = definitions.resolve_assets_def("champion").get_asset_spec().freshness_policy
+    assert policy.fail_window.to_timedelta().days == 7

@@ -1,5 +1,6 @@
 """`RankZeroIOManager`: whole versions or none, verified when loaded."""
 
+import errno
 import json
 import os
 import signal
@@ -248,15 +249,70 @@ def test_a_handle_as_output_is_stored_by_its_file(
     assert torch.equal(load(manager, instance)["w"], torch.ones(4))
 
 
-def test_a_damaged_handle_is_not_stored(
-    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path
+def test_a_handle_of_the_same_file_system_is_stored_without_reading_it(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path, assets_path: Path
 ) -> None:
-    ref = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
-    Path(ref.uri).write_text('{"a": 2}')
+    ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
+    for _ in range(2):
+        store(ref, manager, instance)
+        (data,) = (assets_path / "stored").glob("data-*")
+        assert data.samefile(ref.uri)
+    assert [path.name for path in (assets_path / "stored").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_handle_of_another_file_system_is_carried_over(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
+    store(ref, manager, instance)
+    os.unlink(ref.uri)
+    assert torch.equal(load(manager, instance)["w"], torch.ones(4))
+    damaged = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
+    Path(damaged.uri).write_text('{"a": 2}')
     with pytest.raises(dg.Failure, match="sha256"):
+        store(damaged, manager, instance)
+
+
+def test_a_torn_handle_is_not_stored(manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path) -> None:
+    ref = ResultRef.save({"a": 1}, tmp_path / "elsewhere")
+    Path(ref.uri).write_text('{"a"')
+    with pytest.raises(dg.Failure, match="bytes"):
+        store(ref, manager, instance)
+    os.unlink(ref.uri)
+    with pytest.raises(dg.Failure, match="gone"):
         store(ref, manager, instance)
     with pytest.raises(FileNotFoundError):
         load(manager, instance)
+
+
+def test_the_checksum_is_the_data_version(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+    versions = []
+    for value in (1, 2, 1):
+        shown = store({"a": value}, manager, instance)
+        event = instance.get_latest_materialization_event(dg.AssetKey("stored"))
+        versions.append(event.asset_materialization.tags["dagster/data_version"])
+        assert versions[-1] == shown["sha256"]
+    assert versions[0] == versions[2] != versions[1]
+
+
+def test_an_asset_may_have_a_data_version_of_its_own(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+    store(dg.MaterializeResult(value=1, data_version=dg.DataVersion("mine")), manager, instance)
+    event = instance.get_latest_materialization_event(dg.AssetKey("stored"))
+    assert event.asset_materialization.tags["dagster/data_version"] == "mine"
+
+
+def test_the_types_of_tensors_are_a_table(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
+    shown = store(lambda: model, manager, instance)
+    assert [record.data for record in shown["dtypes"].records] == [
+        {"dtype": "float32", "tensors": 2, "parameters": 8, "bytes": 32},
+        {"dtype": "bfloat16", "tensors": 2, "parameters": 6, "bytes": 12},
+    ]
+    assert {column.name: column.type for column in shown["dtypes"].schema.columns}["bytes"] == "int"
 
 
 def test_pickles_can_be_forbidden(manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path) -> None:

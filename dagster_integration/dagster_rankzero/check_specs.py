@@ -1,0 +1,31 @@
+"""Checks of ``check_specs``: what rank 0 reported becomes their results."""
+
+from typing import Any
+
+import dagster as dg
+
+from dagster_rankzero.metadata import METRIC_PREFIX
+from dagster_rankzero.partitions import take_single
+
+CHECK_PREFIX = "check/"
+"""Before a check's name in `rankzero.train.report`."""
+
+
+def with_reported_checks(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
+    """The result together with those of the selected checks of its asset; a ``finish`` of `build_compute`."""
+    evaluations = [
+        check_result(key, result.metadata or {})
+        for key in sorted(context.selected_asset_check_keys)
+        if result.asset_key in (None, key.asset_key)
+    ]
+    return take_single(context, result, keys)._replace(check_results=evaluations)
+
+
+def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
+    """Passed if rank 0's last word on the check was True; failed if it never spoke of it."""
+    name = CHECK_PREFIX + key.name
+    entry = metadata.get(METRIC_PREFIX + name)
+    if entry is None:
+        description = f'rank 0 did not report it: call rankzero.train.report({{"{name}": True}}) or False'
+        return dg.AssetCheckResult(passed=False, asset_key=key.asset_key, check_name=key.name, description=description)
+    return dg.AssetCheckResult(passed=entry.value is True, asset_key=key.asset_key, check_name=key.name)

@@ -1,0 +1,185 @@
+"""Asset checks of a training's metrics: bounds, and a comparison with the model in production.
+
+A check that is blocking stops what comes *after* the asset, not the asset itself: it is stored when
+the check fails. Publish in an asset of its own behind the check.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dagster as dg
+
+from dagster_rankzero.metadata import METRIC_PREFIX
+
+Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
+"""An asset, or its key."""
+
+
+def build_metric_bounds_checks(
+    asset: Asset,
+    bounds: Mapping[str, tuple[float | None, float | None]],
+    *,
+    blocking: bool = True,
+    severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
+) -> list[dg.AssetChecksDefinition]:
+    """Makes one check for each metric: its last value lies within bounds.
+
+    Reads the asset's metadata and not its value. A metric that is not there, or is no finite
+    number, fails. In a run of a partition it is that partition's metric.
+
+    Args:
+        asset: What was trained, or its key.
+        bounds: Smallest and largest value by metric, both inclusive; None leaves a side open. Names
+            are those of `rankzero.train.report`, or other numbers of the asset's metadata.
+        blocking: In the same run, nothing that depends on the asset starts if the check fails.
+        severity: How Dagster shows a failure.
+
+    Returns:
+        The checks, named ``<metric>_within_bounds``.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: bounds are empty, or the wrong way round.
+
+    Example:
+        >>> checks = build_metric_bounds_checks("model", {"accuracy": (0.9, None), "loss": (None, 0.5)})
+        >>> [key.name for check in checks for key in check.check_keys]
+        ['accuracy_within_bounds', 'loss_within_bounds']
+    """
+    for metric, (low, high) in bounds.items():
+        if (low is None and high is None) or (low is not None and high is not None and low > high):
+            raise dg.DagsterInvalidDefinitionError(
+                f"the bounds of {metric} are ({low}, {high}); give (smallest, largest), with None for an open side"
+            )
+    return [_bounds_check(_key_of(asset), metric, pair, blocking, severity) for metric, pair in bounds.items()]
+
+
+def build_champion_check(
+    challenger: Asset,
+    champion: Asset,
+    metric: str,
+    *,
+    higher_is_better: bool = True,
+    min_improvement: float = 0.0,
+    blocking: bool = True,
+    severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
+) -> dg.AssetChecksDefinition:
+    """Makes a check that a new model is at least as good as the one in production.
+
+    Compares the same metric in the metadata of two assets: of the challenger's latest
+    materialization and of the champion's. The first challenger passes. Make the champion an asset
+    behind the check that hands the model on: a `ResultRef` keeps the metrics of its training.
+
+    Args:
+        challenger: What was trained, or its key.
+        champion: The asset that publishes, or its key.
+        metric: Name of `rankzero.train.report`, or another number of the assets' metadata.
+        higher_is_better: False for a loss.
+        min_improvement: By how much the challenger must be better; below 0 it may be worse by so much.
+        blocking: In the same run, nothing that depends on the challenger starts if it fails.
+        severity: How Dagster shows a failure.
+
+    Returns:
+        The check, named ``<metric>_beats_champion``.
+
+    Example:
+        >>> check = build_champion_check("model", "champion", "accuracy")
+        >>> next(iter(check.check_keys)).name
+        'accuracy_beats_champion'
+    """
+    challenger_key, champion_key = _key_of(challenger), _key_of(champion)
+
+    @dg.asset_check(
+        asset=challenger_key,
+        name=_name_of(metric, "beats_champion"),
+        description=f"{metric} is at least as good as that of {champion_key.to_user_string()}.",
+        blocking=blocking,
+    )
+    def beats_champion(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        found = _latest_metric(context, challenger_key, metric, _partition_of(context))
+        if found is None:
+            return _unknown(metric, challenger_key, severity)
+        if context.instance.get_latest_materialization_event(champion_key) is None:
+            return dg.AssetCheckResult(passed=True, description="the first champion", metadata={"challenger": found})
+        reigning = _latest_metric(context, champion_key, metric, None)
+        if reigning is None:
+            return _unknown(metric, champion_key, severity)
+        improvement = found - reigning if higher_is_better else reigning - found
+        return dg.AssetCheckResult(
+            passed=improvement >= min_improvement,
+            severity=severity,
+            metadata={"challenger": found, "champion": reigning, "improvement": improvement},
+        )
+
+    return beats_champion
+
+
+def _bounds_check(
+    key: dg.AssetKey,
+    metric: str,
+    bounds: tuple[float | None, float | None],
+    blocking: bool,
+    severity: dg.AssetCheckSeverity,
+) -> dg.AssetChecksDefinition:
+    low = -math.inf if bounds[0] is None else bounds[0]
+    high = math.inf if bounds[1] is None else bounds[1]
+    described = " and ".join([f"at least {low}"] * (low > -math.inf) + [f"at most {high}"] * (high < math.inf))
+
+    @dg.asset_check(
+        asset=key,
+        name=_name_of(metric, "within_bounds"),
+        description=f"{metric} is {described}.",
+        blocking=blocking,
+    )
+    def within_bounds(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+        found = _latest_metric(context, key, metric, _partition_of(context))
+        if found is None:
+            return _unknown(metric, key, severity)
+        return dg.AssetCheckResult(
+            passed=low <= found <= high,
+            severity=severity,
+            description=f"{metric} is {found:.6g}; it should be {described}",
+            metadata={metric: found},
+        )
+
+    return within_bounds
+
+
+def _latest_metric(
+    context: dg.AssetCheckExecutionContext, key: dg.AssetKey, metric: str, partition: str | None
+) -> float | None:
+    """The metric of the latest materialization; None if it is not there or no finite number."""
+    wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition] if partition else None)
+    records = context.instance.fetch_materializations(wanted, limit=1).records
+    materialization = records[0].asset_materialization if records else None
+    if materialization is None:
+        return None
+    entry: Any = materialization.metadata.get(METRIC_PREFIX + metric) or materialization.metadata.get(metric)
+    value = None if entry is None else entry.value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _unknown(metric: str, key: dg.AssetKey, severity: dg.AssetCheckSeverity) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        passed=False,
+        severity=severity,
+        description=f"the latest materialization of {key.to_user_string()} has no finite number {metric!r}: report it "
+        "with rankzero.train.report, or give it as metadata",
+    )
+
+
+def _partition_of(context: dg.AssetCheckExecutionContext) -> str | None:
+    return str(context.partition_key) if context.has_partition_key else None
+
+
+def _key_of(asset: Asset) -> dg.AssetKey:
+    if isinstance(asset, (dg.AssetsDefinition, dg.AssetSpec)):
+        return asset.key
+    return dg.AssetKey.from_user_string(asset) if isinstance(asset, str) else dg.AssetKey.from_coercible(asset)
+
+
+def _name_of(metric: str, suffix: str) -> str:
+    # Dagster takes letters, digits and underscores.
+    return f"{''.join(c if c.isascii() and c.isalnum() else '_' for c in metric)}_{suffix}"

@@ -1,0 +1,140 @@
+"""`torch_multi_asset`: one training, several assets, such as a model, its metrics and its predictions."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dagster as dg
+
+from dagster_rankzero._compat import set_step_data_version
+from dagster_rankzero.check_specs import check_result
+from dagster_rankzero.compute import build_compute, check_function, collect_options
+from dagster_rankzero.metadata import RESULT_ENTRIES
+from dagster_rankzero.partitions import PartitionArguments, of_single
+from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
+
+
+def torch_multi_asset(
+    *,
+    outs: Mapping[str, dg.AssetOut],
+    num_processes: int | None = None,
+    use_gpu: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    resource_key: str = DEFAULT_RESOURCE_KEY,
+    **asset_arguments: Any,
+) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
+    """Makes a function that runs on every rank several assets, whose values rank 0 returns together.
+
+    Rank 0 returns a dict by output name, or a tuple in the order of ``outs``. Each value goes to the
+    IO manager of its output and has a data version of its own: with `RankZeroIOManager` its checksum,
+    so that new metrics of an unchanged model leave what hangs on the model alone. The values pass
+    through the step's process; a model too large for that is an asset of its own (`torch_asset` with
+    ``by_reference``).
+
+    An output with ``is_required=False`` may be left out of the dict: it is not materialized then.
+    With ``can_subset=True`` the whole training runs, and what was selected is stored.
+
+    Args:
+        outs: The assets by output name. ``specs`` cannot be used: their outputs carry no value.
+        num_processes: World size; None takes the resource's.
+        use_gpu: One GPU for every rank; None takes the resource's.
+        options: More changes to the resource, by its field names.
+        resource_key: Of the `TorchDistributorResource`.
+        asset_arguments: Everything else that ``@dg.multi_asset`` takes. Checks as for `torch_asset`.
+
+    Returns:
+        A decorator that makes the assets.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a parameter or argument cannot be used.
+
+    Example:
+        >>> @torch_multi_asset(outs={"model": dg.AssetOut(), "metrics": dg.AssetOut()}, num_processes=2)
+        ... def training(features):
+        ...     return {"model": features, "metrics": {"loss": 0.1}}
+        >>> sorted(key.to_user_string() for key in training.keys)
+        ['metrics', 'model']
+    """
+    if "specs" in asset_arguments:
+        raise dg.DagsterInvalidDefinitionError(
+            "torch_multi_asset takes outs and not specs, whose outputs carry no value: AssetOut.from_spec(spec)"
+        )
+    changes = {**collect_options(options, num_processes=num_processes, use_gpu=use_gpu), "by_reference": False}
+    required = {name for name, out in outs.items() if out.is_required}
+
+    def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
+        check_function("torch_multi_asset", function)
+        if inspect.signature(function).return_annotation in (None, "None"):
+            raise dg.DagsterInvalidDefinitionError(
+                f"{function.__name__} is annotated -> None, but {', '.join(outs)} are made of what it returns"
+            )
+        ins = frozenset(asset_arguments.get("ins") or ())
+        PartitionArguments.of(function, ins).check(
+            asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")
+        )
+
+        def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
+            values = _by_output(function.__name__, result.value, list(outs), required)
+            # Not a tuple: Dagster takes it for all outputs, and an output may be left out.
+            return (
+                _result_of(context, name, of_single(values[name], keys), result)
+                for name in outs
+                if name in values and name in context.op_execution_context.selected_output_names
+            )
+
+        compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins, finish)
+        keys = {*(asset_arguments.get("required_resource_keys") or ()), resource_key}
+        arguments = {**asset_arguments, "required_resource_keys": keys, "outs": outs}
+        if asset_arguments.get("can_subset"):
+            arguments["outs"] = {name: _optional(out) for name, out in outs.items()}
+        return dg.multi_asset(**arguments)(compute)
+
+    return decorate
+
+
+def _by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
+    """Rank 0's value by output name.
+
+    Raises:
+        dagster.Failure: an output is missing or unknown. Not retried.
+    """
+    if isinstance(value, tuple) and len(value) == len(names):
+        return dict(zip(names, value, strict=True))
+    if isinstance(value, dict) and required <= set(value) <= set(names):
+        return value
+    got = f"a {type(value).__name__}"
+    if isinstance(value, dict):
+        got = f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+    elif isinstance(value, tuple):
+        got = f"a tuple of {len(value)}"
+    raise dg.Failure(
+        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order",
+        allow_retries=False,
+    )
+
+
+def _result_of(
+    context: dg.AssetExecutionContext, name: str, value: Any, whole: dg.MaterializeResult[Any]
+) -> dg.MaterializeResult[Any]:
+    key = context.asset_key_for_output(name)
+    if whole.data_version is not None:
+        # For IO managers that know no checksum; RankZeroIOManager puts the value's own in its place.
+        set_step_data_version(context, key, whole.data_version)
+    metadata = whole.metadata or {}
+    return dg.MaterializeResult(
+        asset_key=key,
+        value=value,
+        metadata={entry: shown for entry, shown in metadata.items() if entry not in RESULT_ENTRIES},
+        check_results=[
+            check_result(check, metadata)
+            for check in sorted(context.selected_asset_check_keys)
+            if check.asset_key == key
+        ],
+    )
+
+
+def _optional(out: dg.AssetOut) -> dg.AssetOut:
+    changed = copy.copy(out)
+    changed.is_required = False
+    return changed

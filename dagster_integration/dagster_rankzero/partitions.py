@@ -1,0 +1,105 @@
+"""Partition keys as arguments of a training function, and its value by partition."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+
+PARTITION_KEY = "partition_key"
+PARTITION_KEYS = "partition_keys"
+
+
+@dataclass(frozen=True)
+class PartitionArguments:
+    """Which of the two special parameters a training function has.
+
+    Attributes:
+        name: Of the function, for messages.
+        taken: Of ``partition_key`` and ``partition_keys``, those that are no inputs.
+        needed: Those of them without a default.
+    """
+
+    name: str
+    taken: frozenset[str]
+    needed: frozenset[str]
+
+    @staticmethod
+    def of(train: Callable[..., Any], named_ins: frozenset[str]) -> "PartitionArguments":
+        """Reads a signature; ``named_ins`` are inputs whatever their name."""
+        found = {
+            name: parameter
+            for name, parameter in inspect.signature(train).parameters.items()
+            if name in (PARTITION_KEY, PARTITION_KEYS) and name not in named_ins
+        }
+        needed = frozenset(name for name, parameter in found.items() if parameter.default is inspect.Parameter.empty)
+        return PartitionArguments(train.__name__, frozenset(found), needed)
+
+    def check(self, partitions_def: object, backfill_policy: dg.BackfillPolicy | None) -> None:
+        """Raises DagsterInvalidDefinitionError if no run, or no backfill, could give what is needed."""
+        if self.needed and partitions_def is None:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{self.name} has a parameter {min(self.needed)!r}, but the asset has no partitions: "
+                "give partitions_def"
+            )
+        several = backfill_policy is not None and backfill_policy.max_partitions_per_run != 1
+        if several and PARTITION_KEY in self.needed:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{self.name} takes one {PARTITION_KEY!r}, but its backfills give several to one run: take "
+                f"{PARTITION_KEYS!r} and return a dict with one value for each, or use BackfillPolicy.multi_run()"
+            )
+
+    def fill(self, context: Any) -> dict[str, Any]:
+        """The arguments for a run.
+
+        Raises:
+            dagster.Failure: the run has no partition, or several where the function takes one. Not retried.
+        """
+        keys = _keys_of(context)
+        if PARTITION_KEY in self.needed and len(keys) != 1:
+            has = f"the partitions {', '.join(keys)}: launch them one by one" if keys else "no partition: launch one"
+            raise dg.Failure(
+                f"{self.name} has a parameter {PARTITION_KEY!r}, but this run has {has}", allow_retries=False
+            )
+        if PARTITION_KEYS in self.needed and not keys:
+            raise dg.Failure(
+                f"{self.name} has a parameter {PARTITION_KEYS!r}, but this run has no partition: launch one",
+                allow_retries=False,
+            )
+        arguments: dict[str, Any] = {}
+        if PARTITION_KEY in self.taken and len(keys) == 1:
+            arguments[PARTITION_KEY] = keys[0]
+        if PARTITION_KEYS in self.taken and keys:
+            arguments[PARTITION_KEYS] = keys
+        return arguments
+
+
+def take_single(context: Any, result: Any, keys: list[str]) -> Any:
+    """The result of a step, as an IO manager stores it: of a single partition it is that partition's own value.
+
+    Args:
+        context: Of the step.
+        result: Of the run.
+        keys: What the function got as ``partition_keys``; empty if it takes none.
+    """
+    value = of_single(result.value, keys)
+    if value is result.value:
+        return result
+    if isinstance(result, dg.MaterializeResult):
+        # Its version was that of the dict.
+        return result._replace(value=value, data_version=None)
+    return dg.Output(value, metadata=result.metadata)
+
+
+def of_single(value: Any, keys: list[str]) -> Any:
+    """The value of the only partition out of a dict by key; anything else is for the IO manager to judge."""
+    if len(keys) == 1 and isinstance(value, Mapping) and [str(key) for key in value] == keys:
+        return value[next(iter(value))]
+    return value
+
+
+def _keys_of(context: Any) -> list[str]:
+    if context.has_partition_key:
+        return [str(context.partition_key)]
+    return [str(key) for key in context.partition_keys] if context.has_partition_key_range else []

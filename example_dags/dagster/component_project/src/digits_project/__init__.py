@@ -1,0 +1,1 @@
+"""A project for the ``dg`` command whose training is a folder with a YAML file."""

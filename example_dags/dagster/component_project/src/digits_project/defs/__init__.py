@@ -1,0 +1,1 @@
+"""Definitions of the project: a file or a folder for each."""

@@ -1,0 +1,125 @@
+"""Ready checks: bounds of metrics, and the comparison with the champion."""
+
+import math
+
+import dagster as dg
+import pytest
+
+import rankzero.train as rt
+from dagster_rankzero import build_champion_check, build_metric_bounds_checks, torch_asset
+from rankzero import ResultRef
+
+LETTERS = dg.StaticPartitionsDefinition(["a", "b"])
+
+
+class TrainConfig(dg.Config):
+    accuracy: float
+
+
+@torch_asset
+def model(config: TrainConfig) -> dict[str, float]:
+    rt.report({"accuracy": config.accuracy})
+    return {"trained_to": config.accuracy}
+
+
+@dg.asset
+def champion(model: ResultRef) -> ResultRef:
+    return model
+
+
+def train(
+    accuracy: float, checks: list[dg.AssetChecksDefinition], resources: dict[str, object], instance: dg.DagsterInstance
+) -> dg.ExecuteInProcessResult:
+    # The metrics of a training go along with its handle, not with its value.
+    by_reference = {**resources, "torch_distributor": resources["torch_distributor"].options(by_reference=True)}
+    config = dg.RunConfig(ops={"model": TrainConfig(accuracy=accuracy)})
+    return dg.materialize(
+        [model, champion, *checks], resources=by_reference, instance=instance, run_config=config, raise_on_error=False
+    )
+
+
+def verdicts(result: dg.ExecuteInProcessResult) -> dict[str, bool]:
+    return {evaluation.check_name: evaluation.passed for evaluation in result.get_asset_check_evaluations()}
+
+
+def stored(instance: dg.DagsterInstance, resources: dict[str, object]) -> object:
+    return dg.Definitions([model, champion], resources=resources).load_asset_value(
+        "champion", python_type=object, instance=instance
+    )
+
+
+def test_only_a_model_as_good_as_the_champion_is_published(
+    resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
+    checks = [build_champion_check(model, champion, "accuracy")]
+    passed = [
+        verdicts(train(accuracy, checks, resources, instance))["accuracy_beats_champion"]
+        for accuracy in (0.8, 0.7, 0.9)
+    ]
+    assert passed == [True, False, True]
+    assert stored(instance, resources) == {"trained_to": 0.9}
+    train(0.85, checks, resources, instance)
+    assert stored(instance, resources) == {"trained_to": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("options", "challenger", "passed"),
+    [
+        ({"higher_is_better": False}, 0.6, False),
+        ({"higher_is_better": False}, 0.4, True),
+        ({"min_improvement": 0.2}, 0.6, False),
+        ({"min_improvement": -0.2}, 0.4, True),
+        ({}, math.nan, False),
+    ],
+)
+def test_what_counts_as_better(
+    options: dict[str, object], challenger: float, passed: bool, instance: dg.DagsterInstance
+) -> None:
+    check = build_champion_check("challenger", "champion", "loss", **options)
+    for key, value in (("champion", 0.5), ("challenger", challenger)):
+        shown = {"loss": value} if math.isfinite(value) else {"loss": str(value)}
+        instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata=shown))
+    job = dg.Definitions(
+        assets=[dg.AssetSpec("challenger")],
+        asset_checks=[check],
+        jobs=[dg.define_asset_job("check", dg.AssetSelection.checks(check))],
+    ).resolve_job_def("check")
+    assert verdicts(job.execute_in_process(instance=instance, raise_on_error=False)) == {"loss_beats_champion": passed}
+
+
+def test_metrics_out_of_bounds_or_never_reported_stop_what_comes_after(
+    resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
+    checks = build_metric_bounds_checks(model, {"accuracy": (0.5, 0.9), "f1": (0.5, None)})
+    assert verdicts(train(0.7, checks, resources, instance)) == {
+        "accuracy_within_bounds": True,
+        "f1_within_bounds": False,
+    }
+    inside = build_metric_bounds_checks(model, {"accuracy": (0.5, 0.9)})
+    for accuracy, published in ((0.95, False), (0.9, True), (0.4, True)):
+        result = train(accuracy, inside, resources, instance)
+        assert result.success is (0.5 <= accuracy <= 0.9)
+        has = instance.get_latest_materialization_event(dg.AssetKey("champion")) is not None
+        assert has is published
+    assert stored(instance, resources) == {"trained_to": 0.9}
+
+
+def test_a_partition_is_judged_by_its_own_metric(resources: dict[str, object], instance: dg.DagsterInstance) -> None:
+    @dg.success_hook
+    def another_is_trained_meanwhile(context: dg.HookContext) -> None:
+        good = dg.AssetMaterialization("model", partition="a", metadata={"metric/loss": 0.1})
+        context.instance.report_runless_asset_event(good)
+
+    @torch_asset(partitions_def=LETTERS, hooks={another_is_trained_meanwhile})
+    def model() -> None:
+        rt.report({"loss": 9.0})
+
+    checks = build_metric_bounds_checks(model, {"loss": (None, 1.0)}, blocking=False)
+    result = dg.materialize([model, *checks], resources=resources, instance=instance, partition_key="b")
+    assert verdicts(result) == {"loss_within_bounds": False}
+
+
+@pytest.mark.parametrize("pair", [(None, None), (2.0, 1.0)])
+def test_bounds_that_bound_nothing_are_refused(pair: tuple[float | None, float | None]) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="accuracy"):
+        build_metric_bounds_checks("model", {"accuracy": pair})

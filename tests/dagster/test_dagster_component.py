@@ -1,0 +1,155 @@
+"""`TorchTrainingComponent`: a training in a folder with a YAML file, as ``dg`` loads, checks and launches it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
+from tests.conftest import ROOT
+
+from dagster_rankzero import RankZeroIOManager, TorchTrainingComponent
+
+TRAIN = """
+import dagster as dg
+
+from .shapes import double
+
+
+class Settings(dg.Config):
+    bias: int = 1
+
+
+def train(features: dict, lr: float, config: Settings, factor: int = 1):
+    \"\"\"Trains.\"\"\"
+    import sys
+
+    imported = [name for name in sys.modules if name.startswith("dagster")]
+    return {"w": double(features["x"]) * lr * factor + config.bias, "dagster": imported}
+"""
+
+
+@pytest.fixture
+def sandbox() -> Iterator[DefsFolderSandbox]:
+    with create_defs_folder_sandbox() as made:
+        yield made
+
+
+def component(sandbox: DefsFolderSandbox, **attributes: object) -> Path:
+    folder = sandbox.scaffold_component(
+        TorchTrainingComponent,
+        defs_path="training",
+        defs_yaml_contents={"type": "dagster_rankzero.TorchTrainingComponent", "attributes": attributes},
+    )
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "shapes.py").write_text("def double(x):\n    return 2 * x\n")
+    return folder
+
+
+@dg.asset(key=["raw", "features"])
+def features() -> dict[str, float]:
+    return {"x": 3.0}
+
+
+def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
+    sandbox: DefsFolderSandbox, resources: dict[str, object]
+) -> None:
+    folder = component(
+        sandbox,
+        train_fn=".train.train",
+        kwargs={"lr": 0.5},
+        ins={"features": "raw/features"},
+        num_processes=1,
+        op={"pool": "gpu", "tags": {"team": "vision"}, "max_retries": 2},
+        asset={"key": "models/digits", "kinds": ["pytorch"], "group_name": "training", "owners": ["team:vision"]},
+    )
+    with sandbox.load_component_and_build_defs(folder) as (_, defs):
+        whole = dg.Definitions.merge(defs, dg.Definitions(assets=[features], resources=resources))
+        trained = whole.resolve_assets_def(dg.AssetKey(["models", "digits"]))
+        spec = trained.get_asset_spec()
+        assert (spec.group_name, spec.kinds, spec.owners) == ("training", {"pytorch"}, ["team:vision"])
+        assert spec.description == "Trains."
+        assert (trained.op.pool, trained.op.tags["team"], trained.op.retry_policy.max_retries) == ("gpu", "vision", 2)
+        result = whole.resolve_implicit_global_asset_job_def().execute_in_process()
+        assert result.output_for_node("models__digits") == {"w": 4.0, "dagster": []}
+
+
+def test_a_cluster_of_its_own_and_a_deps_only_asset(sandbox: DefsFolderSandbox, tmp_path: Path) -> None:
+    folder = component(
+        sandbox,
+        train_fn="tests.dagster.trained_component.world_size",
+        num_processes=2,
+        cluster={"engine": "local", "store": str(tmp_path / "runs")},
+        asset={"key": "size", "deps": ["calendar"]},
+    )
+    with sandbox.load_component_and_build_defs(folder) as (_, defs):
+        whole = dg.Definitions.merge(
+            defs, dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path=str(tmp_path / "assets"))})
+        )
+        job = whole.resolve_implicit_global_asset_job_def()
+        assert job.execute_in_process().output_for_node("size") == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"train_fn": ".train.missing"}, "missing"),
+        ({"train_fn": "train"}, ".file.function"),
+        ({"kwargs": {"learning_rate": 1}}, "learning_rate"),
+        ({"ins": {"labels": "raw/labels"}}, "labels"),
+        ({"num_processes": "two"}, "num_processes"),
+        ({"world_size": 2}, "world_size"),
+    ],
+)
+def test_mistakes_in_the_yaml_are_named(wrong: dict[str, object], named: str, sandbox: DefsFolderSandbox) -> None:
+    right = {"train_fn": ".train.train", "asset": {"key": "model"}}
+    folder = component(sandbox, **{**right, **wrong})
+    with pytest.raises(Exception) as raised, sandbox.load_component_and_build_defs(folder):
+        pass
+    assert named in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment in which ``dg`` finds the entry point that pyproject.toml declares."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / "site" / "rankzero-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rankzero\nVersion: 0\n")
+    group = "dagster_dg_cli.registry_modules"
+    lines = [f"{name} = {value}" for name, value in declared["entry-points"][group].items()]
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    path = os.pathsep.join([str(metadata.parent), *[entry for entry in sys.path if entry]])
+    return {**os.environ, "PYTHONPATH": path, "DG_CLI_CONFIG": str(tmp_path / "dg.toml"), "NO_COLOR": "1"}
+
+
+def dg_command(environment: dict[str, str], folder: Path, *arguments: str) -> str:
+    command = [str(Path(sys.executable).with_name("dg")), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_dg_scaffolds_checks_lists_and_launches_in_the_example_project(project: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "component_project"
+    shutil.copytree(ROOT / "example_dags" / "dagster" / "component_project", folder)
+    environment = {**project, "RANKZERO_STORE": str(tmp_path / "runs"), "WITHOUT_SPARK": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder / "src"), environment["PYTHONPATH"]])
+    dg_command(environment, folder, "scaffold", "defs", "dagster_rankzero.TorchTrainingComponent", "scaffolded")
+    # Checks the YAML files too.
+    dg_command(environment, folder, "check", "defs")
+    listed = dg_command(environment, folder, "list", "defs", "--json")
+    assert all(f'"{key}"' in listed for key in ("models/digits", "raw/scans", "scaffolded"))
+    dg_command(environment, folder, "launch", "--assets", "raw/scans,models/digits,scaffolded")
+    with dg.DagsterInstance.get() as instance:
+        for key in ("models/digits", "scaffolded"):
+            event = instance.get_latest_materialization_event(dg.AssetKey.from_user_string(key))
+            shown = event.asset_materialization.metadata
+            assert (shown["world_size"].value, shown["format"].value) == (2, "safetensors")
+            assert "loss_curve" in shown

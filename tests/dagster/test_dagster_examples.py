@@ -1,0 +1,88 @@
+"""Every example beside the nightly one, as its file defines it; on the local engine, for speed."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import dagster as dg
+import pytest
+from tests.conftest import ROOT
+from tests.dagster.dagster_events import metadata_of
+
+from dagster_rankzero import TorchDistributorResource
+
+EXAMPLES = ROOT / "example_dags"
+
+Load = Callable[[str], tuple[ModuleType, dg.Definitions]]
+
+
+@pytest.fixture
+def load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_distributor: TorchDistributorResource, assets_path: Path
+) -> Load:
+    """An example's module, and its definitions with two ranks of this machine in the cluster's place."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def found(name: str) -> tuple[ModuleType, dg.Definitions]:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / "dagster" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        given = module.defs
+        resources = {**given.resources, "torch_distributor": torch_distributor}
+        return module, dg.Definitions(given.assets, asset_checks=given.asset_checks, resources=resources)
+
+    return found
+
+
+def run(
+    defs: dg.Definitions, key: str, instance: dg.DagsterInstance, partition: str | None = None
+) -> dg.ExecuteInProcessResult:
+    """Materializes one asset with its checks."""
+    chosen = dg.AssetSelection.assets(key)
+    return dg.materialize(
+        [*defs.assets, *(defs.asset_checks or ())],
+        selection=chosen,
+        resources=defs.resources,
+        instance=instance,
+        partition_key=partition,
+    )
+
+
+def test_each_day_starts_from_the_weights_of_the_day_before(load: Load, instance: dg.DagsterInstance) -> None:
+    _, defs = load("partitioned_training")
+    losses = {}
+    for day in ("2026-01-01", "2026-01-02", "2026-01-04"):
+        run(defs, "daily_scans", instance, day)
+        result = run(defs, "daily_model", instance, day)
+        losses[day] = metadata_of(result, "daily_model")["reports"].records[0].data["loss"]
+        (evaluation,) = result.get_asset_check_evaluations()
+        assert evaluation.passed
+    # The third of January was lost: the fourth starts from scratch, like the first.
+    assert losses["2026-01-02"] < min(losses["2026-01-01"], losses["2026-01-04"])
+
+
+def test_a_sweep_keeps_the_best_setting(load: Load, instance: dg.DagsterInstance) -> None:
+    module, defs = load("sweep")
+    run(defs, "sweep_scans", instance)
+    accuracy = {}
+    for name in module.SETTINGS:
+        accuracy[name] = metadata_of(run(defs, "candidate", instance, name), "candidate")["metric/accuracy"]
+    shown = metadata_of(run(defs, "best", instance), "best")
+    assert shown["setting"] == max(accuracy, key=accuracy.get)
+    assert shown["metric/accuracy"] == max(accuracy.values())
+    assert len(set(accuracy.values())) == 3
+
+
+def test_a_script_is_an_asset(load: Load, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIGITS_EPOCHS", "2")
+    _, defs = load("script_training")
+    result = run(defs, "script_scores", instance)
+    scores = result.output_for_node("script_scores")
+    assert scores["world_size"] == 2
+    assert 0.1 < scores["accuracy"] <= 1
+    event = instance.get_latest_materialization_event(dg.AssetKey("script_scores"))
+    shown = metadata_of(result, "script_scores")
+    assert event.asset_materialization.tags["dagster/data_version"] == shown["sha256"]

@@ -1,0 +1,71 @@
+"""What the UI shows of a run that has ended."""
+
+import base64
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from tests.dagster.dagster_events import metadata_of
+
+import rankzero.train as rt
+from dagster_rankzero import torch_asset
+from dagster_rankzero.metadata import CURVE_POINTS, TABLE_ROWS, describe_run
+from rankzero import Launcher, LocalEngine
+
+
+def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, object]) -> None:
+    @torch_asset(num_processes=2)
+    def model() -> int:
+        for epoch in range(3):
+            rt.report({"epoch": epoch, "train_loss": 3.0 - epoch, "lr": 0.1, "note": f"<{epoch}>"})
+        return 1
+
+    shown = metadata_of(dg.materialize([model], resources=resources), "model")
+    assert [record.data["train_loss"] for record in shown["reports"].records] == [3.0, 2.0, 1.0]
+    assert {column.name: column.type for column in shown["reports"].schema.columns} == {
+        "report": "int",
+        "epoch": "int",
+        "train_loss": "float",
+        "lr": "float",
+        "note": "string",
+    }
+    assert shown["epoch_per_second"] > 0
+    assert (shown["world_size"], shown["metric/train_loss"], shown["metric/epoch"]) == (2, 1.0, 2)
+    title, _, picture = shown["loss_curve"].partition("](data:image/svg+xml;base64,")
+    assert title == "![train_loss"
+    svg = ElementTree.fromstring(base64.b64decode(picture.removesuffix(")")))
+    (line,) = svg.findall("{http://www.w3.org/2000/svg}polyline")
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    assert heights == sorted(heights)
+    assert len(set(heights)) == 3
+
+
+def test_many_reports_are_thinned_and_the_last_one_kept(tmp_path: Path, marker: str) -> None:
+    def train() -> None:
+        for step in range(5000):
+            rt.report({"step": step, "loss": 1.0 / (step + 1)})
+
+    launcher = Launcher(1, engine=LocalEngine(), store=tmp_path / "runs", env={"MARK": marker})
+    handle = launcher.submit(train)
+    handle.wait(60)
+    shown = describe_run(handle, 1)
+    rows = [record.data for record in shown["reports"].records]
+    assert (len(rows), rows[0]["step"], rows[-1]["step"]) == (TABLE_ROWS, 0, 4999)
+    svg = base64.b64decode(shown["loss_curve"].value.partition("base64,")[2].removesuffix(")")).decode()
+    assert svg.count(",", svg.index("points="), svg.index('"', svg.index("points=") + 8)) == CURVE_POINTS
+    assert len(shown["loss_curve"].value) < 10_000
+
+
+@pytest.mark.parametrize("losses", [[], [1.0], [float("nan")] * 3])
+def test_what_cannot_be_drawn_is_left_out(
+    losses: list[float], resources: dict[str, object], instance: dg.DagsterInstance
+) -> None:
+    @torch_asset
+    def model() -> int:
+        for loss in losses:
+            rt.report({"loss [nats]": loss})
+        return 1
+
+    result = dg.materialize([model], resources=resources, instance=instance)
+    assert "loss_curve" not in metadata_of(result, "model")

@@ -1,0 +1,128 @@
+"""`RankZeroIOManager` and run directories on S3: a real server that speaks its protocol."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import dagster as dg
+import pytest
+import torch
+from tests.dagster.dagster_events import metadata_of
+from tests.s3 import S3Server
+
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset
+from rankzero import ResultRef, store
+
+
+@pytest.fixture
+def on_s3(bucket: str, torch_distributor: TorchDistributorResource) -> dict[str, object]:
+    """Everything on S3: run directories and assets, in one bucket."""
+    return {
+        "torch_distributor": torch_distributor.options(num_processes=1, store=f"{bucket}/runs", by_reference=True),
+        "io_manager": RankZeroIOManager(base_path=f"{bucket}/assets"),
+    }
+
+
+@torch_asset
+def model() -> dict[str, torch.Tensor]:
+    import torch
+
+    return {"w": torch.arange(100_000)}
+
+
+def test_a_result_moves_inside_the_bucket_and_the_ranks_open_it(
+    on_s3: dict[str, object], bucket: str, s3_server: S3Server, instance: dg.DagsterInstance
+) -> None:
+    @torch_asset
+    def doubled(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"w": model["w"] * 2}
+
+    @dg.asset
+    def total(doubled: dict[str, torch.Tensor]) -> int:
+        return doubled["w"].sum().item()
+
+    result = dg.materialize([model, doubled, total], resources=on_s3, instance=instance)
+    assert result.output_for_node("total") == sum(range(100_000)) * 2
+    shown = metadata_of(result, "model")
+    run = urlsplit(str(shown["run_directory"])).path
+    assert len(store.list_names(f"{shown['run_directory']}/result")) == 1
+    assert s3_server.requests("GET", f"{run}/result/value") == []
+    assert s3_server.requests("GET", f"{run}/status.json") != []
+    assert shown["path"] == f"{bucket}/assets/model"
+    assert shown["size"] == store.size(f"{bucket}/assets/model/data-{shown['sha256'][:16]}.safetensors")
+    events = instance.fetch_materializations(dg.AssetKey("model"), limit=1).records
+    assert events[0].asset_materialization.tags["dagster/data_version"] == shown["sha256"]
+
+
+def test_versions_partitions_and_handles_are_those_of_a_disk(
+    bucket: str, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b", "c"]))
+    def part(context: dg.AssetExecutionContext) -> dict[str, str]:
+        return {"key": context.partition_key}
+
+    @dg.asset(ins={"part": dg.AssetIn(metadata={"allow_missing_partitions": True})})
+    def parts(part: dict[str, ResultRef]) -> list[str]:
+        assert all(ref.uri.startswith(f"{bucket}/assets/part/{key}/data-") for key, ref in part.items())
+        return sorted(ref.load()["key"] for ref in part.values())
+
+    resources = {"io_manager": RankZeroIOManager(base_path=f"{bucket}/assets")}
+    for key in ("a", "c", "a"):
+        dg.materialize([part], resources=resources, partition_key=key, instance=instance)
+    assert len(store.list_names(f"{bucket}/assets/part/a")) == 2
+    result = dg.materialize([part, parts], selection=[parts], resources=resources, instance=instance)
+    assert result.output_for_node("parts") == ["a", "c"]
+
+
+def test_a_handle_of_a_disk_is_carried_to_the_bucket_and_verified(
+    bucket: str, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    good, bad = (ResultRef.save({"w": torch.full((4,), float(n))}, tmp_path / "elsewhere") for n in (1, 2))
+    damaged = bytearray(Path(bad.uri).read_bytes())
+    damaged[-1] ^= 1
+    Path(bad.uri).write_bytes(damaged)
+    resources = {"io_manager": RankZeroIOManager(base_path=f"{bucket}/assets")}
+    given = [good, bad]
+
+    @dg.asset
+    def stored() -> ResultRef:
+        return given.pop(0)
+
+    assert dg.materialize([stored], resources=resources, instance=instance).success
+    with pytest.raises(dg.Failure, match="sha256"):
+        dg.materialize([stored], resources=resources, instance=instance)
+    defs = dg.Definitions([stored], resources=resources)
+    assert torch.equal(defs.load_asset_value("stored", python_type=object, instance=instance)["w"], torch.ones(4))
+
+
+def test_a_process_killed_before_the_manifest_leaves_the_version_before(
+    bucket: str, instance: dg.DagsterInstance
+) -> None:
+    @dg.asset
+    def stored() -> dict[str, int]:
+        return {"version": 1}
+
+    resources = {"io_manager": RankZeroIOManager(base_path=f"{bucket}/assets")}
+    dg.materialize([stored], resources=resources, instance=instance)
+    program = f"""
+        import os, signal
+        import dagster as dg
+        import s3fs
+        from dagster_rankzero import RankZeroIOManager
+
+        s3fs.S3FileSystem.pipe_file = lambda self, path, *a, **o: os.kill(os.getpid(), signal.SIGKILL)
+
+        @dg.asset
+        def stored():
+            return {{"version": 2}}
+
+        dg.materialize([stored], resources={{"io_manager": RankZeroIOManager(base_path="{bucket}/assets")}})
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert len([name for name in store.list_names(f"{bucket}/assets/stored") if name.startswith("data-")]) == 2
+    defs = dg.Definitions([stored], resources=resources)
+    assert defs.load_asset_value("stored", python_type=object, instance=instance) == {"version": 1}

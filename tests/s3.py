@@ -1,0 +1,66 @@
+"""A server that speaks S3, as a process of its own, for tests of what lies on an object store."""
+
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.conftest import free_port, until
+
+START_TIMEOUT = 60
+
+
+class S3Server:
+    """moto's server with its buckets in memory; knows what was asked of it."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url = url
+        self._log = log
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes any client of this machine talk to it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def requests(self, method: str, path: str) -> list[str]:
+        """Lines of its log: requests of a method whose path holds ``path``."""
+        # Between the quote and the method there may be a colour.
+        asked = re.compile(rf"{method} \S*{re.escape(path)}")
+        return [line for line in self._log.read_text().splitlines() if asked.search(line)]
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """Starts the server; it ends with the block."""
+    port = free_port()
+    log = folder / "s3.log"
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ})
+    server = S3Server(f"http://127.0.0.1:{port}", log)
+
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(server.url, timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    try:
+        until(answers, START_TIMEOUT, "the S3 server does not answer", pause=0.1)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(20)
