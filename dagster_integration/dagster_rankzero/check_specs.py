@@ -13,12 +13,13 @@ CHECK_PREFIX = "check/"
 
 def with_reported_checks(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
     """The result together with those of the selected checks of its asset; a ``finish`` of `build_compute`."""
-    evaluations = [
+    told = list(result.check_results or ())
+    told += [
         check_result(key, result.metadata or {})
         for key in sorted(context.selected_asset_check_keys)
-        if result.asset_key in (None, key.asset_key)
+        if result.asset_key in (None, key.asset_key) and key.name not in {check.check_name for check in told}
     ]
-    return take_single(context, result, keys)._replace(check_results=evaluations)
+    return take_single(context, result, keys)._replace(check_results=told)
 
 
 def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:

@@ -1,7 +1,8 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
@@ -12,6 +13,7 @@ from dagster_rankzero.arguments import without_annotations, without_dagster
 from rankzero.policy import STOP_GRACE
 
 if TYPE_CHECKING:
+    from dagster_rankzero.pipes import PipesCall
     from rankzero import Launcher, RunHandle
     from rankzero.engines.base import Engine
 
@@ -93,6 +95,12 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         description="Hand the IO manager a ResultRef instead of the value, so that a large result is never "
         "loaded by the step. RankZeroIOManager stores the file that it stands for; any other IO manager "
         "stores the small handle, which is good as long as the run directory is kept.",
+    )
+    pipes: bool = Field(
+        default=False,
+        description="Let rank 0 speak Dagster Pipes: its function calls dagster_pipes.open_dagster_pipes() to log, and "
+        "to report metadata, checks and messages. For assets that are alone in their step, and ops; needs the package "
+        "dagster-pipes on the executors.",
     )
     retry_user_errors: bool = Field(
         default=False,
@@ -233,16 +241,26 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         handle: RunHandle[Any] | None = None
         step = Step.begin(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
-        try:
-            opening = step_run.open_run(self._launcher(), step, name_of(context), *shipped, context.log)
-            with opening as (handle, since):
-                for metrics in step_run.follow(handle, since, print_line, self.observation_interval):
-                    yield from observe(context, metrics)
-            value = handle.result_ref() if self.by_reference else handle.result()
-            step_run.hand(handle, step)
-        except RankZeroError as error:
-            raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
-        yield self._result(context, handle, value)
+        with self._open_pipes(context) as call:
+            launcher = self._launcher(call.env if call else {})
+            on_line = call.passing(print_line) if call else print_line
+            try:
+                with step_run.open_run(launcher, step, name_of(context), *shipped, context.log) as (handle, since):
+                    for metrics in step_run.follow(handle, since, on_line, self.observation_interval):
+                        yield from observe(context, metrics)
+                value = handle.result_ref() if self.by_reference else handle.result()
+                step_run.hand(handle, step)
+            except RankZeroError as error:
+                raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
+        result = self._result(context, handle, value)
+        yield call.add_to(context, result) if call else result
+
+    def _open_pipes(self, context: Any) -> "AbstractContextManager[PipesCall | None]":
+        if not self.pipes:
+            return nullcontext()
+        from dagster_rankzero import pipes
+
+        return pipes.open_call(context)
 
     def _result(self, context: Any, handle: "RunHandle[Any]", value: Any) -> Any:
         from dagster_rankzero.metadata import describe_run
@@ -253,7 +271,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)
         return dg.Output(value, metadata=metadata)
 
-    def _launcher(self) -> "Launcher":
+    def _launcher(self, env: Mapping[str, str]) -> "Launcher":
         from rankzero import Launcher
 
         return Launcher(
@@ -262,7 +280,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             use_gpu=self.use_gpu,
             processes_per_task=self.processes_per_task,
             backend=self.backend,
-            env=self.env,
+            env={**self.env, **env},
             timeout=self.timeout,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,

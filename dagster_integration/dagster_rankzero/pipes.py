@@ -1,0 +1,112 @@
+"""Dagster Pipes inside a training: rank 0's messages travel among the lines that it prints, through our channel.
+
+So neither a file nor a service has to be within reach of the executors, which only need the package ``dagster-pipes``.
+"""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import dagster as dg
+
+from dagster_rankzero._compat import assets_of
+
+_RANK_0 = "[0] "
+_VERSION = "__dagster_pipes_version"
+
+
+class _Lines(dg.PipesMessageReader):
+    """Takes messages out of the lines of a run."""
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+
+    @contextlib.contextmanager
+    def read_messages(self, handler: Any) -> Iterator[dict[str, Any]]:
+        """What the writer in rank 0 is told: to write to its standard output."""
+        self._handler = handler
+        yield {"stdio": "stdout"}
+
+    def no_messages_debug_text(self) -> str:
+        """For Dagster's warning."""
+        return "Rank 0 has to call dagster_pipes.open_dagster_pipes(), and to print nothing through another stdout."
+
+    def take(self, line: str) -> bool:
+        """Handles a line, if it is a message."""
+        if not (line.startswith(_RANK_0) and _VERSION in line):
+            return False
+        with contextlib.suppress(ValueError):
+            message = json.loads(line.removeprefix(_RANK_0))
+            if isinstance(message, dict) and _VERSION in message:
+                self._handler.handle_message(message)
+                return True
+        return False
+
+
+class PipesCall:
+    """One training whose rank 0 may speak Pipes."""
+
+    def __init__(self, session: dg.PipesSession, lines: _Lines) -> None:
+        self._session = session
+        self._lines = lines
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Variables by which ``dagster_pipes`` finds its context and its way back."""
+        return self._session.get_bootstrap_env_vars()
+
+    def passing(self, on_line: Callable[[str], None]) -> Callable[[str], None]:
+        """Something to call with every line: messages are handled, other lines go on."""
+
+        def take(line: str) -> None:
+            if not self._lines.take(line):
+                on_line(line)
+
+        return take
+
+    def add_to(self, context: Any, result: Any) -> Any:
+        """The result of a step together with what rank 0 reported of its asset; what it reported of others is logged.
+
+        The run's own metadata win over reported ones of the same name; a reported data version wins over the checksum.
+        To be called when the session is closed.
+        """
+        for reported in self._session.get_reported_results():
+            if isinstance(result, dg.MaterializeResult) and assets_of(context) == [reported.asset_key]:
+                result = _with_report(result, reported)
+            elif isinstance(reported, dg.MaterializeResult):
+                assert reported.asset_key is not None
+                context.log_event(dg.AssetMaterialization(reported.asset_key, metadata=reported.metadata))
+            else:
+                name, key = reported.check_name, reported.asset_key
+                context.log.warning("rank 0 reported the check %s of %s, which is not this step's", name, key)
+        if messages := self._session.get_custom_messages():
+            shown = {"pipes_messages": dg.MetadataValue.json(list(messages))}
+            if isinstance(result, dg.MaterializeResult):
+                return result._replace(metadata={**(result.metadata or {}), **shown})
+            return result.with_metadata({**result.metadata, **shown})
+        return result
+
+
+def _with_report(
+    result: dg.MaterializeResult[Any], reported: dg.MaterializeResult[Any] | dg.AssetCheckResult
+) -> dg.MaterializeResult[Any]:
+    if isinstance(reported, dg.AssetCheckResult):
+        return result._replace(check_results=[*(result.check_results or ()), reported])
+    metadata = {**(reported.metadata or {}), **(result.metadata or {})}
+    return result._replace(metadata=metadata, data_version=reported.data_version or result.data_version)
+
+
+@contextlib.contextmanager
+def open_call(context: Any) -> Iterator[PipesCall]:
+    """A Pipes session for one training of a step."""
+    lines = _Lines()
+    with warnings.catch_warnings():
+        # Of its own parameter for several writers, which is new.
+        warnings.simplefilter("ignore", dg.PreviewWarning)
+        session = dg.open_pipes_session(context, dg.PipesEnvContextInjector(), lines)
+        opened = session.__enter__()
+    with contextlib.ExitStack() as stack:
+        stack.push(session.__exit__)
+        yield PipesCall(opened, lines)

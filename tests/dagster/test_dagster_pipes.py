@@ -1,0 +1,101 @@
+"""Rank 0 speaks Dagster Pipes over our channel."""
+
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dagster_rankzero import TorchDistributorResource, torch_asset
+
+
+def train() -> str:
+    from dagster_pipes import open_dagster_pipes
+
+    import rankzero.train as rt
+
+    if rt.get_context().rank == 0:
+        with open_dagster_pipes() as pipes:
+            print("a line between messages")
+            pipes.log.info("from rank 0 of %d", rt.get_context().world_size)
+            pipes.report_asset_check("finite", passed=True, metadata={"worst": 3.5})
+            pipes.report_custom_message({"note": "x" * 100_000})
+            pipes.report_asset_materialization({"rows": 17, "world_size": -1}, data_version="v7")
+    return "value"
+
+
+def event(result: dg.ExecuteInProcessResult, kind: str) -> Any:
+    (found,) = [event for event in result.all_events if event.event_type_value == kind]
+    return found.event_specific_data
+
+
+@pytest.mark.parametrize("form", ["decorated", "called"])
+def test_what_rank_0_reports_belongs_to_the_asset(
+    torch_distributor: TorchDistributorResource, capfd: pytest.CaptureFixture[str], form: str
+) -> None:
+    checks = [dg.AssetCheckSpec("finite", asset="model")]
+    if form == "decorated":
+
+        @torch_asset(name="model", options={"pipes": True}, check_specs=checks)
+        def model():
+            return train()
+
+    else:
+
+        @dg.asset(check_specs=checks)
+        def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+            yield from torch_distributor.options(pipes=True).stream(context, train)
+
+    done = dg.materialize([model], resources={"torch_distributor": torch_distributor})
+    assert done.output_for_node("model") == "value"
+    made = event(done, "ASSET_MATERIALIZATION").materialization
+    shown = {name: entry.value for name, entry in made.metadata.items()}
+    assert shown["rows"] == 17
+    assert shown["world_size"] == 2, "the run's own facts are not to be overwritten"
+    assert shown["pipes_messages"] == [{"note": "x" * 100_000}]
+    assert made.tags["dagster/data_version"] == "v7"
+    check = event(done, "ASSET_CHECK_EVALUATION")
+    assert check.passed
+    assert check.metadata["worst"].value == 3.5
+    printed = capfd.readouterr()
+    assert "a line between messages" in printed.out
+    assert "__dagster_pipes_version" not in printed.out
+    assert "from rank 0 of 2" in printed.err
+
+
+def test_a_failure_is_the_rank_s_with_pipes_too(torch_distributor: TorchDistributorResource) -> None:
+    def fail() -> None:
+        from dagster_pipes import open_dagster_pipes
+
+        with open_dagster_pipes():
+            raise KeyError("lost")
+
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(pipes=True, num_processes=1).run(context, fail)
+
+    done = dg.materialize([model], resources={"torch_distributor": torch_distributor}, raise_on_error=False)
+    assert not done.success
+    failure = done.failure_data_for_node("model")
+    assert failure is not None
+    assert failure.user_failure_data.metadata["exception_type"].value == "KeyError"
+
+
+def test_an_op_may_report_assets(torch_distributor: TorchDistributorResource) -> None:
+    def report() -> int:
+        from dagster_pipes import open_dagster_pipes
+
+        with open_dagster_pipes() as pipes:
+            pipes.report_asset_materialization({"rows": 3}, asset_key="elsewhere")
+        return 5
+
+    @dg.op
+    def make(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(pipes=True, num_processes=1).run(context, report)
+
+    @dg.job(resource_defs={"torch_distributor": torch_distributor})
+    def pipeline():
+        make()
+
+    done = pipeline.execute_in_process()
+    assert done.output_for_node("make") == 5
+    assert event(done, "ASSET_MATERIALIZATION").materialization.asset_key == dg.AssetKey("elsewhere")
