@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest clean
+.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest test-dagster-oldest clean
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -35,9 +35,12 @@ soak: setup
 	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
 		$(if $(SEED),--seed $(SEED))
 
-# A smoke test with the oldest supported Airflow.
+# The tests that need no deployment, with the oldest supported version, in a venv of its own.
 test-airflow-oldest:
-	./scripts/test-airflow-oldest.sh
+	./scripts/test-oldest.sh airflow
+
+test-dagster-oldest:
+	./scripts/test-oldest.sh dagster
 
 clean:
-	rm -rf .venv .venv-airflow-oldest .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache

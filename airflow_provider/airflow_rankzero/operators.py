@@ -16,7 +16,7 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
 )
 
-from airflow_rankzero import delivery, lineage, lines, settings, tries
+from airflow_rankzero import delivery, lineage, lines, log_groups, settings, tries
 from airflow_rankzero.call import check_early, plain
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
@@ -174,6 +174,7 @@ class TorchDistributorOperator(BaseOperator):
                 raise
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
         push_links(ti, directory=run.handle.directory)
+        log_groups.show(self.log, "Training run", self._describe_run(run.handle, launcher))
         if self.deferrable and not run.handle.status().final:
             if self._killed or tries.was_ended_by_a_user(ti):
                 run.leave()
@@ -248,8 +249,21 @@ class TorchDistributorOperator(BaseOperator):
         described = delivery.describe(handle, self.num_processes)
         delivery.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
+        log_groups.show(self.log, "Result", described)
         delivery.hand(handle, context["ti"])
         return value
+
+    @staticmethod
+    def _describe_run(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
+        assert launcher.engine
+        return {
+            "run directory": handle.directory,
+            "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
+            "ranks": launcher.num_processes,
+            "GPUs": launcher.num_processes if launcher.use_gpu else None,
+            "attempt": handle.status().attempt,
+            "goes on without a follower, s": launcher.orphan_timeout,
+        }
 
     def _positional(self) -> tuple[Any, ...]:
         if isinstance(self.op_args, (str, bytes, Mapping)) or not isinstance(self.op_args, Iterable):

@@ -47,7 +47,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A whole Airflow, for all the tests that need a real worker."""
     deployment = Deployment(tmp_path_factory.mktemp("airflow"))
     try:
-        deployment.wait_until_ready(["shipped", "endless", "pulling", "durable", "deferred", "deferred_once"])
+        deployment.wait_until_ready(["shipped", "endless", "pulling", "durable", "deferred", "deferred_once", "mapped"])
         yield deployment
     finally:
         deployment.stop()
@@ -83,7 +83,7 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
     """Runs every task of a DAG in this process, through Airflow's task runner and its database."""
 
     def run(dag: Any, **kwargs: Any) -> DagOutcome:
-        _register(dag)
+        register(dag)
         errors: dict[str, BaseException] = {}
 
         def remember(context: Any) -> None:
@@ -100,7 +100,7 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
     return run
 
 
-def _register(dag: Any) -> None:
+def register(dag: Any) -> None:
     """Airflow runs only DAGs that it knows in serialized form."""
     from airflow.dag_processing.bundles.manager import DagBundlesManager
     from airflow.models.serialized_dag import SerializedDagModel

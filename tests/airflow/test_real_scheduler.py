@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +24,23 @@ def test_dag_file_function_trains_and_any_dag_pulls_its_result(airflow: Deployme
     assert state == "success", log + airflow.log("shipped", run_id, "diverge")
     # The trap: nobody but the worker could have imported the function's module by its name.
     assert "[1] rank 1 of unusual_prefix_" in log
+    # Folded in the UI: where it runs, and what came of it.
+    assert "::group::Training run" in log
+    assert "format: safetensors" in log
     # A nan, as a value and as a metric, is more than Airflow's XCom can hold.
     assert "ResultRef" in str(airflow.xcom("shipped", run_id, "diverge"))
     pulled = airflow.trigger("pulling", run_id=run_id)
     assert airflow.finish("pulling", pulled) == "success", airflow.log("pulling", pulled, "pull")
     assert airflow.xcom("pulling", pulled, "pull") == "85 nan"
+
+
+def test_mapped_trainings_run_side_by_side(airflow: Deployment, tmp_path: Path) -> None:
+    run_id = airflow.trigger("mapped", folder=str(tmp_path))
+    assert airflow.finish("mapped", run_id) == "success"
+    tasks = airflow.call("GET", f"/api/v2/dags/mapped/dagRuns/{run_id}/taskInstances")["task_instances"]
+    assert sorted(task["map_index"] for task in tasks) == [0, 1, 2]
+    values = [airflow.xcom("mapped", run_id, "train", f"return_value?map_index={index}") for index in range(3)]
+    assert values == [0, 1, 2]
 
 
 @pytest.fixture

@@ -106,6 +106,22 @@ def make_told(dag_id: str, **kwargs: object) -> None:
         describe(trained.output)
 
 
+def meet(folder: str, me: int, others: int) -> int:
+    """Returns once all of them train at the same time."""
+    import time
+    from pathlib import Path
+
+    Path(folder, str(me)).touch()
+    while len(list(Path(folder).iterdir())) < others:
+        time.sleep(0.05)
+    return me
+
+
+with DAG("mapped", schedule=None, start_date=datetime(2026, 1, 1), params={"folder": "/nowhere"}):
+    TorchDistributorOperator.partial(task_id="train", train=meet, num_processes=1, timeout=60, conn_id="here").expand(
+        op_args=[["{{ params.folder }}", me, 3] for me in range(3)]
+    )
+
 make_told("durable", retries=3)
 make_told("deferred", retries=3, deferrable=True)
 make_told("deferred_once", retries=0, deferrable=True)
