@@ -73,7 +73,7 @@ def _is_for(handle: RunHandle[Any], ti: Any, *, same_arguments: bool) -> bool:
         return same_arguments or handle.labels.get("generation") == tries.generation(ti)
     # A later try of the same generation: the one that got it died, or Airflow did not take its word. The same try
     # again: somebody has deleted the DAG run and made it anew, as `dag.test` does.
-    return bool(taker["generation"] == tries.generation(ti) and ti.try_number > taker["number"])
+    return bool(taker["generation"] == tries.generation(ti) and ti.try_number > taker.get("number", 0))
 
 
 def settle(before: RunHandle[Any], ti: Any, arguments: str, patience: float) -> None:

@@ -394,7 +394,9 @@ class Attempt:
 
     def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
         hosts = self._rendezvous_hosts(agent)
-        self._server.broadcast({"type": "go", "master_hosts": hosts, "master_port": message["port"]})
+        one_host = len({other.name for other in self._agents.values()}) == 1
+        where = {"master_hosts": hosts, "master_port": message["port"], "one_host": one_host}
+        self._server.broadcast({"type": "go", **where})
         self._rendezvous = True
         self._note_start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from typing import Any
 
@@ -20,7 +21,7 @@ class _Hash:
 
 
 def digest_of(*values: Any) -> str:
-    """A short checksum, the same in every process for equal values.
+    """A short checksum, the same in every process for equal plain values, and for objects of equal attributes.
 
     Args:
         values: Anything that can be pickled.
@@ -32,18 +33,35 @@ def digest_of(*values: Any) -> str:
         >>> digest_of({"lr": 0.1}) == digest_of({"lr": 0.1})
         True
     """
+    # Without a memo equal values are told alike whether they are one object or two; what refers to itself needs it.
+    return _pickled(values, memo=False) or _pickled(values, memo=True)
+
+
+def _pickled(values: object, *, memo: bool) -> str:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, value: Any) -> Any:
-            # The order of a set of strings is another one in every process.
-            if type(value) in (set, frozenset):
-                return type(value).__name__, sorted(digest_of(item) for item in value)
-            return None
+            return _stable(value)
 
     hashed = _Hash()
+    pickler = Pickler(hashed)
+    pickler.fast = not memo
     try:
-        Pickler(hashed).dump(values)
+        pickler.dump(values)
     except Exception:
         return ""
     return hashed.sha256.hexdigest()[:_DIGITS]
+
+
+def _stable(value: Any) -> Any:
+    """Something else to take the checksum of, for a value that is pickled in another way in every process."""
+    cls = type(value)
+    if cls in (set, frozenset):
+        return cls.__name__, sorted(digest_of(item) for item in value)
+    if cls.__module__ in ("__main__", "__mp_main__") or "<locals>" in cls.__qualname__:
+        # Its class travels by value, under a random name.
+        state = value.value if isinstance(value, enum.Enum) else getattr(value, "__dict__", None)
+        slots = [getattr(value, name, None) for name in getattr(cls, "__slots__", ())]
+        return cls.__qualname__, digest_of(state, slots)
+    return None

@@ -163,7 +163,8 @@ class RunDirectory:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
         if not store.exists(self.path("token")):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
-        store.remove(self.path("cancel"))
+        for said_of_earlier_ones in ("cancel", "lease"):
+            store.remove(self.path(said_of_earlier_ones))
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
         store.write_bytes(self.path("job.json"), job.to_json())

@@ -91,6 +91,11 @@ class RunHandle(Generic[R]):
         return self._run.job().labels
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks of the last submission."""
+        return self._run.job().num_processes
+
+    @property
     def submission(self) -> int:
         """How often this run id was submitted before."""
         return self._run.job().submission

@@ -25,6 +25,8 @@ DRIVER = -1
 
 INTERRUPT = "interrupt"
 
+_ON_REQUEST = "the run was cancelled on request"
+
 Messages = queue.SimpleQueue[tuple[int, dict[str, Any]]]
 
 
@@ -71,7 +73,8 @@ class Watch:
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run is to end. Cheap enough for every turn of a loop."""
         if self._inbox.interrupted:
-            raise RunCancelledError(self._inbox.interrupted)
+            # Who cancels a run of this host wakes its driver by a signal.
+            raise RunCancelledError(_ON_REQUEST if self._is_requested() else self._inbox.interrupted)
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -80,7 +83,7 @@ class Watch:
             raise RunCancelledError("another submission of this run took over, since this driver seemed dead")
         try:
             if self._run.cancel_requested():
-                raise RunCancelledError("the run was cancelled on request")
+                raise RunCancelledError(_ON_REQUEST)
             if self._orphan_timeout:
                 self._check_lease(now, self._orphan_timeout)
         except RunCancelledError:
@@ -88,6 +91,12 @@ class Watch:
         except Exception:
             # A store that cannot be read for a moment is no request; object stores have exceptions of their own.
             logger.warning("cannot look for a request to cancel", exc_info=True)
+
+    def _is_requested(self) -> bool:
+        try:
+            return self._run.cancel_requested()
+        except Exception:
+            return False
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()

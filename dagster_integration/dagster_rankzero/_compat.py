@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import dagster as dg
-from dagster._core.errors import DagsterInvalidPropertyError
+from dagster._core.errors import DagsterInvalidPropertyError, DagsterRunNotFoundError
 from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
     MAX_RETRIES_TAG,
@@ -116,9 +116,23 @@ def is_automatic_retry(run: dg.DagsterRun) -> bool:
     return RETRY_NUMBER_TAG in run.tags and run.parent_run_id is not None
 
 
-def is_from_failure(run: dg.DagsterRun) -> bool:
+def is_from_failure(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
     """True for a run that repeats only what did not succeed in its parent."""
-    return "true" in (run.tags.get(RESUME_RETRY_TAG), run.tags.get(ASSET_RESUME_RETRY_TAG))
+    if "true" not in (run.tags.get(RESUME_RETRY_TAG), run.tags.get(ASSET_RESUME_RETRY_TAG)):
+        return False
+    # A re-execution of such a run has its tags, too.
+    parent = instance.get_run_by_id(run.parent_run_id) if run.parent_run_id else None
+    return parent is None or not parent.is_success
+
+
+def is_alone(run_id: str, instance: dg.DagsterInstance) -> bool:
+    """True if no other of the runs that re-execute each other goes on beside this one."""
+    try:
+        group = instance.get_run_group(run_id)
+    except DagsterRunNotFoundError:
+        # The first of them was deleted.
+        return True
+    return group is None or all(run.is_finished or run.run_id == run_id for run in group[1])
 
 
 def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
@@ -130,7 +144,10 @@ def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
     except ValueError:
         return False
     # A run that was not launched from a code location cannot be launched again.
-    if limit <= 0 or run.remote_job_origin is None:
+    if not instance.run_retries_enabled or limit <= 0 or run.remote_job_origin is None:
         return False
-    group = instance.get_run_group(run.run_id)
+    try:
+        group = instance.get_run_group(run.run_id)
+    except DagsterRunNotFoundError:
+        return False
     return group is not None and len(list(group[1])) <= limit

@@ -51,6 +51,11 @@ def build_metric_bounds_checks(
             raise dg.DagsterInvalidDefinitionError(
                 f"the bounds of {metric} are ({low}, {high}); give (smallest, largest), with None for an open side"
             )
+    names = [_name_of(metric, "") for metric in bounds]
+    if twins := sorted(metric for metric in bounds if names.count(_name_of(metric, "")) > 1):
+        raise dg.DagsterInvalidDefinitionError(
+            f"the metrics {' and '.join(twins)} would give checks of one name: Dagster takes letters, digits and _ only"
+        )
     return [_bounds_check(_key_of(asset), metric, pair, blocking, severity) for metric, pair in bounds.items()]
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dagster_rankzero.arguments import without_annotations
 from dagster_rankzero.asset import torch_asset
-from dagster_rankzero.compute import CONFIG
+from dagster_rankzero.compute import CONFIG, check_function
 from dagster_rankzero.partitions import PARTITION_KEY, PARTITION_KEYS
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
@@ -54,7 +54,7 @@ def _import_train(context: dg.ResolutionContext, name: str) -> Callable[..., Any
         function = getattr(importlib.import_module(module_name, package), function_name)
     except AttributeError:
         raise dg.DagsterInvalidDefinitionError(f"train_fn is {name!r}: {module_name} has no {function_name}") from None
-    assert callable(function)
+    check_function(f"train_fn: {name}", function)
     return function  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,6 @@
 """From an error of a run to what Dagster should do about it."""
 
+import re
 from typing import Any
 
 import dagster as dg
@@ -104,5 +105,7 @@ def _code_block(text: str) -> dg.MetadataValue[Any]:
 
 
 def _fence(text: str) -> str:
-    # Longer than any fence that the text may hold.
-    return f"````text\n{text.rstrip()}\n````"
+    # Longer than any fence that the text holds.
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(4, longest + 1)
+    return f"{fence}text\n{text.rstrip()}\n{fence}"

@@ -144,6 +144,7 @@ def _by_partition(value: Any, context: dg.OutputContext) -> dict[str, Any]:
     got = f"a dict with the keys {sorted(map(str, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
     raise dg.Failure(
         f"a run of the partitions {', '.join(keys)} of {context.asset_key.to_user_string()} got {got}: "
-        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run()",
+        "return a dict with one value for each partition key, or use BackfillPolicy.multi_run(); then re-execute the "
+        "whole step: from the failure it would get the same value again",
         allow_retries=False,
     )

@@ -27,12 +27,12 @@ PROGRESS = ("samples", "tokens", "step", "epoch")
 """Metrics that count work done: the first that was reported gives the throughput."""
 
 
-def describe_run(handle: "RunHandle[Any]", world_size: int) -> dict[str, dg.MetadataValue[Any]]:
+def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
     """The entries of a run that has succeeded: where, how long, how fast, its reports, and its result."""
     status = handle.status()
     entries: dict[str, dg.MetadataValue[Any]] = {
         "run_directory": dg.MetadataValue.path(handle.directory),
-        "world_size": dg.MetadataValue.int(world_size),
+        "world_size": dg.MetadataValue.int(handle.world_size),
     }
     if status.started is not None and status.ended is not None:
         entries["duration_seconds"] = dg.MetadataValue.float(round(status.ended - status.started, 3))

@@ -109,7 +109,8 @@ def _by_output(function: str, value: Any, names: list[str], required: set[str]) 
     elif isinstance(value, tuple):
         got = f"a tuple of {len(value)}"
     raise dg.Failure(
-        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order",
+        f"{function} returned {got}; return a dict with the keys {', '.join(names)}, or a tuple in this order, and "
+        "re-execute the whole step: from the failure it would get the same value again",
         allow_retries=False,
     )
 

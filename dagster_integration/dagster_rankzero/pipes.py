@@ -20,8 +20,11 @@ _VERSION = "__dagster_pipes_version"
 class _Lines(dg.PipesMessageReader):
     """Takes messages out of the lines of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Any) -> None:
+        self._log = log
         self._handler: Any = None
+        self.results = self.messages = 0
+        """What was reported before rank 0 began anew, after a restart: it does not count."""
 
     @contextlib.contextmanager
     def read_messages(self, handler: Any) -> Iterator[dict[str, Any]]:
@@ -37,12 +40,21 @@ class _Lines(dg.PipesMessageReader):
         """Handles a line, if it is a message."""
         if not (line.startswith(_RANK_0) and _VERSION in line):
             return False
-        with contextlib.suppress(ValueError):
+        try:
             message = json.loads(line.removeprefix(_RANK_0))
-            if isinstance(message, dict) and _VERSION in message:
-                self._handler.handle_message(message)
-                return True
-        return False
+        except ValueError:
+            return False
+        if not (isinstance(message, dict) and _VERSION in message):
+            return False
+        if message.get("method") == "opened":
+            self.results = len(self._handler.get_reported_results())
+            self.messages = len(self._handler.get_custom_messages())
+        try:
+            self._handler.handle_message(message)
+        except Exception as error:
+            # What it says of itself must not end the training.
+            self._log.warning("a Pipes message of rank 0 cannot be used: %s", error)
+        return True
 
 
 class PipesCall:
@@ -72,7 +84,7 @@ class PipesCall:
         The run's own metadata win over reported ones of the same name; a reported data version wins over the checksum.
         To be called when the session is closed.
         """
-        for reported in self._session.get_reported_results():
+        for reported in self._session.get_reported_results()[self._lines.results :]:
             if isinstance(result, dg.MaterializeResult) and assets_of(context) == [reported.asset_key]:
                 result = _with_report(result, reported)
             elif isinstance(reported, dg.MaterializeResult):
@@ -81,7 +93,7 @@ class PipesCall:
             else:
                 name, key = reported.check_name, reported.asset_key
                 context.log.warning("rank 0 reported the check %s of %s, which is not this step's", name, key)
-        if messages := self._session.get_custom_messages():
+        if messages := self._session.get_custom_messages()[self._lines.messages :]:
             shown = {"pipes_messages": dg.MetadataValue.json(list(messages))}
             if isinstance(result, dg.MaterializeResult):
                 return result._replace(metadata={**(result.metadata or {}), **shown})
@@ -101,7 +113,7 @@ def _with_report(
 @contextlib.contextmanager
 def open_call(context: Any) -> Iterator[PipesCall]:
     """A Pipes session for one training of a step."""
-    lines = _Lines()
+    lines = _Lines(context.log)
     with warnings.catch_warnings():
         # Of its own parameter for several writers, which is new.
         warnings.simplefilter("ignore", dg.PreviewWarning)

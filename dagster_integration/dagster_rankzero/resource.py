@@ -1,7 +1,7 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
@@ -181,9 +181,16 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             dagster.DagsterExecutionInterruptedError: as it came.
         """
         result = None
-        for event in self._events(context, train, args, kwargs):
+        events = self._events(context, train, args, kwargs)
+        for event in events:
             if isinstance(event, dg.AssetObservation):
-                context.log_event(event)
+                try:
+                    context.log_event(event)
+                except Exception as error:
+                    # A training is worth more than a point of its curve.
+                    context.log.warning("an observation could not be stored: %s", error)
+                except BaseException as interrupt:
+                    events.throw(interrupt)
             else:
                 result = event
         return result
@@ -229,7 +236,9 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         """
         return self._events(context, train, args, kwargs)
 
-    def _events(self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    def _events(
+        self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, None, None]:
         # Only a step that trains pays for the core.
         from dagster_rankzero import step_run
         from dagster_rankzero.failure import as_failure
@@ -265,7 +274,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
     def _result(self, context: Any, handle: "RunHandle[Any]", value: Any) -> Any:
         from dagster_rankzero.metadata import describe_run
 
-        metadata = describe_run(handle, self.num_processes)
+        metadata = describe_run(handle)
         if isinstance(context, dg.AssetExecutionContext):
             version = dg.DataVersion(handle.result_ref().sha256)
             return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)

@@ -67,7 +67,7 @@ class Step:
             key=facts.key,
             number=facts.number,
             call=facts.call,
-            from_failure=_compat.is_from_failure(run),
+            from_failure=_compat.is_from_failure(run, instance),
             another_follows=tries_left(facts.policy, facts.number) or _compat.may_be_retried(run, instance),
             lease=lease(facts.policy),
             instance=instance,
@@ -91,12 +91,9 @@ class Step:
         # A run that takes too long is marked as failed while its steps are being interrupted.
         return run is None or run.is_finished or run.status is dg.DagsterRunStatus.CANCELING
 
-    def is_alone(self, dagster_run: str | None) -> bool:
-        """False if a run with that id still goes on beside this one."""
-        if not dagster_run or dagster_run == self.dagster_run:
-            return True
-        other = self.instance.get_run_by_id(dagster_run)
-        return other is None or other.is_finished
+    def is_alone(self) -> bool:
+        """False if another of the runs that re-execute each other still goes on, and may follow the same training."""
+        return _compat.is_alone(self.dagster_run, self.instance)
 
 
 def run_id_of(root: str, key: str, call: int) -> str:

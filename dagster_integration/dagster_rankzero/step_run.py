@@ -1,6 +1,7 @@
 """A step's training as one of its tries sees it: started or taken up, followed, left to the next try, or ended."""
 
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -60,7 +61,7 @@ def open_run(
     if step.number and step.was_ended_by_a_user():
         # An interrupt counts as a failure for a retry policy, also one that a user has asked for.
         raise dg.Failure("the run is being terminated, so the training does not begin again", allow_retries=False)
-    launcher = _named(launcher, step, digest_of(_name_of(train), args, kwargs))
+    launcher = _named(launcher, step, digest_of(_facts_of(train), args, kwargs))
     before = launcher.find()
     if before:
         _settle(before, step, launcher, log)
@@ -94,12 +95,13 @@ def _named(launcher: Launcher, step: Step, training: str) -> Launcher:
     launcher = launcher.options(
         labels=labels, orphan_timeout=step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     )
-    own, shared = (launcher.options(run_id=step.run_id(root)) for root in (step.generation, step.root))
-    if step.generation == step.root:
+    apart = step.dagster_run if step.generation == step.root else step.generation
+    own, shared = (launcher.options(run_id=step.run_id(root)) for root in (apart, step.root))
+    if apart == step.root:
         return shared
     other = shared.find()
     # Two re-executions of one run at the same time: the second must not end the training of the first.
-    if own.find() or (other and not other.status().final and not step.is_alone(other.labels.get("dagster_run"))):
+    if own.find() or (other and not other.status().final and not step.is_alone()):
         return own
     return shared
 
@@ -189,7 +191,26 @@ def hand(handle: RunHandle[Any], step: Step | None) -> None:
         handover.note(handle, dagster_run=step.dagster_run, number=step.number)
 
 
-def _name_of(train: Any) -> str:
+def _facts_of(train: Any) -> Any:
+    """What tells a function from another one: its name, and the plain values that are bound to it."""
     if isinstance(train, str) or hasattr(train, "__fspath__"):
         return str(train)
-    return f"{getattr(train, '__module__', '')}:{getattr(train, '__qualname__', type(train).__qualname__)}"
+    if isinstance(train, functools.partial):
+        return _facts_of(train.func), train.args, train.keywords
+    name = f"{getattr(train, '__module__', '')}:{getattr(train, '__qualname__', type(train).__qualname__)}"
+    cells = [cell.cell_contents for cell in getattr(train, "__closure__", None) or () if _is_filled(cell)]
+    return name, [value for value in cells if _is_plain(value)]
+
+
+def _is_filled(cell: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents is not cell
+    return False
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, bytes))

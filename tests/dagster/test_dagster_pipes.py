@@ -62,6 +62,39 @@ def test_what_rank_0_reports_belongs_to_the_asset(
     assert "from rank 0 of 2" in printed.err
 
 
+def test_what_an_attempt_reported_that_was_restarted_does_not_count(
+    torch_distributor: TorchDistributorResource,
+) -> None:
+    def train_twice() -> int:
+        import os
+        import signal
+        import time
+
+        from dagster_pipes import open_dagster_pipes
+
+        import rankzero.train as rt
+
+        attempt = rt.get_context().attempt
+        with open_dagster_pipes() as pipes:
+            pipes.report_custom_message({"attempt": attempt})
+            pipes.report_asset_check("finite", passed=attempt == 1)
+            pipes.report_asset_materialization({"rows": 10 + attempt})
+            if attempt == 0:
+                time.sleep(1.0)  # Its lines shall be on their way.
+                os.kill(os.getpid(), signal.SIGKILL)
+        return attempt
+
+    @dg.asset(check_specs=[dg.AssetCheckSpec("finite", asset="model")])
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(pipes=True, num_processes=1, max_restarts=1).run(context, train_twice)
+
+    done = dg.materialize([model], resources={"torch_distributor": torch_distributor})
+    made = event(done, "ASSET_MATERIALIZATION").materialization.metadata
+    assert made["rows"].value == 11
+    assert made["pipes_messages"].value == [{"attempt": 1}]
+    assert event(done, "ASSET_CHECK_EVALUATION").passed
+
+
 def test_a_failure_is_the_rank_s_with_pipes_too(torch_distributor: TorchDistributorResource) -> None:
     def fail() -> None:
         from dagster_pipes import open_dagster_pipes

@@ -1,5 +1,6 @@
 """What the runs of one step are to each other: tries, re-executions one after the other, and at the same time."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,9 +14,11 @@ import pytest
 from tests.conftest import until
 
 from dagster_rankzero import step_run
+from dagster_rankzero._compat import is_from_failure
 from dagster_rankzero.step import Step
 from dagster_rankzero.step_run import open_run
 from rankzero import Launcher, RunHandle
+from rankzero.digest import digest_of
 
 LOG = logging.getLogger(__name__)
 
@@ -38,7 +41,10 @@ def unfinished() -> set[str]:
 def step(unfinished: set[str]) -> Step:
     def get_run_by_id(run_id: str) -> Any:
         status = dg.DagsterRunStatus.STARTED if run_id in unfinished else dg.DagsterRunStatus.FAILURE
-        return SimpleNamespace(is_finished=run_id not in unfinished, status=status)
+        return SimpleNamespace(run_id=run_id, is_finished=run_id not in unfinished, status=status)
+
+    def get_run_group(run_id: str) -> Any:
+        return "one", [get_run_by_id(run_id) for run_id in ("one", "two", "three")]
 
     return Step(
         dagster_run="one",
@@ -50,7 +56,7 @@ def step(unfinished: set[str]) -> Step:
         from_failure=False,
         another_follows=True,
         lease=600.0,
-        instance=SimpleNamespace(get_run_by_id=get_run_by_id),  # type: ignore[arg-type]
+        instance=SimpleNamespace(get_run_by_id=get_run_by_id, get_run_group=get_run_group),  # type: ignore[arg-type]
     )
 
 
@@ -79,6 +85,35 @@ def test_re_executions_at_the_same_time_have_trainings_of_their_own(
             assert second.directory != first.directory
             assert taken_up.directory == second.directory
         assert not first.status().final
+
+
+def test_an_automatic_retry_does_not_meddle_with_a_re_execution(
+    step: Step, open_step: Open, unfinished: set[str]
+) -> None:
+    unfinished |= {"two", "three"}
+    # Run "one" has failed; a user re-executes it before its own retry begins.
+    with open_step(replace(step, dagster_run="two", generation="two")) as (by_hand, _):
+        with open_step(replace(step, dagster_run="three")) as (by_itself, _):
+            assert by_itself.directory != by_hand.directory
+        assert not by_hand.status().final
+
+
+def test_a_function_is_told_by_the_plain_values_that_are_bound_to_it() -> None:
+    def bound(rate: float) -> Any:
+        return lambda: (rate, LOG)
+
+    functions = [bound(0.1), bound(0.2), functools.partial(endless, "a"), functools.partial(endless, "b"), endless]
+    facts = [digest_of(step_run._facts_of(function)) for function in functions]
+    assert len(set(facts)) == len(functions)
+    assert digest_of(step_run._facts_of(bound(0.1))) == facts[0]
+
+
+def test_a_re_execution_of_a_re_execution_from_failure_is_from_failure_only_after_a_failure() -> None:
+    run = SimpleNamespace(tags={"dagster/is_resume_retry": "true"}, parent_run_id="before")
+    for succeeded in (True, False):
+        parent = SimpleNamespace(is_success=succeeded)
+        instance: Any = SimpleNamespace(get_run_by_id=lambda _, parent=parent: parent)
+        assert is_from_failure(run, instance) is not succeeded  # type: ignore[arg-type]
 
 
 def test_a_re_execution_takes_up_what_a_dead_run_has_left(step: Step, open_step: Open, unfinished: set[str]) -> None:

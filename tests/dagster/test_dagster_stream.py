@@ -26,6 +26,45 @@ def train(epochs: int) -> int:
     return epochs
 
 
+def test_a_point_of_the_curve_that_cannot_be_stored_does_not_end_the_training(
+    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        def log_event(event: Any) -> None:
+            raise OSError("the event log is away")
+
+        monkeypatch.setattr(context, "log_event", log_event)
+        return torch_distributor.run(context, train, 1)
+
+    done = dg.materialize([model], resources={"torch_distributor": one_rank})
+    assert done.output_for_node("model") == 1
+    assert not [event for event in done.all_events if event.is_step_restarted]
+
+
+def test_an_eviction_while_a_point_is_stored_leaves_the_training_to_the_next_try(
+    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives: list[bool] = []
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
+    def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        def log_event(event: Any) -> None:
+            raise dg.DagsterExecutionInterruptedError
+
+        monkeypatch.setattr(context, "log_event", log_event)
+        try:
+            return torch_distributor.run(context, endless)
+        finally:
+            (directory,) = Path(str(one_rank.store)).iterdir()
+            lives.append(not RunHandle.attach(directory).status().final)
+
+    done = dg.materialize([model], resources={"torch_distributor": one_rank}, raise_on_error=False)
+    assert not done.success
+    # The first try leaves it, the last one takes it along.
+    assert lives == [True, False]
+
+
 def endless() -> None:
     import threading
 

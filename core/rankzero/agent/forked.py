@@ -167,7 +167,7 @@ def _forget_search_path() -> None:
     """
     unchanged = {}
     for place, archive in _zip_importers().items():
-        if _zips.get(archive) == _look_of(archive):
+        if archive in _zips and _zips[archive] == _look_of(archive) is not None:
             unchanged[place] = sys.path_importer_cache.pop(place)
     importlib.invalidate_caches()
     sys.path_importer_cache.update(unchanged)

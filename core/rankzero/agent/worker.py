@@ -239,7 +239,7 @@ def _meet(go: Message, rank: int) -> None:
     """
     hosts, port = go["master_hosts"], go["master_port"]
     host = hosts[0]
-    if rank != 0 and not network.is_loopback(host):
+    if rank != 0 and not (go["one_host"] and network.is_loopback(host)):
         reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
         if reached is None:
             raise ConnectionError(

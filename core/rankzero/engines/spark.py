@@ -62,7 +62,10 @@ _OWN_DEFAULTS = {
 _DRIVER_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 # A JVM that lives for one launch: what it would gain by compiling better, or collecting in parallel, it never earns
 # back. Half the processor time of its start.
-_SHORT_LIVED_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_SHORT_LIVED_JVM = "-XX:TieredStopAtLevel=1"
+_SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
+# A JVM that is told of two collectors does not start.
+_OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
 
 _OWN_LOCAL_DEFAULTS = {
     "spark.driver.host": LOOPBACK,
@@ -168,11 +171,11 @@ class SparkEngine(Engine):
         if master.startswith("local"):
             os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
             # For the JVM that makes the command line of the next one.
-            os.environ.setdefault("SPARK_LAUNCHER_OPTS", _SHORT_LIVED_JVM)
+            os.environ.setdefault("SPARK_LAUNCHER_OPTS", _short_lived_jvm(self.conf))
         conf = SparkConf().setMaster(master).setAppName(f"rankzero {job.name}")
         local_defaults = _OWN_LOCAL_DEFAULTS if master.startswith("local") else {}
         if local_defaults and not _has_spark_defaults():
-            local_defaults = {**local_defaults, _DRIVER_JAVA_OPTIONS: _SHORT_LIVED_JVM}
+            local_defaults = {**local_defaults, _DRIVER_JAVA_OPTIONS: _short_lived_jvm(self.conf)}
         for key, value in {**_OWN_DEFAULTS, **local_defaults}.items():
             conf.setIfMissing(key, value)
         for key, value in self.conf.items():
@@ -484,6 +487,12 @@ def _own_python(context: Any) -> Iterator[None]:
         yield
     finally:
         context.pythonExec = before
+
+
+def _short_lived_jvm(conf: Mapping[str, str]) -> str:
+    said = [os.environ.get(name, "") for name in _OTHER_JAVA_OPTIONS]
+    said.append(conf.get("spark.driver.defaultJavaOptions", ""))
+    return _SHORT_LIVED_JVM if "GC" in " ".join(said) else f"{_SHORT_LIVED_JVM} {_SIMPLE_COLLECTOR}"
 
 
 def _is_master(master: object) -> bool:
