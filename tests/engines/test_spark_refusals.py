@@ -98,3 +98,23 @@ def test_sparks_own_words_become_typed_errors(text: str, words: str) -> None:
     assert isinstance(error, EngineError)
     assert words in str(error)
     assert "at java" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("environment", "conf", "chooses"),
+    [
+        ({}, {}, True),
+        ({"JAVA_TOOL_OPTIONS": "-XX:+UseG1GC"}, {}, False),
+        ({"JDK_JAVA_OPTIONS": "-XX:+UseZGC -Da=b"}, {}, False),
+        ({}, {"spark.driver.defaultJavaOptions": "-XX:+UseParallelGC"}, False),
+    ],
+)
+def test_a_collector_that_somebody_chose_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], conf: dict[str, str], chooses: bool
+) -> None:
+    # A JVM that is told of two does not start.
+    for name in spark_module._OTHER_JAVA_OPTIONS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ("GC" in spark_module._short_lived_jvm(conf)) is chooses
