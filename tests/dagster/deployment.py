@@ -41,6 +41,16 @@ _START_SCHEDULE = """
 mutation($selector: ScheduleSelector!) {
   startSchedule(scheduleSelector: $selector) { __typename ... on PythonError { message stack } }
 }"""
+_BACKFILL = """
+mutation($params: LaunchBackfillParams!) {
+  launchPartitionBackfill(backfillParams: $params) {
+    __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message stack }
+  }
+}"""
+_BACKFILL_STATUS = """
+query($id: String!) {
+  partitionBackfillOrError(backfillId: $id) { __typename ... on PartitionBackfill { status } }
+}"""
 _STATUS = "query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }"
 _RUNS = """
 query($filter: RunsFilter) { runsOrError(filter: $filter) { ... on Runs { results { runId status } } } }"""
@@ -134,6 +144,18 @@ class Deployment:
         """What a user does who terminates a run."""
         terminated = self.query(_TERMINATE, id=run_id)["terminateRun"]
         assert terminated["__typename"] == "TerminateRunSuccess", terminated
+
+    def backfill(self, asset: str, partitions: list[str]) -> str:
+        """Materializes partitions of an asset, as a user does; the status in which that ends."""
+        params = {"assetSelection": [{"path": [asset]}], "partitionNames": partitions}
+        launched = self.query(_BACKFILL, params=params)["launchPartitionBackfill"]
+        assert launched["__typename"] == "LaunchBackfillSuccess", launched
+
+        def status() -> str | None:
+            found = self.query(_BACKFILL_STATUS, id=launched["backfillId"])["partitionBackfillOrError"]
+            return str(found["status"]) if found["status"].startswith(("COMPLETED", "FAILED", "CANCELED")) else None
+
+        return str(wait_until(status, RUN_TIMEOUT, f"the end of the backfill of {asset}"))
 
     def start_schedule(self, name: str) -> None:
         """Switches a schedule on."""

@@ -58,6 +58,11 @@ def quick() -> int:
     return 1
 
 
+@torch_asset(partitions_def=dg.StaticPartitionsDefinition(["a", "b", "c"]))
+def lettered(partition_key: str) -> str:
+    return partition_key.upper()
+
+
 @torch_asset(num_processes=2, options={"engine": "spark"})
 def stubborn() -> str:
     """Ignores every polite request to end."""
@@ -76,7 +81,7 @@ def stubborn() -> str:
 quick_job = dg.define_asset_job("quick_job", selection=[quick])
 
 defs = dg.Definitions(
-    assets=[durable, fragile, streamed, quick, stubborn],
+    assets=[durable, fragile, streamed, quick, lettered, stubborn],
     jobs=[
         dg.define_asset_job("durable_job", selection=[durable]),
         dg.define_asset_job("durable_in_process", selection=[durable], executor_def=dg.in_process_executor),

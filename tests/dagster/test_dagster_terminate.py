@@ -12,8 +12,9 @@ import dagster as dg
 import pytest
 from tests.conftest import processes_with, wait_until_gone
 from tests.dagster.deployment import FINAL, RUN_TIMEOUT, Deployment, wait_until
-from tests.dagster.durable_training import FOLDER_TAG
+from tests.dagster.durable_training import FOLDER_TAG, lettered
 
+from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
@@ -189,6 +190,14 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
     assert wait_until_gone(launched.rank_mark) == []
     wait_until(lambda: launched.training().status().final, RUN_TIMEOUT, "the end of the training")
     assert launched.training().status().state == "cancelled"
+
+
+def test_a_backfill_trains_each_partition(dagster: Deployment, root: Path) -> None:
+    assert dagster.backfill("lettered", ["a", "c"]) == "COMPLETED_SUCCESS"
+    stored = RankZeroIOManager(base_path=str(root / "assets"))
+    loaded = dg.Definitions(assets=[lettered], resources={"io_manager": stored, "torch_distributor": object()})
+    for key in ("a", "c"):
+        assert loaded.load_asset_value("lettered", partition_key=key) == key.upper()
 
 
 def test_a_schedule_trains(dagster: Deployment) -> None:
