@@ -251,9 +251,9 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         step = Step.begin(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         with self._open_pipes(context) as call:
-            launcher = self._launcher(call.env if call else {})
             on_line = call.passing(print_line) if call else print_line
             try:
+                launcher = self._launcher(call.env if call else {})
                 with step_run.open_run(launcher, step, name_of(context), *shipped, context.log) as (handle, since):
                     for metrics in step_run.follow(handle, since, on_line, self.observation_interval):
                         yield from observe(context, metrics)
