@@ -136,6 +136,7 @@ def dg_command(environment: dict[str, str], folder: Path, *arguments: str) -> st
     return done.stdout
 
 
+@pytest.mark.soak
 def test_dg_scaffolds_checks_lists_and_launches_in_the_example_project(project: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "component_project"
     shutil.copytree(ROOT / "example_dags" / "dagster" / "component_project", folder)

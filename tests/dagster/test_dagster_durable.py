@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("TEST_STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", mark)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
     yield Place(tmp_path, mark)
     assert wait_until_gone(f"OF_RANK={mark}") == []
 
