@@ -12,7 +12,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from tests.conftest import processes_with, until, wait_until_gone
+from tests.conftest import ROOT, processes_with, until, wait_until_gone
 from tests.dagster import durable_training
 
 from rankzero import RunHandle
@@ -60,7 +60,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("TEST_STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", mark)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     yield Place(tmp_path, mark)
     assert wait_until_gone(f"OF_RANK={mark}") == []
 
