@@ -8,12 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.airflow.deployment import Deployment
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "example_dags"
@@ -40,17 +39,6 @@ def airflow_home() -> Path:
     """An initialized metadata database."""
     subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
     return Path(HOME)
-
-
-@pytest.fixture(scope="session")
-def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A whole Airflow, for all the tests that need a real worker."""
-    deployment = Deployment(tmp_path_factory.mktemp("airflow"))
-    try:
-        deployment.wait_until_ready(["shipped", "endless", "pulling", "durable", "deferred", "deferred_once", "mapped"])
-        yield deployment
-    finally:
-        deployment.stop()
 
 
 class DagOutcome:
