@@ -384,18 +384,20 @@ class Attempt:
                 },
             )
 
+    def _is_on_one_host(self) -> bool:
+        return len({agent.name for agent in self._agents.values()}) == 1
+
     def _rendezvous_hosts(self, agent: _AgentState) -> list[str]:
         """Where the ranks of all hosts may reach an agent's, the best first."""
         hosts = list(dict.fromkeys([agent.join["host"], agent.join["address"]]))
-        if len({other.name for other in self._agents.values()}) > 1:
+        if not self._is_on_one_host():
             # A loopback address stands for another host on every other one.
             hosts = [host for host in hosts if not is_loopback(host)] or hosts
         return hosts
 
     def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
         hosts = self._rendezvous_hosts(agent)
-        one_host = len({other.name for other in self._agents.values()}) == 1
-        where = {"master_hosts": hosts, "master_port": message["port"], "one_host": one_host}
+        where = {"master_hosts": hosts, "master_port": message["port"], "one_host": self._is_on_one_host()}
         self._server.broadcast({"type": "go", **where})
         self._rendezvous = True
         self._note_start()

@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from dagster_rankzero.metadata import METRIC_PREFIX
+from dagster_rankzero.metadata import METRIC_PREFIX, is_number
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
 """An asset, or its key."""
@@ -51,8 +51,8 @@ def build_metric_bounds_checks(
             raise dg.DagsterInvalidDefinitionError(
                 f"the bounds of {metric} are ({low}, {high}); give (smallest, largest), with None for an open side"
             )
-    names = [_name_of(metric, "") for metric in bounds]
-    if twins := sorted(metric for metric in bounds if names.count(_name_of(metric, "")) > 1):
+    names = [_name_of(metric, "within_bounds") for metric in bounds]
+    if twins := sorted(metric for metric, name in zip(bounds, names, strict=True) if names.count(name) > 1):
         raise dg.DagsterInvalidDefinitionError(
             f"the metrics {' and '.join(twins)} would give checks of one name: Dagster takes letters, digits and _ only"
         )
@@ -160,10 +160,8 @@ def _latest_metric(
     if materialization is None:
         return None
     entry: Any = materialization.metadata.get(METRIC_PREFIX + metric) or materialization.metadata.get(metric)
-    value = None if entry is None else entry.value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    value: Any = None if entry is None else entry.value
+    return float(value) if is_number(value) else None
 
 
 def _unknown(metric: str, key: dg.AssetKey, severity: dg.AssetCheckSeverity) -> dg.AssetCheckResult:

@@ -121,7 +121,7 @@ def _evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
 
 def _describe_throughput(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
     for name in PROGRESS:
-        counted = [row for row in rows if _is_number(row.get(name))]
+        counted = [row for row in rows if is_number(row.get(name))]
         if len(counted) > 1:
             done, seconds = counted[-1][name] - counted[0][name], counted[-1]["time"] - counted[0]["time"]
             if done > 0 and seconds > 0:
@@ -140,7 +140,8 @@ def _describe_metric(value: bool | int | float | str) -> dg.MetadataValue[Any]:
     return dg.MetadataValue.text(str(value))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """True for what Dagster can plot: a finite number that is no truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -148,12 +149,12 @@ def _column_type(values: Sequence[object]) -> str:
     present = [value for value in values if value is not None]
     if present and all(isinstance(value, bool) for value in present):
         return "bool"
-    if all(_is_number(value) for value in present):
+    if all(is_number(value) for value in present):
         return "int" if all(isinstance(value, int) for value in present) else "float"
     return "string"
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    if value is None or isinstance(value, (bool, int, str)) or _is_number(value):
+    if value is None or isinstance(value, (bool, int, str)) or is_number(value):
         return value  # type: ignore[return-value]
     return str(value)

@@ -114,11 +114,9 @@ def _with_report(
 def open_call(context: Any) -> Iterator[PipesCall]:
     """A Pipes session for one training of a step."""
     lines = _Lines(context.log)
-    with warnings.catch_warnings():
-        # Of its own parameter for several writers, which is new.
-        warnings.simplefilter("ignore", dg.PreviewWarning)
-        session = dg.open_pipes_session(context, dg.PipesEnvContextInjector(), lines)
-        opened = session.__enter__()
     with contextlib.ExitStack() as stack:
-        stack.push(session.__exit__)
-        yield PipesCall(opened, lines)
+        with warnings.catch_warnings():
+            # Of its own parameter for several writers, which is new.
+            warnings.simplefilter("ignore", dg.PreviewWarning)
+            session = stack.enter_context(dg.open_pipes_session(context, dg.PipesEnvContextInjector(), lines))
+        yield PipesCall(session, lines)
