@@ -22,6 +22,8 @@ SIZES = [int(size) for size in sys.argv[1:] if size.isdigit()] or [256, 4096]
 RUNS = 3
 TENSORS = 16
 MB = 1 << 20
+SAMPLE_INTERVAL = 0.5
+"""Seconds between two looks at the memory of a process: a look walks all its pages, which costs time of a core."""
 
 
 def make_state(megabytes: int) -> dict[str, object]:
@@ -76,7 +78,7 @@ class Peak(threading.Thread):
         return int(info.uss)
 
     def run(self) -> None:
-        while not self.done.wait(0.05):
+        while not self.done.wait(SAMPLE_INTERVAL):
             self.most = max(self.most, self.own())
 
     def grown(self) -> float:
