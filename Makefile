@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest test-dagster-oldest clean
+.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest test-dagster-oldest reference clean
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -41,6 +41,10 @@ test-airflow-oldest:
 
 test-dagster-oldest:
 	./scripts/test-oldest.sh dagster
+
+# docs/reference.md, from the docstrings.
+reference: setup
+	.venv/bin/python scripts/reference.py
 
 clean:
 	rm -rf .venv .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache

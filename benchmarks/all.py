@@ -57,10 +57,13 @@ def main() -> None:
 def draw(launch: dict[str, object], path: Path) -> None:
     """Bars of launch times, on a logarithmic scale."""
     try:
+        from matplotlib import rcParams
         from matplotlib.figure import Figure
     except ImportError:
         print("no chart: matplotlib is not installed")
         return
+    # The same numbers give the same file.
+    rcParams["svg.hashsalt"] = "rankzero"
     rows = list(reversed(launch["rows"]))  # type: ignore[call-overload]
     figure = Figure(figsize=(8, 0.45 * len(rows) + 0.9), layout="constrained")
     axes = figure.subplots()
@@ -71,7 +74,7 @@ def draw(launch: dict[str, object], path: Path) -> None:
     axes.set_xlabel("seconds, 2 ranks, one all-reduce, 2 cores (logarithmic)")
     axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import numpy
 import pytest
 
 from rankzero import Launcher
-from rankzero.envelope import LARGE, beside, open_sealed, seal
+from rankzero import payload
+from rankzero.envelope import LARGE, beside, checksums, is_intact, open_sealed, seal
 
 
 def sealed(value: object, path: Path) -> list[memoryview]:
@@ -64,6 +65,98 @@ def test_many_small_values_need_no_buffers(tmp_path: Path) -> None:
     value = {"a": [1, "x", None, b"y"] * 1000}
     assert sealed(value, tmp_path / "file") == []
     assert open_sealed(str(tmp_path / "file")) == value
+
+
+@pytest.mark.parametrize("what", ["header", "pickle", "buffer", "end"])
+def test_one_changed_bit_anywhere_is_noticed(what: str, tmp_path: Path) -> None:
+    pickled, array = pickle.dumps("x" * 100), numpy.arange(LARGE + 1, dtype=numpy.uint8)
+    parts = seal(pickled, [memoryview(array)])
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(parts))
+    facts = checksums(parts)
+    assert is_intact(str(path), facts)
+    changed = bytearray(path.read_bytes())
+    place = {"header": 9, "pickle": len(parts[0]) + 5, "buffer": len(changed) - LARGE // 2, "end": len(changed) - 1}
+    changed[place[what]] ^= 1
+    path.write_bytes(changed)
+    assert not is_intact(str(path), facts)
+    path.write_bytes(changed[:-1])
+    assert not is_intact(str(path), facts)
+
+
+def test_all_that_is_unpickled_is_under_the_sha256() -> None:
+    parts = seal(pickle.dumps("x" * 100), [memoryview(bytes(LARGE))])
+    assert checksums(parts)["hashed"] == sum(map(len, parts)) - LARGE
+    script = [b"PK a zip of modules"]
+    assert checksums(script)["hashed"] == len(script[0])
+
+
+def tensors() -> dict[str, Any]:
+    import torch
+
+    many = LARGE // 4
+    return {
+        "float": torch.arange(many, dtype=torch.float32),
+        "bfloat16": torch.arange(2 * many).bfloat16(),
+        "bool": torch.arange(LARGE).bool(),
+        "complex": torch.arange(many).to(torch.complex64),
+        "matrix": torch.arange(many, dtype=torch.int64).reshape(-1, 64),
+        "trainable": torch.arange(many, dtype=torch.float32, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.arange(many, dtype=torch.float32)),
+        "frozen": torch.nn.Parameter(torch.arange(many, dtype=torch.float32), requires_grad=False),
+        "part of a larger one": torch.arange(4 * many, dtype=torch.float32)[many : 2 * many],
+        "transposed": torch.arange(many, dtype=torch.float32).reshape(64, -1).t(),
+        "conjugated": torch.arange(many).to(torch.complex64).conj(),
+        "small": torch.arange(3),
+        "sparse": torch.eye(4).to_sparse(),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_tensors_come_back_as_they_were(name: str, tmp_path: Path) -> None:
+    import torch
+
+    tensor, path = tensors()[name], tmp_path / "file"
+    parts = payload.build(len, ([tensor, tensor],), {}).data
+    path.write_bytes(b"".join(parts))
+    first, second = open_sealed(str(path))["args"][0]
+    assert first is second
+    assert (type(first), first.dtype, first.shape) == (type(tensor), tensor.dtype, tensor.shape)
+    assert first.requires_grad == tensor.requires_grad
+    torch.testing.assert_close(first, tensor, rtol=0, atol=0)
+    if name not in ("transposed", "conjugated", "small", "sparse"):
+        assert len(parts) > 3, "it does not lie beside the pickle"
+        assert first.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_the_numbers_of_a_module_lie_beside_the_pickle(tmp_path: Path) -> None:
+    import torch
+
+    model, path = torch.nn.Linear(1024, 1024), tmp_path / "file"
+    parts = payload.build(len, ([model],), {}).data
+    assert len(parts[1]) < LARGE // 8
+    path.write_bytes(b"".join(parts))
+    (loaded,) = open_sealed(str(path))["args"][0]
+    loaded.weight.data += 1
+    torch.testing.assert_close(loaded.weight - 1, model.weight)
+    assert torch.equal(loaded(torch.zeros(1024)), model(torch.zeros(1024)))
+
+
+def test_memory_of_a_tensor_that_pickling_made_lives_as_long_as_its_parts() -> None:
+    import gc
+
+    import torch
+
+    class Lazy:
+        """Makes its tensor when it is pickled."""
+
+        def __reduce__(self) -> Any:
+            return torch.clone, (torch.full((LARGE,), 7.0),)
+
+    parts = payload.build(len, ([Lazy()],), {}).data
+    gc.collect()
+    torch.full((LARGE,), 1.0)
+    assert numpy.frombuffer(parts[3], dtype=numpy.float32).min() == 7.0
 
 
 def test_an_array_as_argument_is_every_ranks_own(launcher: Launcher) -> None:

@@ -4,23 +4,36 @@
     header    JSON: offset and size of the pickle, then of each of its out-of-band buffers (pickle protocol 5)
     content   each part at a multiple of 64 bytes
 
-Runs inside workers too: standard library only.
+What is unpickled carries a sha256. The buffers beside it are numbers, which run no code: against damage a CRC-32 does,
+and takes an eighth of the time.
+
+Runs inside workers too: standard library and torch only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import mmap
 import pickle
 import struct
+import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 LARGE = 1 << 20
 """Bytes from which a buffer lies beside the pickle."""
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
+_READ = 1 << 20
+
+_UNPICKLED_PARTS = 3
+"""Of what `seal` makes: header, pickle, padding."""
 
 Part = bytes | memoryview
 
@@ -41,6 +54,35 @@ def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
     return take
 
 
+def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """How a large tensor in the CPU's memory is pickled, so that its numbers lie beside; None for any other."""
+    import torch
+
+    plain = (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and tensor.is_leaf
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not (tensor._backward_hooks or tensor.__dict__)
+    )
+    size = tensor.numel() * tensor.element_size() if plain else 0
+    if size < LARGE:
+        return None
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    # The memory is the tensor's.
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return make_tensor, (pickle.PickleBuffer(memory), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def make_tensor(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    """The tensor of `reduce_tensor`; its memory is the buffer."""
+    import torch
+
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape).requires_grad_(requires_grad)
+
+
 def seal(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
     """The parts of the file, one after the other; the buffers are not copied."""
     contents: list[Part] = [pickled, *buffers]
@@ -56,6 +98,33 @@ def seal(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
     for content, size in zip(contents, sizes, strict=True):
         parts += [content, bytes(_padded(size) - size)]
     return parts
+
+
+def checksums(parts: Sequence[Part]) -> dict[str, Any]:
+    """What `is_intact` compares; of any file's parts.
+
+    Returns:
+        ``sha256`` (hex) of the first ``hashed`` bytes, ``crc32`` of the others.
+    """
+    unpickled, rest = parts[:_UNPICKLED_PARTS], parts[_UNPICKLED_PARTS:]
+    digest, crc = hashlib.sha256(), 0
+    for part in unpickled:
+        digest.update(part)
+    for part in rest:
+        crc = zlib.crc32(part, crc)
+    return {"sha256": digest.hexdigest(), "hashed": sum(map(len, unpickled)), "crc32": crc}
+
+
+def is_intact(path: str, facts: dict[str, Any]) -> bool:
+    """True if a file is the one of which `checksums` said this."""
+    digest, crc, left = hashlib.sha256(), 0, facts["hashed"]
+    with open(path, "rb") as file:
+        while left and (data := file.read(min(left, _READ))):
+            digest.update(data)
+            left -= len(data)
+        while data := file.read(_READ):
+            crc = zlib.crc32(data, crc)
+    return digest.hexdigest() == facts["sha256"] and crc == facts["crc32"]
 
 
 def open_sealed(path: str) -> Any:

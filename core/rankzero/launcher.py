@@ -398,15 +398,15 @@ def _prepare(
         files["modules.zip"] = [parts.modules]
     run = RunDirectory(_directory(launcher, job.run_id))
     arguments = _describe_arguments(parts)
-    digests = {name: _digest(data) for name, data in files.items()}
+    sums = {name: _begin_checksums(data) for name, data in files.items()}
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
         described = {
             name: {
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
-                "sha256": digests[name](),
                 "absolute": False,
+                **sums[name](),
             }
             for name, data in files.items()
         }
@@ -422,22 +422,17 @@ def _directory(launcher: Launcher, run_id: str) -> str:
     return store.join(store.normalize(root), run_id)
 
 
-def _digest(parts: Sequence[Part]) -> Callable[[], str]:
-    """Begins to compute a checksum, beside whatever else is done with the parts, and gives what waits for it."""
-    import hashlib
+def _begin_checksums(parts: Sequence[Part]) -> Callable[[], dict[str, Any]]:
+    """Begins to compute checksums, beside whatever else is done with the parts, and gives what waits for them."""
+    from rankzero.envelope import checksums
 
-    digest = hashlib.sha256()
-
-    def compute() -> None:
-        for part in parts:
-            digest.update(part)
-
-    computing = threading.Thread(target=compute, name="rankzero-checksum", daemon=True)
+    sums: dict[str, Any] = {}
+    computing = threading.Thread(target=lambda: sums.update(checksums(parts)), name="rankzero-checksum", daemon=True)
     computing.start()
 
-    def finish() -> str:
+    def finish() -> dict[str, Any]:
         computing.join()
-        return digest.hexdigest()
+        return sums
 
     return finish
 

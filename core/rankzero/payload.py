@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.envelope import Part, beside, seal
+from rankzero.envelope import Part, beside, reduce_tensor, seal
 from rankzero.errors import InvalidJobError
 from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, travels_as_source, zip_modules
 from rankzero.result import ResultRef, map_refs
@@ -180,6 +180,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._travels = functools.cache(travels_as_source)
 
     def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch and type(obj) is torch.Tensor and (reduced := reduce_tensor(obj)):
+            return reduced
         if isinstance(obj, types.ModuleType) and self._travels(obj.__name__):
             self.needed.add(obj.__name__)
             return importlib.import_module, (obj.__name__,)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.channel.frames import Message
-from rankzero.formats import sha256_of
+from rankzero.envelope import is_intact
 
 
 class Inputs:
@@ -99,8 +99,8 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        if sha256_of(self._here[name]) != self._start["files"][name]["sha256"]:
-            raise RuntimeError(f"{name} does not carry the checksum that the driver recorded")
+        if not is_intact(self._here[name], self._start["files"][name]):
+            raise RuntimeError(f"{name} does not carry the checksums that the driver recorded")
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
         """The fields of one worker's `rankzero.train.TrainContext`."""

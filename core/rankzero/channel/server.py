@@ -164,19 +164,26 @@ class ChannelServer:
             while len(self._unproved) >= limits.MAX_UNPROVED:
                 await self._make_room()
             await self._await_caller()
-            try:
-                accepted, _ = self._listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                logger.warning("channel: cannot accept a connection: %s", error)
-                await asyncio.sleep(limits.ACCEPT_RETRY)
-                continue
-            accepted.setblocking(False)
-            try:
-                await self._loop.connect_accepted_socket(self._new_connection, accepted)
-            except OSError:
-                accepted.close()
+            # Many agents start at once: as many of them as are there.
+            while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
+                pass
+
+    async def _accept_one(self) -> bool:
+        """Takes the next caller; False if there is none."""
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            logger.warning("channel: cannot accept a connection: %s", error)
+            await asyncio.sleep(limits.ACCEPT_RETRY)
+            return False
+        accepted.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(self._new_connection, accepted)
+        except OSError:
+            accepted.close()
+        return True
 
     async def _await_caller(self) -> None:
         # loop.sock_accept loses a connection that comes at the moment of its cancellation.

@@ -1,0 +1,162 @@
+"""Writes docs/reference.md from the public names and their docstrings: python scripts/reference.py [--check]."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+
+PACKAGES = {
+    "rankzero": "Core",
+    "rankzero.train": "Inside the training function: `import rankzero.train as rt`",
+    "airflow_rankzero": "Airflow",
+    "dagster_rankzero": "Dagster",
+}
+
+LINE = 100
+"""Characters from which a signature is broken."""
+
+_OURS = ("rankzero", "airflow_rankzero", "dagster_rankzero")
+
+_TITLES = {"Args": "Arguments"}
+
+_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):$")
+_ENTRY = re.compile(r"([\w.]+): ")
+_MODULE = re.compile(r"\b(?:[a-z_]+\.)+(?=[A-Z])")
+"""What comes before a class of another package, which `inspect` shows."""
+_MARKUP = re.compile(r"``([^`]+)``")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = ["# Reference", "", "Made from the docstrings by `make reference`; do not edit.", ""]
+    for package, title in PACKAGES.items():
+        module = importlib.import_module(package)
+        parts += [f"## {title}", ""]
+        for name in sorted(module.__all__, key=str.lower):
+            parts += describe(name, getattr(module, name))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def describe(name: str, value: Any) -> list[str]:
+    """The entry of one public name."""
+    parts = [f"### `{name}`", ""]
+    if inspect.isclass(value):
+        bases = [base.__name__ for base in value.__bases__ if base.__module__.startswith("rankzero")]
+        if issubclass(value, BaseException) and bases:
+            parts += [f"A kind of `{bases[0]}`.", ""]
+    if not (inspect.isclass(value) and issubclass(value, BaseException)):
+        parts += signature(name, value)
+    parts += text(inspect.getdoc(value))
+    parts += settings(value) if inspect.isclass(value) and "model_fields" in dir(value) else []
+    for member_name, member in members(value) if inspect.isclass(value) else []:
+        parts += [f"#### `{name}.{member_name}`", ""]
+        if not isinstance(member, property):
+            parts += signature(member_name, _function_of(member))
+        parts += text(inspect.getdoc(member))
+    return parts
+
+
+def members(cls: type) -> list[tuple[str, Any]]:
+    """The methods and properties that a class of ours adds to those of its framework, in its order."""
+    foreign = [base for base in cls.__mro__ if not base.__module__.startswith(_OURS)]
+    found = {}
+    ours = [base for base in cls.__mro__ if base not in foreign]
+    for base in [cls] if issubclass(cls, BaseException) else reversed(ours):
+        for name, member in vars(base).items():
+            is_called = isinstance(member, property) or inspect.isfunction(_function_of(member))
+            if is_called and not name.startswith("_") and not any(hasattr(other, name) for other in foreign):
+                found[name] = member
+    return list(found.items())
+
+
+def _function_of(member: Any) -> Any:
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
+
+
+def settings(cls: type) -> list[str]:
+    """The fields of a pydantic model of ours."""
+    fields = getattr(cls, "model_fields", {})
+    described = {name: field for name, field in fields.items() if field.description}
+    return [*(f"* `{name}`: {field.description}" for name, field in described.items()), ""]
+
+
+class _Raw:
+    """Text that a signature shows as it is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def signature(name: str, value: Any) -> list[str]:
+    """How it is called."""
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return []
+    shown = []
+    for parameter in found.parameters.values():
+        if parameter.name == "self" or parameter.name.startswith("_"):
+            continue
+        # What is made when the module is imported shows an address.
+        if repr(parameter.default).startswith("<") and parameter.default is not parameter.empty:
+            parameter = parameter.replace(default=_Raw("..."))
+        if isinstance(parameter.annotation, str):
+            parameter = parameter.replace(annotation=_Raw(parameter.annotation))
+        is_keyword = parameter.kind is parameter.KEYWORD_ONLY
+        if is_keyword and not any(text.startswith("*") for text in shown):
+            shown.append("*")
+        shown.append(str(parameter))
+    shown = [_MODULE.sub("", text) for text in shown]
+    returned = f" -> {found.return_annotation}" if isinstance(found.return_annotation, str) else ""
+    line = f"{name}({', '.join(shown)}){returned}"
+    if len(line) > LINE:
+        line = "\n".join([f"{name}(", *(f"    {parameter}," for parameter in shown), f"){returned}"])
+    return ["```python", line, "```", ""]
+
+
+def text(doc: str | None) -> list[str]:
+    """A docstring of Google's style as Markdown."""
+    lines, parts, section = (doc or "").splitlines(), [], ""
+    for line in lines:
+        stripped = line.strip()
+        if heading := _SECTION.match(stripped):
+            if section == "Example":
+                parts.append("```")
+            section = heading[1]
+            parts += [f"**{_TITLES.get(section, section)}**", "", *(["```python"] if section == "Example" else [])]
+        elif section == "Example":
+            parts.append(line.removeprefix("    ").replace("  # doctest: +SKIP", "").rstrip())
+        elif section and (entry := _ENTRY.match(stripped)) and line.startswith("    ") and line[4:5] != " ":
+            parts.append(f"* `{entry[1]}`: {stripped[entry.end() :]}")
+        elif section in ("", "Returns", "Yields"):
+            parts.append(line.removeprefix("    ") if section else line)
+        else:
+            parts.append("  " + stripped if stripped else "")
+    if section == "Example":
+        while not parts[-1]:
+            parts.pop()
+        parts.append("```")
+    return [part if part.startswith((">>>", "...")) else _MARKUP.sub(r"`\1`", part) for part in parts] + [""]
+
+
+def main() -> None:
+    """Writes the page, or says whether it is what it should be."""
+    made = page()
+    if "--check" in sys.argv[1:]:
+        if not PAGE.exists() or PAGE.read_text() != made:
+            sys.exit(f"{PAGE.name} is not what the docstrings say: make reference")
+    else:
+        PAGE.write_text(made)
+
+
+if __name__ == "__main__":
+    main()
