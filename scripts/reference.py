@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 
@@ -109,6 +109,8 @@ def signature(name: str, value: Any) -> list[str]:
         # What is made when the module is imported shows an address.
         if repr(parameter.default).startswith("<") and parameter.default is not parameter.empty:
             parameter = parameter.replace(default=_Raw("..."))
+        if get_origin(parameter.annotation) is Annotated:
+            parameter = parameter.replace(annotation=get_args(parameter.annotation)[0])
         if isinstance(parameter.annotation, str):
             parameter = parameter.replace(annotation=_Raw(parameter.annotation))
         is_keyword = parameter.kind is parameter.KEYWORD_ONLY

@@ -8,8 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from rankzero import Launcher
-from rankzero import payload
+from rankzero import Launcher, payload
 from rankzero.envelope import LARGE, beside, checksums, is_intact, open_sealed, seal
 
 

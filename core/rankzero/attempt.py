@@ -357,32 +357,28 @@ class Attempt:
 
     def _assign_ranks(self) -> None:
         order = policy.order_tasks([self._agents[task].join["host"] for task in range(len(self._agents))])
-        token = self._run.token()
+        # What is the same for all: of a thousand agents each would look at the thousand.
+        same = {
+            "type": "start",
+            "master_addr": self._rendezvous_hosts(self._agents[order[0]])[0],
+            "run_directory": None if self._run.is_remote else self._run.directory,
+            "run_token": self._run.token(),
+            "files": self._files,
+            "checkpoint": self._resume.to_json() if self._resume else None,
+            "beat_interval": policy.beat_interval(self._job.hang_timeout),
+            "context": {
+                "world_size": self._job.num_processes,
+                "run_id": self._job.run_id,
+                "attempt": self._number,
+                "backend": self._job.resolved_backend(),
+            },
+        }
         first_rank = 0
         for node_rank, task in enumerate(order):
             agent = self._agents[task]
             agent.first_rank = first_rank
             first_rank += agent.join["workers"]
-            self._server.send(
-                task,
-                {
-                    "type": "start",
-                    "first_rank": agent.first_rank,
-                    "node_rank": node_rank,
-                    "master_addr": self._rendezvous_hosts(self._agents[order[0]])[0],
-                    "run_directory": None if self._run.is_remote else self._run.directory,
-                    "run_token": token,
-                    "files": self._files,
-                    "checkpoint": self._resume.to_json() if self._resume else None,
-                    "beat_interval": policy.beat_interval(self._job.hang_timeout),
-                    "context": {
-                        "world_size": self._job.num_processes,
-                        "run_id": self._job.run_id,
-                        "attempt": self._number,
-                        "backend": self._job.resolved_backend(),
-                    },
-                },
-            )
+            self._server.send(task, {**same, "first_rank": agent.first_rank, "node_rank": node_rank})
 
     def _is_on_one_host(self) -> bool:
         return len({agent.name for agent in self._agents.values()}) == 1

@@ -235,6 +235,19 @@ class RunDirectory:
             return store.read_bytes(self.path("lease"))
         return b""
 
+    def grown_logs(self, positions: dict[int, Position]) -> set[int]:
+        """The ranks, of those whose positions are given, whose logs are larger than what was read; on a URL all.
+
+        One look at a folder in place of one at each of a thousand files. A file server may be asked for sizes
+        seldom (NFS: 3 to 60 s), so that a file that has grown may not be among them.
+        """
+        if self.is_remote:
+            return set(positions)
+        sizes: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path("logs")) as entries:
+            sizes = {f"logs/{entry.name}": entry.stat().st_size for entry in entries}
+        return {rank for rank, position in positions.items() if sizes.get(log_name(rank), 0) > position.offset}
+
     def read_lines(self, name: str, position: Position) -> tuple[list[str], Position]:
         """Complete lines of a growing file after ``position``, and the new position."""
         if not self.is_remote:
@@ -246,6 +259,11 @@ class RunDirectory:
                 lines += text.split("\n")[:-1]
                 position = Position(position.piece + 1, 0)
         return lines, position
+
+
+def log_name(rank: int) -> str:
+    """Where a rank's lines are, within the run directory."""
+    return f"logs/rank-{rank}.log"
 
 
 @dataclass(frozen=True)

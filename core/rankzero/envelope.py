@@ -124,7 +124,7 @@ def is_intact(path: str, facts: dict[str, Any]) -> bool:
             left -= len(data)
         while data := file.read(_READ):
             crc = zlib.crc32(data, crc)
-    return digest.hexdigest() == facts["sha256"] and crc == facts["crc32"]
+    return bool(digest.hexdigest() == facts["sha256"] and crc == facts["crc32"])
 
 
 def open_sealed(path: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero import store
-from rankzero.directory import Appender, RunDirectory, RunStatus
+from rankzero.directory import Appender, RunDirectory, RunStatus, log_name
 from rankzero.errors import ResultError, RunNotFoundError
 from rankzero.liveness import process_namespace, process_start
 from rankzero.policy import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
@@ -115,7 +115,7 @@ class Recorder:
         """Appends lines of a rank to its file."""
         with self._lock:
             if rank not in self._logs:
-                self._logs[rank] = _Lines(Appender(self._run, f"logs/rank-{rank}.log"))
+                self._logs[rank] = _Lines(Appender(self._run, log_name(rank)))
                 self._tails[rank] = deque(maxlen=LOG_TAIL)
             self._logs[rank].append(lines)
         self._tails[rank].extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
 from rankzero.checkpoint import Manifest, list_committed
-from rankzero.directory import Position, RunDirectory, RunStatus
+from rankzero.directory import Position, RunDirectory, RunStatus, log_name
 from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
 from rankzero.liveness import STOPPED, process_namespace, process_state
 from rankzero.policy import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, driver_is_dead
@@ -29,6 +29,9 @@ FOLLOW_INTERVAL = 0.05
 
 FOLLOW_INTERVAL_REMOTE = 1.0
 """Seconds between two looks at a run directory on an object store."""
+
+THOROUGH_INTERVAL = 2.0
+"""Seconds between two looks at every log, for a file server that may not tell at once which have grown."""
 
 STORE_PATIENCE = DRIVER_DEAD_AFTER
 """Seconds for which a follower tries again to read a store that fails."""
@@ -287,18 +290,20 @@ class RunHandle(Generic[R]):
 
     def ends(self) -> dict[int, Position]:
         """Where every rank's lines end now: `lines` from there on gives what is written later."""
-        return {rank: self._run.end_of(f"logs/rank-{rank}.log") for rank in range(self._run.job().num_processes)}
+        return {rank: self._run.end_of(log_name(rank)) for rank in range(self._run.job().num_processes)}
 
     def lines(self, positions: dict[int, Position], follow: bool, *, prefix: bool) -> Iterator[str]:
         """The lines of some ranks from given positions on. What `logs` stands on."""
-        ranks = list(positions)
-        for _ in self._looks(follow):
-            unread = set(ranks)
+        thorough_at = 0.0
+        for is_last in self._looks(follow):
+            if is_last or time.monotonic() >= thorough_at:
+                unread, thorough_at = set(positions), time.monotonic() + THOROUGH_INTERVAL
+            else:
+                unread = self._patiently(functools.partial(self._run.grown_logs, positions))
             while unread:
                 self._renew_lease()
                 for number in sorted(unread):
-                    name = f"logs/rank-{number}.log"
-                    read = functools.partial(self._run.read_lines, name, positions[number])
+                    read = functools.partial(self._run.read_lines, log_name(number), positions[number])
                     lines, positions[number] = self._patiently(read)
                     yield from (f"[{number}] {line}" for line in lines) if prefix else lines
                     if not lines:
@@ -322,12 +327,12 @@ class RunHandle(Generic[R]):
                 if not lines:
                     break
 
-    def _looks(self, follow: bool) -> Iterator[None]:
-        """One round for every look at a growing file; the last comes after the run's end."""
+    def _looks(self, follow: bool) -> Iterator[bool]:
+        """One round for every look at a growing file; True for the last, which comes after the run's end."""
         while follow and not self.status().final:
-            yield
+            yield False
             self._pause()
-        yield
+        yield True
 
     def metrics(self) -> list[dict[str, Any]]:
         """What the ranks reported: rows with ``rank``, ``time`` and the metrics' names."""

@@ -59,14 +59,13 @@ def patiently(
         Exception: the last error, of any type: drivers of object stores have exceptions of their own.
     """
     deadline = time.monotonic() + seconds
-    pause = threading.Event()
     while True:
         try:
             return action()
         except Exception as error:
             if give_up(error) or time.monotonic() > deadline:
                 raise
-        pause.wait(interval)
+        threading.Event().wait(interval)
 
 
 def make_directory(location: str) -> None:

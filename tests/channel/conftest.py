@@ -119,6 +119,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         "SILENCE": 1.0,
         "LOST_AFTER": 2.0,
         "TRY_TIMEOUT": 0.3,
+        "ANSWER_TIMEOUT": 0.3,
         "BACKOFF_MIN": 0.02,
         "BACKOFF_MAX": 0.1,
     }.items():

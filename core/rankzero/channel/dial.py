@@ -84,7 +84,7 @@ def _connect(connection: socket.socket, address: Any, wait: Wait) -> None:
 
 
 def _shake_hands(connection: socket.socket, secret: str, hello: Hello, wait: Wait) -> Link:
-    deadline = time.monotonic() + limits.TRY_TIMEOUT
+    deadline = time.monotonic() + limits.ANSWER_TIMEOUT
     decoder = Decoder()
 
     def receive() -> Message:

@@ -17,7 +17,11 @@ CONNECT_TIMEOUT = 20.0
 """Time an agent has from its start to find a driver that proves the secret."""
 
 TRY_TIMEOUT = 2.0
-"""Time for one connection to be made, and again for its handshake, on the agent's side."""
+"""Time for one connection to be made, on the agent's side."""
+
+ANSWER_TIMEOUT = 5.0
+"""Time for the handshake, on the agent's side: a driver whose agents all come at once takes one after the other, and
+those who gave up and came again would only make the queue longer."""
 
 BACKOFF_MIN = 0.1
 """First pause between two tries to connect; it doubles."""
