@@ -23,8 +23,11 @@ TABLE_ROWS = 50
 CURVE_POINTS = 200
 """Points of the loss curve, and most reports that are kept in memory, twice over."""
 
-PROGRESS = ("samples", "tokens", "step", "epoch")
-"""Metrics that count work done: the first that was reported gives the throughput."""
+PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
+"""Metrics that count work done, and many of it: the first that was reported gives the throughput."""
+
+TABLE_DIGITS = 6
+"""Digits of a number in a table; the run directory has them all."""
 
 
 def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
@@ -40,7 +43,15 @@ def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
     for name, value in status.metrics.items():
         entries[METRIC_PREFIX + name] = _describe_metric(value)
-    return {**entries, **_describe_reports(handle), **describe_result(handle.result_ref())}
+    rows = list(_thin(_reports_of_rank_zero(handle)))
+    # The table comes last: it is long.
+    return {
+        **entries,
+        **_describe_throughput(rows),
+        **_draw_losses(rows),
+        **describe_result(handle.result_ref()),
+        **_list_reports(rows),
+    }
 
 
 def describe_result(ref: "ResultRef") -> dict[str, dg.MetadataValue[Any]]:
@@ -76,16 +87,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
     return dg.MetadataValue.table(records, dg.TableSchema(columns))
 
 
-def _describe_reports(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
-    rows = list(_thin(_reports_of_rank_zero(handle)))
+def _list_reports(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
     if not rows:
         return {}
     shown = rows[-1:] if len(rows) == 1 else _evenly(rows, TABLE_ROWS)
-    entries = {"reports": table([{name: value for name, value in row.items() if name != "time"} for row in shown])}
+    return {"reports": table([{name: value for name, value in row.items() if name != "time"} for row in shown])}
+
+
+def _draw_losses(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
     losses = [name for name in dict.fromkeys(name for row in rows for name in row) if "loss" in name.lower()]
-    if picture := curve.draw(_evenly(rows, CURVE_POINTS), losses):
-        entries["loss_curve"] = dg.MetadataValue.md(picture)
-    return {**entries, **_describe_throughput(rows)}
+    picture = curve.draw(_evenly(rows, CURVE_POINTS), losses)
+    return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
 
 
 def _reports_of_rank_zero(handle: "RunHandle[Any]") -> Iterator[dict[str, Any]]:
@@ -120,12 +132,12 @@ def _evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
 
 
 def _describe_throughput(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
-    for name in PROGRESS:
+    for name, many in PROGRESS.items():
         counted = [row for row in rows if is_number(row.get(name))]
         if len(counted) > 1:
             done, seconds = counted[-1][name] - counted[0][name], counted[-1]["time"] - counted[0]["time"]
             if done > 0 and seconds > 0:
-                return {f"{name}_per_second": dg.MetadataValue.float(float(f"{done / seconds:.4g}"))}
+                return {f"{many}_per_second": dg.MetadataValue.float(float(f"{done / seconds:.4g}"))}
     return {}
 
 
@@ -155,6 +167,6 @@ def _column_type(values: Sequence[object]) -> str:
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    if value is None or isinstance(value, (bool, int, str)) or is_number(value):
-        return value  # type: ignore[return-value]
-    return str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return float(f"{value:.{TABLE_DIGITS}g}") if is_number(value) else str(value)

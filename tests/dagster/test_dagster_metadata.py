@@ -30,7 +30,7 @@ def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, ob
         "lr": "float",
         "note": "string",
     }
-    assert shown["epoch_per_second"] > 0
+    assert shown["epochs_per_second"] > 0
     assert (shown["world_size"], shown["metric/train_loss"], shown["metric/epoch"]) == (2, 1.0, 2)
     title, _, picture = shown["loss_curve"].partition("](data:image/svg+xml;base64,")
     assert title == "![train_loss"
