@@ -1,6 +1,7 @@
 """How long after `terminateRun` the ranks are gone and the run is CANCELED, in a whole `dagster dev`.
 
-Run: ``python benchmarks/dagster_cancel.py [cancels]``. Half of the trainings would die with their step.
+Run: ``python benchmarks/dagster_cancel.py [cancels]``. Half of the trainings would die with their step. A few more, on
+Spark, ignore every signal that can be ignored.
 """
 
 import json
@@ -23,6 +24,7 @@ from tests.dagster.durable_training import FOLDER_TAG  # noqa: E402
 CANCELS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 20
 JOBS = {"fragile_job": "ends with its step", "durable_job": "outlives its step"}
 MARK = f"of-benchmark-{os.getpid()}"
+STUBBORN = 3
 TARGET = 3.0
 START_TIMEOUT = 180.0
 
@@ -54,8 +56,10 @@ def main() -> None:
         dagster = Deployment(root / "home", ROOT / "tests/dagster/durable_training.py", variables)
         everything: list[float] = []
         try:
-            for job, what in JOBS.items():
-                measured = [cancel_once(dagster, root, job) for _ in range(CANCELS // len(JOBS))]
+            counts = {job: CANCELS // len(JOBS) for job in JOBS} | {"stubborn_job": STUBBORN}
+            for job, count in counts.items():
+                what = JOBS.get(job, "ignores signals, on Spark")
+                measured = [cancel_once(dagster, root, job) for _ in range(count)]
                 gone, canceled = zip(*measured, strict=True)
                 report.add(f"a training that {what}: ranks gone", gone)
                 report.add(f"a training that {what}: run CANCELED", canceled)

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_overloads
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 
@@ -22,6 +22,9 @@ LINE = 100
 """Characters from which a signature is broken."""
 
 _OURS = ("rankzero", "airflow_rankzero", "dagster_rankzero")
+
+_MADE_BY_US = {"Checkpoint", "RunHandle", "TrainContext"}
+"""Classes whose objects users get and do not make."""
 
 _TITLES = {"Args": "Arguments"}
 
@@ -51,13 +54,13 @@ def describe(name: str, value: Any) -> list[str]:
         if issubclass(value, BaseException) and bases:
             parts += [f"A kind of `{bases[0]}`.", ""]
     if not (inspect.isclass(value) and issubclass(value, BaseException)):
-        parts += signature(name, value)
+        parts += signatures(name, value)
     parts += text(inspect.getdoc(value))
     parts += settings(value) if inspect.isclass(value) and "model_fields" in dir(value) else []
     for member_name, member in members(value) if inspect.isclass(value) else []:
         parts += [f"#### `{name}.{member_name}`", ""]
         if not isinstance(member, property):
-            parts += signature(member_name, _function_of(member))
+            parts += signatures(member_name, _function_of(member))
         parts += text(inspect.getdoc(member))
     return parts
 
@@ -96,16 +99,24 @@ class _Raw:
         return self._text
 
 
-def signature(name: str, value: Any) -> list[str]:
-    """How it is called."""
+def signatures(name: str, value: Any) -> list[str]:
+    """How it is called: in every way, if it has several."""
+    if name in _MADE_BY_US:
+        return []
+    ways = get_overloads(value) if inspect.isfunction(value) else []
     try:
-        found = inspect.signature(value)
+        lines = [signature(name, way) for way in ways or [value]]
     except (TypeError, ValueError):
         return []
+    return ["```python", *lines, "```", ""]
+
+
+def signature(name: str, value: Any) -> str:
+    """One way of calling it."""
+    found = inspect.signature(value)
+    parameters = [parameter for parameter in found.parameters.values() if parameter.name != "self"]
     shown = []
-    for parameter in found.parameters.values():
-        if parameter.name == "self" or parameter.name.startswith("_"):
-            continue
+    for number, parameter in enumerate(parameters):
         # What is made when the module is imported shows an address.
         if repr(parameter.default).startswith("<") and parameter.default is not parameter.empty:
             parameter = parameter.replace(default=_Raw("..."))
@@ -113,6 +124,8 @@ def signature(name: str, value: Any) -> list[str]:
             parameter = parameter.replace(annotation=get_args(parameter.annotation)[0])
         if isinstance(parameter.annotation, str):
             parameter = parameter.replace(annotation=_Raw(parameter.annotation))
+        if number and parameters[number - 1].kind is parameter.POSITIONAL_ONLY is not parameter.kind:
+            shown.append("/")
         is_keyword = parameter.kind is parameter.KEYWORD_ONLY
         if is_keyword and not any(text.startswith("*") for text in shown):
             shown.append("*")
@@ -122,7 +135,7 @@ def signature(name: str, value: Any) -> list[str]:
     line = f"{name}({', '.join(shown)}){returned}"
     if len(line) > LINE:
         line = "\n".join([f"{name}(", *(f"    {parameter}," for parameter in shown), f"){returned}"])
-    return ["```python", line, "```", ""]
+    return line
 
 
 def text(doc: str | None) -> list[str]:

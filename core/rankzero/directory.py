@@ -238,15 +238,15 @@ class RunDirectory:
     def grown_logs(self, positions: dict[int, Position]) -> set[int]:
         """The ranks, of those whose positions are given, whose logs are larger than what was read; on a URL all.
 
-        One look at a folder in place of one at each of a thousand files. A file server may be asked for sizes
-        seldom (NFS: 3 to 60 s), so that a file that has grown may not be among them.
+        A file server may be asked for sizes seldom (NFS: 3 to 60 s): a file that has grown may not be among them.
         """
-        if self.is_remote:
-            return set(positions)
-        sizes: dict[str, int] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path("logs")) as entries:
-            sizes = {f"logs/{entry.name}": entry.stat().st_size for entry in entries}
-        return {rank for rank, position in positions.items() if sizes.get(log_name(rank), 0) > position.offset}
+        return set(positions) if self.is_remote else {rank for rank in positions if self._has_grown(rank, positions)}
+
+    def _has_grown(self, rank: int, positions: dict[int, Position]) -> bool:
+        try:
+            return os.stat(self.path(log_name(rank))).st_size > positions[rank].offset
+        except FileNotFoundError:
+            return False
 
     def read_lines(self, name: str, position: Position) -> tuple[list[str], Position]:
         """Complete lines of a growing file after ``position``, and the new position."""

@@ -46,7 +46,7 @@ class Job:
         first_attempt: Number of this submission's first attempt.
         fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
         engine: The engine's specification, without secrets.
-        files: Name to location, size and checksums of what the workers need.
+        files: Name to location, size and checksum of what the workers need.
         python: ``major.minor`` of the Python that made the payload.
         created: Unix time.
     """

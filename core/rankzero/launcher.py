@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -24,7 +24,6 @@ from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
-    from rankzero.envelope import Part
     from rankzero.payload import Payload
 
 P = ParamSpec("P")
@@ -362,6 +361,7 @@ def _prepare(
         The run, and whether the caller must start its driver (else somebody did).
     """
     from rankzero import payload, submission
+    from rankzero.envelope import digest_of
 
     if detached and not engine.can_detach:
         raise InvalidJobError(
@@ -398,7 +398,6 @@ def _prepare(
         files["modules.zip"] = [parts.modules]
     run = RunDirectory(_directory(launcher, job.run_id))
     arguments = _describe_arguments(parts)
-    sums = {name: _begin_checksums(data) for name, data in files.items()}
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
         described = {
@@ -406,7 +405,7 @@ def _prepare(
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
                 "absolute": False,
-                **sums[name](),
+                "digest": digest_of(data),
             }
             for name, data in files.items()
         }
@@ -420,21 +419,6 @@ def _prepare(
 def _directory(launcher: Launcher, run_id: str) -> str:
     root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
     return store.join(store.normalize(root), run_id)
-
-
-def _begin_checksums(parts: Sequence[Part]) -> Callable[[], dict[str, Any]]:
-    """Begins to compute checksums, beside whatever else is done with the parts, and gives what waits for them."""
-    from rankzero.envelope import checksums
-
-    sums: dict[str, Any] = {}
-    computing = threading.Thread(target=lambda: sums.update(checksums(parts)), name="rankzero-checksum", daemon=True)
-    computing.start()
-
-    def finish() -> dict[str, Any]:
-        computing.join()
-        return sums
-
-    return finish
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:

@@ -180,8 +180,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._travels = functools.cache(travels_as_source)
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch and type(obj) is torch.Tensor and (reduced := reduce_tensor(obj)):
+        torch_tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+        if torch_tensor is not None and type(obj) is torch_tensor and (reduced := reduce_tensor(obj)):
             return reduced
         if isinstance(obj, types.ModuleType) and self._travels(obj.__name__):
             self.needed.add(obj.__name__)

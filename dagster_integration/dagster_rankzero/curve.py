@@ -51,8 +51,8 @@ def _svg(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}">',
         f'<path d="M{_LEFT},{_TOP} V{floor} H{WIDTH - _RIGHT}" fill="none" stroke="{_GRAY}"/>',
-        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end" {text}>{max(ys):.3g}</text>',
-        f'<text x="{_LEFT - 6}" y="{floor}" text-anchor="end" {text}>{y_low:.3g}</text>',
+        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end" {text}>{max(ys):.4g}</text>',
+        f'<text x="{_LEFT - 6}" y="{floor}" text-anchor="end" {text}>{y_low:.4g}</text>',
         f'<text x="{_LEFT}" y="{HEIGHT - 10}" {text}>report {x_low}</text>',
         f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 10}" text-anchor="end" {text}>{max(xs)}</text>',
     ]

@@ -26,8 +26,8 @@ CURVE_POINTS = 200
 PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
 """Metrics that count work done, and many of it: the first that was reported gives the throughput."""
 
-TABLE_DIGITS = 6
-"""Digits of a number in a table; the run directory has them all."""
+TABLE_DIGITS = 9
+"""Digits of a fraction in a table; the run directory has them all."""
 
 
 def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
@@ -166,7 +166,10 @@ def _column_type(values: Sequence[object]) -> str:
     return "string"
 
 
-def _plain(value: object) -> str | int | float | bool | None:
+def _plain(value: Any) -> str | int | float | bool | None:
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return float(f"{value:.{TABLE_DIGITS}g}") if is_number(value) else str(value)
+    if not is_number(value):
+        return str(value)
+    # Large ones, such as times, keep what is before the point.
+    return float(f"{value:.{TABLE_DIGITS}g}") if abs(value) < 10 ** (TABLE_DIGITS - 2) else float(value)

@@ -4,6 +4,7 @@ import contextlib
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -128,6 +129,25 @@ def test_agents_that_come_all_at_once_are_all_taken(serving: Any, monkeypatch: p
         serving.client(task).queue({"type": "join"})
     assert sorted(serving.next()[0] for _ in range(40)) == list(range(40))
     assert serving.inbox.empty()
+
+
+def test_callers_that_wait_are_taken_at_one_wake_up(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, wakes, go_on = serving.server, [], threading.Event()
+    wait = server._await_caller
+
+    async def counted() -> None:
+        wakes.append(time.monotonic())
+        await wait()
+
+    monkeypatch.setattr(server, "_await_caller", counted)
+    server._loop.call_soon_threadsafe(go_on.wait, 10.0)
+    with strangers(serving, 30):
+        go_on.set()
+        deadline = time.monotonic() + 10.0
+        while len(server._unproved) < 30 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(server._unproved) == 30
+        assert len(wakes) <= 3
 
 
 def noise(chance: random.Random, nonce_frame: bytes) -> bytes:

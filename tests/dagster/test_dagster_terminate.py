@@ -16,9 +16,11 @@ from tests.dagster.durable_training import FOLDER_TAG, lettered
 
 from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
+from rankzero.policy import STOP_GRACE
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
-GONE_WITHIN = 3.0
+GONE_WITHIN = STOP_GRACE + 5.0
+"""Nothing outlives a run by more than 5 s, on a machine with other work; benchmarks/dagster_cancel.py holds the 3 s."""
 MAX_RUNTIME_TAG = "dagster/max_runtime"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.channel.frames import Message
-from rankzero.envelope import is_intact
+from rankzero.envelope import digest_of_file
 
 
 class Inputs:
@@ -99,8 +99,11 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        if not is_intact(self._here[name], self._start["files"][name]):
-            raise RuntimeError(f"{name} does not carry the checksums that the driver recorded")
+        if digest_of_file(self._here[name]) != self._start["files"][name]["digest"]:
+            raise RuntimeError(
+                f"{name} does not carry the checksum that the driver recorded: it was changed or damaged, or an "
+                "argument changed while it was submitted"
+            )
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
         """The fields of one worker's `rankzero.train.TrainContext`."""

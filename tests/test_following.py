@@ -1,0 +1,59 @@
+"""A follower gets every line, soon, whatever a file server says of the sizes of files."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rankzero import Launcher
+from rankzero import run as runs
+from rankzero.directory import Position, RunDirectory
+
+PATIENCE = 30.0
+
+
+def speak(folder: str) -> None:
+    """Says "one", and "two" once somebody has heard that."""
+    print("one")
+    deadline = time.monotonic() + PATIENCE
+    while not os.path.exists(f"{folder}/heard"):
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody heard the first line")
+        time.sleep(0.01)
+    print("two")
+
+
+def follow(launcher: Launcher, folder: Path) -> list[str]:
+    heard = []
+    for line in launcher.submit(speak, str(folder)).logs(follow=True):
+        heard.append(line)
+        if line.endswith("one"):
+            (folder / "heard").touch()
+    return sorted(heard)
+
+
+def test_sizes_that_are_told_late_cost_no_line(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunDirectory, "grown_logs", lambda *_: set())
+    monkeypatch.setattr(runs, "THOROUGH_INTERVAL", 0.2)
+    assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
+
+
+def test_a_log_that_has_grown_is_read_at_the_next_look(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "THOROUGH_INTERVAL", 1e9)
+    assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
+
+
+def test_logs_that_have_grown(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path))
+    positions = {0: Position(0, 4), 1: Position(0, 3), 2: Position(), 3: Position()}
+    assert run.grown_logs(positions) == set()
+    (tmp_path / "logs").mkdir()
+    for rank, text in enumerate(["one\n", "one\n", ""]):
+        (tmp_path / f"logs/rank-{rank}.log").write_text(text)
+    assert run.grown_logs(positions) == {1}
+    assert run.grown_logs({2: Position()}) == set()
