@@ -76,7 +76,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and not (tensor._is_zerotensor() or any(getattr(tensor, "names", ())))  # type: ignore[attr-defined]
+        and not (tensor._is_zerotensor() or any(getattr(tensor, "names", ())))
         and tensor.is_contiguous()
         and tensor.is_leaf
         and not (tensor._backward_hooks or tensor.__dict__)
