@@ -419,6 +419,7 @@ def test_a_reference_that_is_gone_is_refused_before_anything_starts(launcher: La
         launcher.run(lambda value: value, ref)
 
 
+@pytest.mark.soak
 def test_an_agent_that_cannot_work_says_why(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankzero import EngineError
     from rankzero.engines.local import LocalSession

@@ -107,7 +107,7 @@ def instance(dagster: Deployment) -> Iterator[dg.DagsterInstance]:
         pytest.param("fragile_job", "fragile", id="the run would die with its step"),
         pytest.param("durable_job", "durable", id="the run would outlive its step"),
         pytest.param("durable_in_process", "durable", id="a retry policy in the process of the run"),
-        pytest.param("stubborn_job", "stubborn", id="ranks on Spark that ignore signals"),
+        pytest.param("stubborn_job", "stubborn", id="ranks on Spark that ignore signals", marks=pytest.mark.soak),
     ],
 )
 def test_terminating_a_run_ends_its_ranks_and_stores_nothing(

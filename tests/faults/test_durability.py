@@ -122,6 +122,7 @@ def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launche
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
 
 
+@pytest.mark.soak
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
     driver = strike_driver(handle, signal.SIGSTOP)

@@ -13,7 +13,7 @@ SILENCE = 5.0
 LOST_AFTER = 15.0
 """After so long without a word the other end is lost for good."""
 
-CONNECT_TIMEOUT = 30.0
+CONNECT_TIMEOUT = 20.0
 """Time an agent has from its start to find a driver that proves the secret."""
 
 TRY_TIMEOUT = 2.0
