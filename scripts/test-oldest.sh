@@ -19,8 +19,8 @@ case "$1" in
 esac
 venv=.venv-$1-oldest
 [ -x "$venv/bin/python" ] || python3.11 -m venv "$venv"
-# Everything else as in the lock; the orchestrator's own parts belong to its version.
-grep -v -e '^apache-airflow' -e '^dagster' constraints.txt > "$venv/constraints.txt"
+# Everything else as in the lock; the orchestrator's own parts belong to its version (Airflow 3.3.0 wants aiosqlite < 0.22).
+grep -v -e '^apache-airflow' -e '^dagster' -e '^aiosqlite' constraints.txt > "$venv/constraints.txt"
 install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$venv/constraints.txt")
 "${install[@]}" "$oldest" numpy pandas psutil pytest pytest-timeout safetensors scikit-learn mypy hatchling editables
 "${install[@]}" --no-build-isolation -e ".[spark,torch]" universal-pathlib
