@@ -109,7 +109,10 @@ def seal(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
 
 
 def digest_of(parts: Sequence[Part]) -> str:
-    """The sha256, hex, of the sha256 of every block of a file, which the parts make one after the other."""
+    """The sha256, hex, of the sha512 of every block of a file, which the parts make one after the other.
+
+    Without instructions for either in the processor sha512 is half as fast again as sha256.
+    """
     blocks = list(_blocks(parts))
     cores = min(len(blocks), len(os.sched_getaffinity(0)))
     if cores < 2:
@@ -147,7 +150,7 @@ def _blocks(parts: Sequence[Part]) -> Iterator[list[memoryview]]:
 
 
 def _digest_of_block(block: list[memoryview]) -> bytes:
-    digest = hashlib.sha256()
+    digest = hashlib.sha512()
     for piece in block:
         digest.update(piece)
     return digest.digest()
