@@ -22,9 +22,14 @@ from tests.dagster.deployment import Deployment  # noqa: E402
 from tests.dagster.durable_training import FOLDER_TAG  # noqa: E402
 
 CANCELS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 20
-JOBS = {"fragile_job": "ends with its step", "durable_job": "outlives its step"}
-MARK = f"of-benchmark-{os.getpid()}"
 STUBBORN = 3
+JOBS = {
+    "fragile_job": ("ends with its step", CANCELS // 2),
+    "durable_job": ("outlives its step", CANCELS // 2),
+    "stubborn_job": ("ignores signals, on Spark", STUBBORN),
+}
+"""What its training does, and how often it is cancelled."""
+MARK = f"of-benchmark-{os.getpid()}"
 TARGET = 3.0
 START_TIMEOUT = 180.0
 
@@ -56,9 +61,7 @@ def main() -> None:
         dagster = Deployment(root / "home", ROOT / "tests/dagster/durable_training.py", variables)
         everything: list[float] = []
         try:
-            counts = {job: CANCELS // len(JOBS) for job in JOBS} | {"stubborn_job": STUBBORN}
-            for job, count in counts.items():
-                what = JOBS.get(job, "ignores signals, on Spark")
+            for job, (what, count) in JOBS.items():
                 measured = [cancel_once(dagster, root, job) for _ in range(count)]
                 gone, canceled = zip(*measured, strict=True)
                 report.add(f"a training that {what}: ranks gone", gone)

@@ -49,14 +49,13 @@ def page() -> str:
 def describe(name: str, value: Any) -> list[str]:
     """The entry of one public name."""
     parts = [f"### `{name}`", ""]
-    if inspect.isclass(value):
+    if inspect.isclass(value) and issubclass(value, BaseException):
         bases = [base.__name__ for base in value.__bases__ if base.__module__.startswith("rankzero")]
-        if issubclass(value, BaseException) and bases:
-            parts += [f"A kind of `{bases[0]}`.", ""]
-    if not (inspect.isclass(value) and issubclass(value, BaseException)):
+        parts += [f"A kind of `{bases[0]}`.", ""] if bases else []
+    else:
         parts += signatures(name, value)
     parts += text(inspect.getdoc(value))
-    parts += settings(value) if inspect.isclass(value) and "model_fields" in dir(value) else []
+    parts += settings(value)
     for member_name, member in members(value) if inspect.isclass(value) else []:
         parts += [f"#### `{name}.{member_name}`", ""]
         if not isinstance(member, property):
@@ -82,11 +81,11 @@ def _function_of(member: Any) -> Any:
     return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
-def settings(cls: type) -> list[str]:
-    """The fields of a pydantic model of ours."""
-    fields = getattr(cls, "model_fields", {})
-    described = {name: field for name, field in fields.items() if field.description}
-    return [*(f"* `{name}`: {field.description}" for name, field in described.items()), ""]
+def settings(value: Any) -> list[str]:
+    """The fields of a pydantic model; nothing for anything else."""
+    fields = getattr(value, "model_fields", {})
+    lines = [f"* `{name}`: {field.description}" for name, field in fields.items() if field.description]
+    return [*lines, ""] if fields else []
 
 
 class _Raw:
@@ -104,11 +103,7 @@ def signatures(name: str, value: Any) -> list[str]:
     if name in _MADE_BY_US:
         return []
     ways = get_overloads(value) if inspect.isfunction(value) else []
-    try:
-        lines = [signature(name, way) for way in ways or [value]]
-    except (TypeError, ValueError):
-        return []
-    return ["```python", *lines, "```", ""]
+    return ["```python", *(signature(name, way) for way in ways or [value]), "```", ""]
 
 
 def signature(name: str, value: Any) -> str:

@@ -51,12 +51,16 @@ def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
 
 
 def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """How a large tensor in the CPU's memory is pickled, so that its numbers lie beside; None for any other."""
+    """How a large tensor in the CPU's memory is pickled, so that its numbers lie beside; None for any other.
+
+    Args:
+        tensor: Of no subclass, which may have more to it.
+    """
     import ctypes
 
     try:
         size = tensor.numel() * tensor.element_size() if _is_plain(tensor) else 0
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         # One of the kinds of tensors that do not have all that others have.
         return None
     if size < LARGE:
@@ -68,12 +72,11 @@ def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if type, shape and numbers are all there is to it."""
+    """True if dtype, shape and numbers are all there is to it."""
     import torch
 
     return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
+        tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not (tensor._is_zerotensor() or any(getattr(tensor, "names", ())))

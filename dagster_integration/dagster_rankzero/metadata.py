@@ -43,7 +43,7 @@ def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
     for name, value in status.metrics.items():
         entries[METRIC_PREFIX + name] = _describe_metric(value)
-    rows = list(_thin(_reports_of_rank_zero(handle)))
+    rows = _thin(_reports_of_rank_zero(handle))
     # The table comes last: it is long.
     return {
         **entries,

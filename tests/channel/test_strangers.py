@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero.channel import auth, frames, limits
 from rankzero.channel.auth import Handshake, Hello
@@ -143,10 +144,7 @@ def test_callers_that_wait_are_taken_at_one_wake_up(serving: Any, monkeypatch: p
     server._loop.call_soon_threadsafe(go_on.wait, 10.0)
     with strangers(serving, 30):
         go_on.set()
-        deadline = time.monotonic() + 10.0
-        while len(server._unproved) < 30 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(server._unproved) == 30
+        until(lambda: len(server._unproved) == 30, 10.0, "all callers")
         assert len(wakes) <= 3
 
 
