@@ -1,12 +1,12 @@
-"""What supervision costs a training: steps per second under rankzero, beside the same ranks under torchrun.
+"""What supervision costs a training: steps per second under rankzero, beside the same ranks under torchrun, twice.
 
-Both trainings live at once and take turns of `TURN` seconds, since machines drift from minute to minute: the ranks of
-the one that waits are stopped (SIGSTOP). A pair is one turn of each. Under rankzero there are heartbeats, a line of
-output and a report every ten steps; under torchrun the line alone. What agent and driver use of the processor is
-measured beside it, since it would slow down a training that uses every core.
+All trainings live at once and take turns of `TURN` seconds, since machines drift from minute to minute: the ranks of
+those that wait are stopped (SIGSTOP). Under rankzero there are heartbeats, a line of output and a report every ten
+steps; under torchrun the line alone. What agent and driver use of the processor is measured beside it, since it would
+slow down a training that uses every core.
 
-Two processes that do the same differ by some percent, by where their memory came to lie; so both are launched several
-times.
+Two processes that do the same differ by some percent, by where their memory came to lie and by what else the machine
+did in their turns: the second torchrun shows by how much. So all are launched several times.
 
     python benchmarks/steps.py [launches]
 """
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,14 +29,15 @@ from measure import Report
 from rankzero import Launcher
 
 RANKS = 2
-LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 4
-PAIRS = 5
-TURN = 2.0
-SETTLE = 0.3
+LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 6
+ROUNDS = 12
+TURN = 0.6
+SETTLE = 0.15
 CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1024, True)}
 """Width of the model's layers (a step takes a few milliseconds, or tens of them), and whether it reports."""
 
-NAMES = ("torchrun", "rankzero")
+BARE = ("torchrun", "torchrun, again")
+NAMES = (*BARE, "rankzero")
 
 
 def train(folder: str, name: str, width: int, reports: bool) -> None:
@@ -80,13 +82,33 @@ def look(folder: Path, name: str, rank: int = 0) -> tuple[int, int]:
         return 0, 0
 
 
-def turn(folder: Path, name: str, supervisors: list[psutil.Process]) -> tuple[float, float, float]:
-    """Lets one training go on for a turn.
+@dataclass
+class Taken:
+    """What one training did in its turns of one launch."""
 
-    Returns:
-        Its steps per second; its steps per second of processor time that its ranks and supervisors used, which other
-        tenants of the machine change less; and the supervisors' share of that time, which they do not change.
-    """
+    steps: int = 0
+    seconds: float = 0.0
+    trained: float = 0.0
+    supervised: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return self.steps / self.seconds
+
+    @property
+    def per_processor_second(self) -> float:
+        """Steps per second of processor time of ranks and supervisors, which other tenants change less."""
+        return self.steps / (self.trained + self.supervised)
+
+    @property
+    def share(self) -> float:
+        """The supervisors' part of the processor time, which they do not change."""
+        return self.supervised / (self.trained + self.supervised)
+
+
+def turn(folder: Path, name: str, supervisors: list[psutil.Process], taken: Taken) -> None:
+    """Lets one training go on for a turn."""
     ranks = [look(folder, name, rank)[0] for rank in range(RANKS)]
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
@@ -96,11 +118,12 @@ def turn(folder: Path, name: str, supervisors: list[psutil.Process]) -> tuple[fl
     trained, supervised = cpu_of(workers), cpu_of(supervisors)
     time.sleep(TURN)
     (_, after), ended = look(folder, name), time.perf_counter()
-    trained, supervised = cpu_of(workers) - trained, cpu_of(supervisors) - supervised
+    taken.steps += after - before
+    taken.seconds += ended - began
+    taken.trained += cpu_of(workers) - trained
+    taken.supervised += cpu_of(supervisors) - supervised
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    used = trained + supervised
-    return (after - before) / (ended - began), (after - before) / used, supervised / used
 
 
 def cpu_of(processes: list[psutil.Process]) -> float:
@@ -109,56 +132,63 @@ def cpu_of(processes: list[psutil.Process]) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-Turns = dict[str, list[tuple[float, float, float]]]
+def torchrun(folder: Path, name: str, width: int) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += [__file__, "rank", str(folder), name, str(width)]
+    with open(folder / f"{name}.log", "wb") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
 
-def take_turns(width: int, reports: bool, turns: Turns) -> None:
-    """Launches both trainings and adds their turns."""
+def take_turns(width: int, reports: bool) -> dict[str, Taken]:
+    """Launches the trainings and lets them take their turns."""
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
         folder = Path(directory)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with open(folder / "torchrun.log", "wb") as log:
-            command += [__file__, "rank", directory, str(width)]
-            bare = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        bare = [torchrun(folder, name, width) for name in BARE]
         handle = Launcher(RANKS, store=folder / "store").submit(train, directory, "rankzero", width, reports)
         try:
             deadline = time.monotonic() + 120
             while not all(look(folder, name, rank)[1] > 20 for name in NAMES for rank in range(RANKS)):
-                assert time.monotonic() < deadline, (folder / "torchrun.log").read_text()
+                assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
                 time.sleep(0.1)
-            for name in NAMES:
-                turn(folder, name, [])
             driver = psutil.Process(handle.status().driver_pid)
             below = driver.children(recursive=True)
             supervisors = [driver, *(process for process in below if "agent.supervise" in " ".join(process.cmdline()))]
-            for pair in range(PAIRS):
-                for name in NAMES if pair % 2 else reversed(NAMES):
-                    turns[name].append(turn(folder, name, supervisors if name == "rankzero" else []))
+            for name in NAMES:
+                turn(folder, name, [], Taken())
+            taken = {name: Taken() for name in NAMES}
+            for number in range(ROUNDS):
+                first = number % len(NAMES)
+                for name in (*NAMES[first:], *NAMES[:first]):
+                    turn(folder, name, [] if name in BARE else supervisors, taken[name])
+            return taken
         finally:
             for name in NAMES:
                 for rank in range(RANKS):
                     if pid := look(folder, name, rank)[0]:
                         os.kill(pid, signal.SIGCONT)
             handle.cancel()
-            bare.terminate()
+            for process in bare:
+                process.terminate()
             handle.wait(60)
-            bare.wait(60)
+            for process in bare:
+                process.wait(60)
 
 
 def measure(report: Report, size: str, width: int, reports: bool) -> None:
-    turns: Turns = {name: [] for name in NAMES}
-    for _ in range(LAUNCHES):
-        take_turns(width, reports, turns)
-    share = [turn[2] for turn in turns["rankzero"]]
+    launches = [take_turns(width, reports) for _ in range(LAUNCHES)]
+    share = [taken["rankzero"].share for taken in launches]
     report.add(f"{size} steps, supervisors' share of the processor time", share, "")
     report.hold(f"{size} steps, supervisors' share of the processor time", statistics.median(share), 0.01)
-    for place, unit in enumerate(("steps/s", "steps per processor second")):
-        rates = {name: [pair[place] for pair in turns[name]] for name in NAMES}
+    for attribute, unit in {"rate": "steps/s", "per_processor_second": "steps per processor second"}.items():
+        rates = {name: [getattr(taken[name], attribute) for taken in launches] for name in NAMES}
         for name in NAMES:
             report.add(f"{size} steps, {name}", rates[name], unit)
-        ratios = [ours / theirs for ours, theirs in zip(rates["rankzero"], rates["torchrun"], strict=True)]
-        report.add(f"{size} steps, {unit}, ratio of each pair", ratios, "x")
+        bare = [statistics.mean(both) for both in zip(*(rates[name] for name in BARE), strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(rates["rankzero"], bare, strict=True)]
+        again = [second / first for first, second in zip(*(rates[name] for name in BARE), strict=True)]
+        report.add(f"{size} steps, {unit}, torchrun / itself", again, "x")
+        report.add(f"{size} steps, {unit}, rankzero / torchrun", ratios, "x")
         report.hold(f"{size} steps, {unit}, rankzero / torchrun", statistics.median(ratios), 0.99, at_least=True)
 
 
@@ -171,6 +201,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        train(sys.argv[2], "torchrun", int(sys.argv[3]), False)
+        train(sys.argv[2], sys.argv[3], int(sys.argv[4]), False)
     else:
         main()

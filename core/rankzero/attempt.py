@@ -307,7 +307,7 @@ class Attempt:
         if kind == "log":
             self._recorder.log(rank, message["lines"])
         elif kind == "metric":
-            self._recorder.metric(rank, message["metrics"], message["time"])
+            self._recorder.metrics(rank, message["rows"])
         elif kind == "beat":
             self._hang.on_beat(rank, message["progress"], time.monotonic())
         elif kind == "ready":

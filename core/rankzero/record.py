@@ -104,12 +104,16 @@ class Recorder:
         with self._lock:
             self._events.append([json.dumps({"time": time.time(), **event})])
 
-    def metric(self, rank: int, metrics: dict[str, Any], when: float) -> None:
-        """Appends what a rank reported; rank 0's last values go into the status."""
-        self.event({"type": "metric", "rank": rank, "metrics": metrics, "time": when})
-        if rank == 0:
-            with self._lock:
-                self.status = replace(self.status, metrics={**self.status.metrics, **metrics})
+    def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
+        """Appends what a rank reported, and when; rank 0's last values go into the status."""
+        events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
+        with self._lock:
+            self._events.append([json.dumps(event) for event in events])
+            if rank == 0:
+                last = dict(self.status.metrics)
+                for metrics, _ in rows:
+                    last.update(metrics)
+                self.status = replace(self.status, metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank to its file."""

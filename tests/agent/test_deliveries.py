@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rankzero import Launcher
-from rankzero.agent import output, worker
+from rankzero.agent import output, pace
+from rankzero.agent.control import Control
 from rankzero.channel import frames
 from rankzero.record import Recorder
 
@@ -42,7 +43,7 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     lasted = time.monotonic() - began
     assert [line for lines in deliveries for line in lines] == [f"line {number}" for number in range(LINES)]
     # The first comes at once, and the last ones with the end of the rank.
-    assert len(deliveries) <= lasted / output.QUIET_INTERVAL + 3
+    assert len(deliveries) <= lasted / pace.DELIVERY_INTERVAL + 3
 
 
 def test_a_rank_that_prints_much_never_waits_for_the_interval() -> None:
@@ -59,29 +60,31 @@ def test_a_rank_that_prints_much_never_waits_for_the_interval() -> None:
 
 
 @pytest.fixture
-def control() -> Iterator[tuple[worker.Control, socket.socket]]:
+def control() -> Iterator[tuple[Control, socket.socket]]:
     """A worker's end, and the agent's, which receives each delivery by itself."""
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.settimeout(10)
     with mine:
-        yield worker.Control(other.detach()), mine
+        yield Control(other.detach()), mine
 
 
 def receive(agent: socket.socket) -> list[str]:
-    """The types of the messages of one delivery."""
+    """The types of the messages of one delivery, a metric's once for each report."""
     decoder = frames.Decoder()
     decoder.trust(None)
     decoder.feed(agent.recv(frames.CHUNK))
-    return [message["type"] for message in decoder if isinstance(message, dict)]
+    messages = [message for message in decoder if isinstance(message, dict)]
+    return [message["type"] for message in messages for _ in message.get("rows", [None])]
 
 
-def test_metrics_travel_together_and_take_the_outcome_with_them(control: tuple[worker.Control, socket.socket]) -> None:
+def test_metrics_travel_together_and_take_the_outcome_with_them(
+    control: tuple[Control, socket.socket],
+) -> None:
     rank, agent = control
-    metric = {"type": "metric", "metrics": {"loss": 1.0}, "time": 0.0}
-    rank.send(metric)
+    rank.report({"loss": 1.0}, 0.0)
     assert receive(agent) == ["metric"]
     for _ in range(3):
-        rank.send(metric)
+        rank.report({"loss": 1.0}, 0.0)
     rank.send({"type": "commit"})
     received = receive(agent)
     while received[-1] != "commit":
@@ -90,10 +93,10 @@ def test_metrics_travel_together_and_take_the_outcome_with_them(control: tuple[w
     assert received == ["metric"] * 3 + ["commit"]
 
 
-def test_flushing_does_not_wait_for_metrics_to_be_many(control: tuple[worker.Control, socket.socket]) -> None:
+def test_flushing_does_not_wait_for_metrics_to_be_many(control: tuple[Control, socket.socket]) -> None:
     rank, agent = control
     for _ in range(2):
-        rank.send({"type": "metric", "metrics": {}, "time": 0.0})
+        rank.report({}, 0.0)
     rank.flush()
     agent.setblocking(False)
     received = []

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -88,12 +90,22 @@ def test_close_without_a_driver_ends_in_time() -> None:
     never_started.close(1.0)
 
 
+JOIN = """
+import sys, time
+from rankzero.channel.client import ChannelClient
+client = ChannelClient([sys.argv[1]], int(sys.argv[2]), sys.argv[3], 3)
+client.start()
+client.queue({"type": "join"})
+time.sleep(60)
+"""
+
+
 def test_an_agent_that_dies_is_disconnected_and_then_lost(serving: Any, fast: None) -> None:
-    client = serving.client(3)
-    client.queue({"type": "join"})
-    assert serving.next() == (3, {"type": "join"})
-    client._exchange.give_up_at = 0.0
-    client._exchange.wake()
+    with subprocess.Popen([sys.executable, "-c", JOIN, serving.host, str(serving.port), serving.secret]) as agent:
+        try:
+            assert serving.next() == (3, {"type": "join"})
+        finally:
+            agent.kill()
     assert serving.next()[1]["type"] == DISCONNECTED
     task, lost = serving.next()
     assert (task, lost["type"]) == (3, LOST)

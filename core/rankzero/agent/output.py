@@ -13,6 +13,7 @@ from collections import deque
 from typing import IO
 
 from rankzero.agent.lines import LineSplitter, is_own_frame
+from rankzero.agent.pace import DELIVERY_INTERVAL
 from rankzero.channel.client import ChannelClient
 from rankzero.policy import LOG_TAIL, LOG_TAIL_WIDTH
 
@@ -24,11 +25,8 @@ SPOOL_LIMIT = 8 << 30
 
 _BLOCK = 1 << 20
 
-QUIET_INTERVAL = 0.2
-"""Seconds between two looks at a rank that prints little: its lines of that time travel in one message."""
-
 QUIET_BYTES = 16 << 10
-"""Bytes in about `QUIET_INTERVAL` that are little: a quarter of what the smallest usual pipe holds."""
+"""Bytes in about `DELIVERY_INTERVAL` that are little: a quarter of what the smallest usual pipe holds."""
 
 
 class RankOutput:
@@ -53,7 +51,7 @@ class RankOutput:
 
     @property
     def is_quiet(self) -> bool:
-        """True if the rank has printed so little lately that its next lines may wait for `QUIET_INTERVAL`."""
+        """True if the rank has printed so little lately that its next lines may wait for `DELIVERY_INTERVAL`."""
         return self._recent < QUIET_BYTES
 
     @property
@@ -64,7 +62,7 @@ class RankOutput:
     def feed(self, data: bytes) -> None:
         """Takes what the rank wrote."""
         now = time.monotonic()
-        self._recent = self._recent * 0.5 ** ((now - self._fed_at) / QUIET_INTERVAL) + len(data)
+        self._recent = self._recent * 0.5 ** ((now - self._fed_at) / DELIVERY_INTERVAL) + len(data)
         self._fed_at = now
         self.add(self._splitter.feed(data))
 

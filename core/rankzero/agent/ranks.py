@@ -56,7 +56,7 @@ class Rank:
         self.control, control = socket.socketpair()
         read, write = os.pipe()
         with contextlib.suppress(OSError):
-            # A burst after few lines is taken up to `QUIET_INTERVAL` later: it should fit.
+            # A burst after few lines is taken up to `DELIVERY_INTERVAL` later: it should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()
         with open(os.devnull) as nothing:

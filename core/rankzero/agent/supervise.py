@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from rankzero.agent import descendants, network
 from rankzero.agent.inputs import Inputs
-from rankzero.agent.output import QUIET_INTERVAL
+from rankzero.agent.pace import next_delivery
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.agent.worker import EXIT_HANDLERS_TIMEOUT
 from rankzero.channel.client import ChannelClient, ChannelClosed
@@ -276,7 +276,7 @@ class Agent:
             self._unwatch(rank.pipe)
             self._quiet.append(rank)
             if self._listen_at is None:
-                self._listen_at = time.monotonic() + QUIET_INTERVAL
+                self._listen_at = next_delivery()
 
     def _on_output(self, rank: Rank) -> bool:
         """Takes one read's worth of what a worker printed; True if there may be more."""

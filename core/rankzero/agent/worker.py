@@ -19,7 +19,6 @@ import importlib
 import io
 import itertools
 import os
-import queue
 import signal
 import socket
 import sys
@@ -27,33 +26,18 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 from rankzero.agent import network
+from rankzero.agent.control import Control
 from rankzero.agent.descendants import die_with_parent
-from rankzero.channel import frames
 from rankzero.channel.frames import Message
 from rankzero.channel.listen import listen
 from rankzero.errors import ResultError, RetryableError
 
 EXIT_HANDLERS_TIMEOUT = 5.0
 """Seconds that exit handlers and non-daemon threads get after the commit."""
-
-MAX_OUTGOING = 10_000
-"""Messages that may wait for the agent before the next one has to."""
-
-ROOM_INTERVAL = 0.1
-"""Seconds between two looks whether there is room for the next."""
-
-PATIENT = ("metric",)
-"""Types of messages that may wait a little for others: each delivery wakes agent, channel and driver."""
-
-PATIENCE = 0.2
-"""Seconds between two deliveries of such messages."""
-
-PATIENT_MESSAGES = 1000
-"""How many of them wait for one delivery at most."""
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its Python stacks, also while it is blocked in native code."""
@@ -71,100 +55,6 @@ TRACEBACK_LIMIT = 64 << 10
 """Characters of a traceback that are kept (its end)."""
 
 _FAILED = 1
-
-
-class Control:
-    """The worker's end of its socket to the agent."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._decoder = frames.Decoder()
-        self._decoder.trust(None)
-        self._outgoing: queue.SimpleQueue[tuple[bool, bytes | threading.Event]] = queue.SimpleQueue()
-        self._room = threading.Event()
-        threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
-        self.ended = threading.Event()
-        """The agent said that every rank has committed."""
-
-    def send(self, message: Message) -> None:
-        """Sends a message; safe from any thread, and from a signal handler that interrupts this very call."""
-        while self._outgoing.qsize() > MAX_OUTGOING:
-            self._room.clear()
-            self._room.wait(ROOM_INTERVAL)
-        self._outgoing.put((message["type"] in PATIENT, frames.encode(message)))
-
-    def flush(self) -> None:
-        """Waits until everything was sent. A dead agent ends this process anyway."""
-        sent = threading.Event()
-        self._outgoing.put((False, sent))
-        sent.wait()
-
-    def _write(self) -> None:
-        next_delivery = 0.0
-        while True:
-            batch = b""
-            for item in self._gather(next_delivery):
-                if isinstance(item, bytes):
-                    batch += item
-                else:
-                    self._deliver(batch)
-                    batch = b""
-                    item.set()
-            self._deliver(batch)
-            next_delivery = time.monotonic() + PATIENCE
-
-    def _gather(self, next_delivery: float) -> Iterator[bytes | threading.Event]:
-        """Waits for a message; gives it and, if it is patient, those that come until the next delivery."""
-        patient, item = self._outgoing.get()
-        yield item
-        count = 1
-        with contextlib.suppress(queue.Empty):
-            while patient and count < PATIENT_MESSAGES:
-                patient, item = self._outgoing.get(timeout=max(0.0, next_delivery - time.monotonic()))
-                yield item
-                count += 1
-        self._room.set()
-
-    def _deliver(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.sendall(data)
-
-    def receive(self) -> Message:
-        """Waits for the agent's next message; the agent's death ends this process."""
-        while True:
-            for message in self._decoder:
-                assert isinstance(message, dict)
-                return message
-            data = self._socket.recv(frames.CHUNK)
-            if not data:
-                os._exit(_FAILED)
-            self._decoder.feed(data)
-
-    def listen(self, on_checkpoint: Callable[[Message], None]) -> None:
-        """From here on a thread takes the agent's messages."""
-
-        def take() -> None:
-            while True:
-                message = self.receive()
-                if message["type"] == "end":
-                    self.ended.set()
-                else:
-                    on_checkpoint(message)
-
-        threading.Thread(target=take, name="rankzero-control", daemon=True).start()
-
-    def beat(self, interval: float, progress: Callable[[], int]) -> None:
-        """From here on a thread tells the agent how far this rank is.
-
-        It stays silent while native code holds the interpreter's lock.
-        """
-
-        def tell() -> None:
-            while not self.ended.is_set():
-                self.send({"type": "beat", "progress": progress()})
-                self.ended.wait(interval)
-
-        threading.Thread(target=tell, name="rankzero-heartbeat", daemon=True).start()
 
 
 def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
@@ -209,7 +99,7 @@ def _work(control: Control) -> Message:
         control.send,
         shared=start["shared"],
     )
-    session = context.install(context.TrainContext(**start["context"]), control.send, writer)
+    session = context.install(context.TrainContext(**start["context"]), control.report, writer)
     if start["checkpoint"]:
         writer.committed(start["checkpoint"], start["checkpoint_parts"])
     os.environ.update(start["env"])

@@ -70,7 +70,7 @@ class _Session:
     """What the worker process installs before it calls the user's code."""
 
     context: TrainContext = field(default_factory=TrainContext)
-    send: Callable[[dict[str, Any]], None] | None = None
+    send_report: Callable[[dict[str, Any], float], None] | None = None
     writer: CheckpointWriter | None = None
     result: object = None
     progress: int = 0
@@ -85,10 +85,12 @@ class _Session:
 _session = _Session()
 
 
-def install(context: TrainContext, send: Callable[[dict[str, Any]], None], writer: CheckpointWriter) -> _Session:
+def install(
+    context: TrainContext, send_report: Callable[[dict[str, Any], float], None], writer: CheckpointWriter
+) -> _Session:
     """Makes this process a worker of a run. Called by the worker, not by users."""
     global _session
-    _session = _Session(context, send, writer)
+    _session = _Session(context, send_report, writer)
     return _session
 
 
@@ -119,7 +121,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
-        ValueError: sharded and whole checkpoints in one run.
+        ValueError: sharded and whole checkpoints in one run, or metrics of more than a million characters.
         ResultError: the checkpoint cannot be written here (a full disk, a value that cannot be pickled).
 
     Example:
@@ -130,10 +132,10 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
     now = time.time()
     _session.progress += 1
-    if _session.send is None or _session.writer is None:
+    if _session.send_report is None or _session.writer is None:
         logger.info("metrics: %s", values)
         return
-    _session.send({"type": "metric", "metrics": values, "time": now})
+    _session.send_report(values, now)
     if checkpoint is not None:
         _session.writer.write(checkpoint, values, now, sharded=sharded)
         _session.progress += 1
