@@ -3,14 +3,16 @@
 All trainings live at once and take turns of `TURN` seconds, since machines drift from minute to minute: the ranks of
 those that wait are stopped (SIGSTOP). Under rankzero there are heartbeats, a line of output and a report every ten
 steps; under torchrun the line alone. What agent and driver use of the processor is measured beside it, since it would
-slow down a training that uses every core.
+slow down a training that uses every core; they, and torchrun's agents, idle on in the turns of the others.
 
 Two processes that do the same differ by some percent, by where their memory came to lie and by what else the machine
-did in their turns: the second torchrun shows by how much. So all are launched several times.
+did in their turns: the spread of the second torchrun over the first shows by how much. So all are launched several
+times.
 
     python benchmarks/steps.py [launches]
 """
 
+import itertools
 import mmap
 import os
 import signal
@@ -30,8 +32,8 @@ from rankzero import Launcher
 
 RANKS = 2
 LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 6
-ROUNDS = 12
-TURN = 0.6
+TURN = 2.0
+"""Seconds; as long as it takes to the next heartbeat, or none would fall into a turn."""
 SETTLE = 0.15
 CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1024, True)}
 """Width of the model's layers (a step takes a few milliseconds, or tens of them), and whether it reports."""
@@ -154,12 +156,12 @@ def take_turns(width: int, reports: bool) -> dict[str, Taken]:
             driver = psutil.Process(handle.status().driver_pid)
             below = driver.children(recursive=True)
             supervisors = [driver, *(process for process in below if "agent.supervise" in " ".join(process.cmdline()))]
+            assert len(supervisors) == 2
             for name in NAMES:
                 turn(folder, name, [], Taken())
             taken = {name: Taken() for name in NAMES}
-            for number in range(ROUNDS):
-                first = number % len(NAMES)
-                for name in (*NAMES[first:], *NAMES[:first]):
+            for order in itertools.permutations(NAMES):
+                for name in order:
                     turn(folder, name, [] if name in BARE else supervisors, taken[name])
             return taken
         finally:

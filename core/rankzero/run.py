@@ -283,7 +283,7 @@ class RunHandle(Generic[R]):
 
         Args:
             rank: One rank's lines as they were; None gives all ranks' with a ``[rank]`` prefix.
-            follow: Go on until the run ends.
+            follow: Go on until the run ends. Lines of a rank that prints little come about twice a second.
         """
         ranks = range(self._run.job().num_processes) if rank is None else [rank]
         yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)

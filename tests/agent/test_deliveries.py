@@ -1,14 +1,18 @@
 """Lines and metrics of little hurry travel together: each delivery wakes the agent, the channel and the driver."""
 
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import rankzero.train as rt
 from rankzero import Launcher
+from rankzero.agent import control as controls
 from rankzero.agent import output, pace
 from rankzero.agent.control import Control
 from rankzero.channel import frames
@@ -46,11 +50,18 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
     assert len(deliveries) <= lasted / pace.DELIVERY_INTERVAL + 3
 
 
-def test_a_rank_that_prints_much_never_waits_for_the_interval() -> None:
+def test_a_rank_that_prints_much_never_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     client: Any = type("Client", (), {"bulk_bytes": 0, "queue": lambda *_, **__: None})()
     rank = output.RankOutput(0, client, os.devnull)
     rank.feed(b"few words\n")
     assert rank.is_quiet
+    for _ in range(20):
+        # 30 kB a second: no reason to look more often.
+        clock[0] += pace.DELIVERY_INTERVAL
+        rank.feed(b"x" * int(30_000 * pace.DELIVERY_INTERVAL))
+        assert rank.is_quiet
     rank.feed(b"x" * output.QUIET_BYTES)
     assert not rank.is_quiet
     for _ in range(5):
@@ -68,38 +79,104 @@ def control() -> Iterator[tuple[Control, socket.socket]]:
         yield Control(other.detach()), mine
 
 
-def receive(agent: socket.socket) -> list[str]:
-    """The types of the messages of one delivery, a metric's once for each report."""
+@pytest.fixture
+def no_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first delivery nothing leaves because its time has come."""
+    monkeypatch.setattr(pace, "next_delivery", lambda: time.monotonic() + 1000.0)
+
+
+def row(number: int) -> str:
+    return f'[{{"n":{number}}},0.0]'
+
+
+def receive(agent: socket.socket) -> list[Any]:
+    """The messages of one delivery: their types, and the numbers of reports for those that hold some."""
     decoder = frames.Decoder()
     decoder.trust(None)
-    decoder.feed(agent.recv(frames.CHUNK))
+    decoder.feed(agent.recv(8 << 20))
     messages = [message for message in decoder if isinstance(message, dict)]
-    return [message["type"] for message in messages for _ in message.get("rows", [None])]
+    return [[row[0]["n"] for row in message["rows"]] if "rows" in message else message["type"] for message in messages]
 
 
-def test_metrics_travel_together_and_take_the_outcome_with_them(
-    control: tuple[Control, socket.socket],
+def test_reports_travel_together_and_take_the_outcome_with_them(
+    control: tuple[Control, socket.socket], no_delivery: None
 ) -> None:
     rank, agent = control
-    rank.report({"loss": 1.0}, 0.0)
-    assert receive(agent) == ["metric"]
-    for _ in range(3):
-        rank.report({"loss": 1.0}, 0.0)
+    rank.report(row(0))
+    assert receive(agent) == [[0]]
+    for number in (1, 2, 3):
+        rank.report(row(number))
     rank.send({"type": "commit"})
-    received = receive(agent)
-    while received[-1] != "commit":
-        # This process was held up between two of them for longer than metrics wait.
-        received += receive(agent)
-    assert received == ["metric"] * 3 + ["commit"]
+    assert receive(agent) == [[1, 2, 3], "commit"]
 
 
-def test_flushing_does_not_wait_for_metrics_to_be_many(control: tuple[Control, socket.socket]) -> None:
+def test_reports_leave_when_their_time_has_come(control: tuple[Control, socket.socket]) -> None:
     rank, agent = control
-    for _ in range(2):
-        rank.report({}, 0.0)
+    rank.report(row(0))
+    assert receive(agent) == [[0]]
+    rank.report(row(1))
+    assert receive(agent) == [[1]]
+
+
+def test_what_is_between_reports_stays_there(control: tuple[Control, socket.socket], no_delivery: None) -> None:
+    rank, agent = control
+    rank.report(row(0))
+    rank.flush()
+    rank.report(row(1))
+    rank.report(row(2))
+    rank._put(frames.encode({"type": "checkpoint"}), patient=True)
+    rank.report(row(3))
     rank.flush()
     agent.setblocking(False)
-    received = []
-    while len(received) < 2:
-        received += receive(agent)
-    assert received == ["metric", "metric"]
+    assert [receive(agent), receive(agent)] == [[[0]], [[1, 2], "checkpoint", [3]]]
+
+
+def test_a_report_that_is_large_does_not_wait(control: tuple[Control, socket.socket], no_delivery: None) -> None:
+    rank, agent = control
+    rank.report(row(0))
+    assert receive(agent) == [[0]]
+    rank.report(row(1))
+    rank.report(f'[{{"n":2,"text":"{"x" * controls.LARGE_REPORT}"}},0.0]')
+    assert receive(agent) == [[1, 2]]
+
+
+def test_reports_of_many_threads_and_of_signal_handlers_all_arrive(control: tuple[Control, socket.socket]) -> None:
+    """A handler may interrupt the very call that it makes itself."""
+    rank, agent = control
+    count, threads = 2000, 3
+    handled = []
+
+    def interrupt(*_: object) -> None:
+        handled.append(rank.report(row(-1)))
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+    try:
+        others = [threading.Thread(target=lambda: [rank.report(row(n)) for n in range(count)]) for _ in range(threads)]
+        for thread in others:
+            thread.start()
+        for number in range(count):
+            rank.report(row(number))
+        for thread in others:
+            thread.join()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+    expected = (threads + 1) * count + len(handled)
+    received: list[int] = []
+    while len(received) < expected:
+        received += [number for rows in receive(agent) for number in rows]
+    assert sorted(received) == sorted([-1] * len(handled) + [*range(count)] * (threads + 1))
+
+
+def test_processes_of_a_host_deliver_at_the_same_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = []
+    for now in (10.0, 10.2, 10.2 + pace.DELIVERY_INTERVAL):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        moments.append(pace.next_delivery())
+    assert moments == [10.5, 10.5, 11.0]
+
+
+def test_a_report_too_large_for_a_message_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match="the limit is 1048576"):
+        rt.report({"text": "x" * (1 << 20)})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
-from rankzero.agent.pace import next_delivery
+from rankzero.agent import pace
 from rankzero.channel import frames
 from rankzero.channel.frames import Message
 
@@ -22,11 +22,14 @@ MAX_OUTGOING = 10_000
 ROOM_INTERVAL = 0.1
 """Seconds between two looks whether there is room for the next."""
 
-MAX_REPORTS = 1000
-"""Reports that wait for one delivery (see `pace`) at most."""
+MAX_PATIENT = 1000
+"""Messages in line from which on a report does not wait for the next delivery (see `pace`)."""
 
-REPORT_LIMIT = 1 << 20
-"""Characters of one report as JSON."""
+LARGE_REPORT = 64 << 10
+"""Characters of a report that does not wait either."""
+
+MESSAGE_SIZE = 1 << 20
+"""Characters of reports in one message, and bytes that are handed to the socket at a time, unless one has more."""
 
 
 class Control:
@@ -39,7 +42,6 @@ class Control:
         self._outgoing: queue.SimpleQueue[str | bytes | threading.Event] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_called = False
-        self._room = threading.Event()
         threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
         self.ended = threading.Event()
         """The agent said that every rank has committed."""
@@ -49,21 +51,15 @@ class Control:
         self._await_room()
         self._put(frames.encode(message))
 
-    def report(self, metrics: dict[str, Any], when: float) -> None:
-        """Sends metrics, together with those that follow shortly. Raises ValueError if they are too large."""
+    def report(self, row: str) -> None:
+        """Sends metrics and their time, as JSON, together with those that follow shortly. As safe as `send`."""
         self._await_room()
-        row = json.dumps([metrics, when], separators=(",", ":"))
-        if len(row) > REPORT_LIMIT:
-            raise ValueError(
-                f"the metrics of one report take {len(row)} characters, the limit is {REPORT_LIMIT}: "
-                "report numbers and short strings, and return what is large or put it into the checkpoint"
-            )
-        self._put(row, patient=self._outgoing.qsize() < MAX_REPORTS)
+        self._put(row, patient=len(row) < LARGE_REPORT and self._outgoing.qsize() < MAX_PATIENT)
 
     def _await_room(self) -> None:
         while self._outgoing.qsize() > MAX_OUTGOING:
-            self._room.clear()
-            self._room.wait(ROOM_INTERVAL)
+            # No lock that a signal handler could find taken.
+            time.sleep(ROOM_INTERVAL)
 
     def flush(self) -> None:
         """Waits until everything was sent. A dead agent ends this process anyway."""
@@ -80,6 +76,14 @@ class Control:
             self._calls.put(patient)
 
     def _write(self) -> None:
+        try:
+            self._write_for_ever()
+        except BaseException:
+            # Nobody would hear of this rank any more.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _write_for_ever(self) -> NoReturn:
         earliest = 0.0
         while True:
             patient = self._calls.get()
@@ -88,27 +92,28 @@ class Control:
                     patient = self._calls.get(timeout=max(0.0, earliest - time.monotonic()))
             self._is_called = False
             self._deliver_all()
-            self._room.set()
-            earliest = next_delivery()
+            earliest = pace.next_delivery()
 
     def _deliver_all(self) -> None:
-        batch, rows = b"", _Rows()
+        batch = _Batch()
         # What is put in line from here on has a call of its own.
         for _ in range(self._outgoing.qsize()):
             item = self._outgoing.get()
             if isinstance(item, str):
-                batch += rows.add(item)
+                batch.add_report(item)
             elif isinstance(item, bytes):
-                batch += rows.take() + item
-            else:
-                self._deliver(batch + rows.take())
-                batch = b""
+                batch.add(item)
+            if isinstance(item, threading.Event):
+                self._deliver(batch.take())
                 item.set()
-        self._deliver(batch + rows.take())
+            elif batch.size > MESSAGE_SIZE:
+                self._deliver(batch.take())
+        self._deliver(batch.take())
 
     def _deliver(self, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            self._socket.sendall(data)
+            if data:
+                self._socket.sendall(data)
 
     def receive(self) -> Message:
         """Waits for the agent's next message; the agent's death ends this process."""
@@ -148,25 +153,33 @@ class Control:
         threading.Thread(target=tell, name="rankzero-heartbeat", daemon=True).start()
 
 
-class _Rows:
-    """Reports that follow each other: one message, of a size that any frame holds."""
+class _Batch:
+    """Frames in their order; reports that follow each other are one."""
 
     def __init__(self) -> None:
+        self._frames: list[bytes] = []
         self._rows: list[str] = []
-        self._size = 0
+        self.size = 0
 
-    def add(self, row: str) -> bytes:
-        """Takes one more; gives the frame of those before if it does not fit in."""
-        full = self.take() if self._size + len(row) > REPORT_LIMIT else b""
+    def add(self, frame: bytes) -> None:
+        self._join_reports()
+        self._frames.append(frame)
+        self.size += len(frame)
+
+    def add_report(self, row: str) -> None:
         self._rows.append(row)
-        self._size += len(row)
-        return full
+        self.size += len(row)
 
     def take(self) -> bytes:
-        """The frame of all, empty if there are none."""
-        if not self._rows:
-            return b""
-        body = '{"type":"metric","rows":[' + ",".join(self._rows) + "]}"
-        self._rows.clear()
-        self._size = 0
-        return frames.pack(b"J" + body.encode())
+        """All of it; what is added from here on is another batch."""
+        self._join_reports()
+        data = b"".join(self._frames)
+        self._frames.clear()
+        self.size = 0
+        return data
+
+    def _join_reports(self) -> None:
+        if self._rows:
+            body = '{"type":"metric","rows":[' + ",".join(self._rows) + "]}"
+            self._frames.append(frames.pack(b"J" + body.encode()))
+            self._rows.clear()

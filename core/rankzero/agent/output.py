@@ -25,8 +25,8 @@ SPOOL_LIMIT = 8 << 30
 
 _BLOCK = 1 << 20
 
-QUIET_BYTES = 16 << 10
-"""Bytes in about `DELIVERY_INTERVAL` that are little: a quarter of what the smallest usual pipe holds."""
+QUIET_BYTES = 40 << 10
+"""Bytes of about two `DELIVERY_INTERVAL` that are little: the smallest usual pipe holds 64 KiB."""
 
 
 class RankOutput:

@@ -1,6 +1,7 @@
 """When messages that may wait a little leave: at the same moments in every process of a host.
 
-Each delivery wakes the agent, the channel and the driver; what leaves together wakes them once.
+Each delivery wakes the agent, the channel and the driver; what leaves together wakes them once. What comes after a
+quiet time leaves at once, and what cannot wait takes along what does.
 """
 
 from __future__ import annotations

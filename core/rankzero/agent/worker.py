@@ -5,7 +5,8 @@ ready            torch is imported
 rendezvous       rank 0 only: the port it bound
 <- go            where rank 0 listens: MASTER_ADDR and MASTER_PORT
 beat             every few seconds, from a thread: progress so far
-metric, checkpoint
+metric           rows of reports, several at a time
+checkpoint
 <- checkpoint    one was committed
 commit | failure the outcome, before anything else can go wrong
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint, CheckpointWriter
 
 logger = logging.getLogger(__name__)
+
+REPORT_LIMIT = 1 << 20
+"""Bytes of the metrics of one report as JSON."""
 
 MetricValue = bool | int | float | str
 
@@ -70,7 +74,7 @@ class _Session:
     """What the worker process installs before it calls the user's code."""
 
     context: TrainContext = field(default_factory=TrainContext)
-    send_report: Callable[[dict[str, Any], float], None] | None = None
+    send_report: Callable[[str], None] | None = None
     writer: CheckpointWriter | None = None
     result: object = None
     progress: int = 0
@@ -85,9 +89,7 @@ class _Session:
 _session = _Session()
 
 
-def install(
-    context: TrainContext, send_report: Callable[[dict[str, Any], float], None], writer: CheckpointWriter
-) -> _Session:
+def install(context: TrainContext, send_report: Callable[[str], None], writer: CheckpointWriter) -> _Session:
     """Makes this process a worker of a run. Called by the worker, not by users."""
     global _session
     _session = _Session(context, send_report, writer)
@@ -121,7 +123,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
-        ValueError: sharded and whole checkpoints in one run, or metrics of more than a million characters.
+        ValueError: sharded and whole checkpoints in one run, or metrics of more than 1 MiB as JSON.
         ResultError: the checkpoint cannot be written here (a full disk, a value that cannot be pickled).
 
     Example:
@@ -131,11 +133,17 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     """
     values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
     now = time.time()
+    row = json.dumps([values, now], separators=(",", ":"))
+    if len(row) > REPORT_LIMIT:
+        raise ValueError(
+            f"the metrics of one report take {len(row)} bytes as JSON, the limit is {REPORT_LIMIT}: "
+            "report numbers and short strings; return what is large, or put it into the checkpoint"
+        )
     _session.progress += 1
     if _session.send_report is None or _session.writer is None:
         logger.info("metrics: %s", values)
         return
-    _session.send_report(values, now)
+    _session.send_report(row)
     if checkpoint is not None:
         _session.writer.write(checkpoint, values, now, sharded=sharded)
         _session.progress += 1
