@@ -1,9 +1,9 @@
 """What supervision costs a training: steps per second under rankzero, beside the same ranks under torchrun, twice.
 
-All trainings live at once and take turns of `TURN` seconds, since machines drift from minute to minute: the ranks of
-those that wait are stopped (SIGSTOP). Under rankzero there are heartbeats, a line of output and a report every ten
-steps; under torchrun the line alone. What agent and driver use of the processor is measured beside it, since it would
-slow down a training that uses every core; they, and torchrun's agents, idle on in the turns of the others.
+All trainings live at once and take turns of `TURN` seconds, since machines drift from minute to minute: those that wait
+are stopped whole (SIGSTOP), ranks, agents and driver, so that what a training causes falls into its own turns.
+Under rankzero there are heartbeats, a line of output and a report every ten steps; under torchrun the line alone. What
+agent and driver use of the processor is measured beside it, since it would slow down a training that uses every core.
 
 Two processes that do the same differ by some percent, by where their memory came to lie and by what else the machine
 did in their turns: the spread of the second torchrun over the first shows by how much. So all are launched several
@@ -32,9 +32,10 @@ from rankzero import Launcher
 
 RANKS = 2
 LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 6
-TURN = 2.0
-"""Seconds; as long as it takes to the next heartbeat, or none would fall into a turn."""
-SETTLE = 0.15
+ROUNDS = 18
+TURN = 0.6
+"""Seconds. Well below `rankzero.channel.limits.SILENCE`, after which those who were stopped would connect anew."""
+
 CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1024, True)}
 """Width of the model's layers (a step takes a few milliseconds, or tens of them), and whether it reports."""
 
@@ -109,23 +110,44 @@ class Taken:
         return self.supervised / (self.trained + self.supervised)
 
 
-def turn(folder: Path, name: str, supervisors: list[psutil.Process], taken: Taken) -> None:
-    """Lets one training go on for a turn."""
+@dataclass
+class Training:
+    """The processes of one of them."""
+
+    ranks: list[psutil.Process]
+    supervisors: list[psutil.Process]
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all."""
+        for process in (*self.supervisors, *self.ranks):
+            process.send_signal(number)
+
+
+def find(folder: Path, name: str, root: int) -> Training:
+    """The training whose first process has the id `root`."""
     ranks = [look(folder, name, rank)[0] for rank in range(RANKS)]
-    for pid in ranks:
-        os.kill(pid, signal.SIGCONT)
-    time.sleep(SETTLE)
-    workers = [psutil.Process(pid) for pid in ranks]
+    first = psutil.Process(root)
+    everyone = [first, *first.children(recursive=True)]
+    training = Training(
+        [process for process in everyone if process.pid in ranks],
+        [process for process in everyone if process.pid not in ranks],
+    )
+    assert len(training.ranks) == RANKS
+    return training
+
+
+def turn(folder: Path, name: str, training: Training, taken: Taken) -> None:
+    """Lets one training go on for a turn."""
+    trained, supervised = cpu_of(training.ranks), cpu_of(training.supervisors)
     (_, before), began = look(folder, name), time.perf_counter()
-    trained, supervised = cpu_of(workers), cpu_of(supervisors)
+    training.send(signal.SIGCONT)
     time.sleep(TURN)
+    training.send(signal.SIGSTOP)
     (_, after), ended = look(folder, name), time.perf_counter()
     taken.steps += after - before
     taken.seconds += ended - began
-    taken.trained += cpu_of(workers) - trained
-    taken.supervised += cpu_of(supervisors) - supervised
-    for pid in ranks:
-        os.kill(pid, signal.SIGSTOP)
+    taken.trained += cpu_of(training.ranks) - trained
+    taken.supervised += cpu_of(training.supervisors) - supervised
 
 
 def cpu_of(processes: list[psutil.Process]) -> float:
@@ -146,42 +168,41 @@ def take_turns(width: int, reports: bool) -> dict[str, Taken]:
     """Launches the trainings and lets them take their turns."""
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as directory:
         folder = Path(directory)
-        bare = [torchrun(folder, name, width) for name in BARE]
+        bare = {name: torchrun(folder, name, width) for name in BARE}
         handle = Launcher(RANKS, store=folder / "store").submit(train, directory, "rankzero", width, reports)
+        trainings: dict[str, Training] = {}
         try:
             deadline = time.monotonic() + 120
             while not all(look(folder, name, rank)[1] > 20 for name in NAMES for rank in range(RANKS)):
                 assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
                 time.sleep(0.1)
-            driver = psutil.Process(handle.status().driver_pid)
-            below = driver.children(recursive=True)
-            supervisors = [driver, *(process for process in below if "agent.supervise" in " ".join(process.cmdline()))]
-            assert len(supervisors) == 2
-            for name in NAMES:
-                turn(folder, name, [], Taken())
+            roots = {name: bare[name].pid if name in bare else handle.status().driver_pid for name in NAMES}
+            trainings = {name: find(folder, name, roots[name]) for name in NAMES}
+            for training in trainings.values():
+                training.send(signal.SIGSTOP)
             taken = {name: Taken() for name in NAMES}
-            for order in itertools.permutations(NAMES):
+            for order in itertools.islice(itertools.cycle(itertools.permutations(NAMES)), ROUNDS):
                 for name in order:
-                    turn(folder, name, [] if name in BARE else supervisors, taken[name])
+                    turn(folder, name, trainings[name], taken[name])
             return taken
         finally:
-            for name in NAMES:
-                for rank in range(RANKS):
-                    if pid := look(folder, name, rank)[0]:
-                        os.kill(pid, signal.SIGCONT)
+            for training in trainings.values():
+                training.send(signal.SIGCONT)
             handle.cancel()
-            for process in bare:
+            for process in bare.values():
                 process.terminate()
             handle.wait(60)
-            for process in bare:
+            for process in bare.values():
                 process.wait(60)
 
 
 def measure(report: Report, size: str, width: int, reports: bool) -> None:
     launches = [take_turns(width, reports) for _ in range(LAUNCHES)]
-    share = [taken["rankzero"].share for taken in launches]
-    report.add(f"{size} steps, supervisors' share of the processor time", share, "")
-    report.hold(f"{size} steps, supervisors' share of the processor time", statistics.median(share), 0.01)
+    what = f"{size} steps, supervisors' share of the processor time"
+    for name in ("torchrun", "rankzero"):
+        share = [taken[name].share for taken in launches]
+        report.add(f"{what}, {name}", share, "")
+    report.hold(what, statistics.median(share), 0.01)
     for attribute, unit in {"rate": "steps/s", "per_processor_second": "steps per processor second"}.items():
         rates = {name: [getattr(taken[name], attribute) for taken in launches] for name in NAMES}
         for name in NAMES:
