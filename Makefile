@@ -20,10 +20,12 @@ types: setup
 unit: setup
 	.venv/bin/python -m pytest
 
-# Side by side with TorchDistributor, torchrun and the floor: benchmarks/results.md, results.json, docs/launch.svg.
+# Side by side with TorchDistributor, torchrun, Ray Train (where it installs) and the floor: benchmarks/results.md,
+# results.json, docs/launch.svg.
 # BENCH may name some of them, for example BENCH="launch logs".
 bench: setup
-	.venv/bin/python -m pip install --quiet matplotlib
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt matplotlib
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt "ray[train]==2.*" || true
 	.venv/bin/python benchmarks/all.py $(BENCH)
 
 # The tests that take too long for every change: the rest of the fault matrix, of two hosts, of the fuzzing.

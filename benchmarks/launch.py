@@ -1,9 +1,11 @@
-"""Launch time of a 2-rank all-reduce, beside pyspark's TorchDistributor, torchrun and the floor.
+"""Launch time of a 2-rank all-reduce, beside TorchDistributor, torchrun, Ray Train and the floor.
 
 Run: ``python benchmarks/launch.py [runs]``. The floor is a no-op barrier job, and a fork of two processes that have
 torch loaded and do the same all-reduce. What is compared runs in turn, so that the machine's moods hit all of it.
 """
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -102,6 +104,22 @@ def torchrun() -> None:
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def ray_launches() -> tuple[list[float], list[float]]:
+    """Seconds of first and of later launches of Ray Train; none where Ray is not installed."""
+    firsts: list[float] = []
+    later: list[float] = []
+    if importlib.util.find_spec("ray") is None:
+        print("Ray Train is left out: ray is not installed")
+        return firsts, later
+    command = [sys.executable, str(Path(__file__).parent / "ray_job.py"), str(RANKS)]
+    for _ in range(FIRST_RUNS):
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        first_seconds, *rest = json.loads(done.stdout.splitlines()[-1])
+        firsts.append(first_seconds)
+        later += rest
+    return firsts, later
+
+
 def main() -> None:
     report = Report("launch", "Launch of 2 ranks, one all-reduce, return")
     firsts: dict[str, list[float]] = {"rankzero": [], "peer": [], "local": []}
@@ -110,6 +128,7 @@ def main() -> None:
         for which, seconds in firsts.items():
             seconds.append(timed_first(which))
         bare += timed(torchrun)
+    ray_firsts, ray_later = ray_launches()
     spark = make_session()
 
     def no_op(rows: object) -> list[int]:
@@ -142,6 +161,9 @@ def main() -> None:
     peer = report.add("TorchDistributor, later launches", later["peer"])
     peer_first = report.add("TorchDistributor, first launch in a session", firsts["peer"])
     plain = report.add("torchrun", bare)
+    if ray_later:
+        report.add("Ray Train, later launches", ray_later)
+        report.add("Ray Train, first launch, Ray has to start", ray_firsts)
     report.hold("SparkEngine later / TorchDistributor later", ours / peer, 0.05)
     report.hold("SparkEngine later / floor (barrier job + fork)", ours / (barriers + fork), 2.0)
     report.hold("SparkEngine first / TorchDistributor first", ours_first / peer_first, 0.3)
