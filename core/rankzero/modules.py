@@ -185,6 +185,15 @@ def imports_of_tree(tree: ast.AST) -> set[str]:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _imports_of_file(path: str, _size: int, _modified: int) -> set[str]:
+    try:
+        with open(path, "rb") as source:
+            return imports_of_tree(_parse(source.read()))
+    except (SyntaxError, ValueError, OSError):
+        return set()
+
+
 def zip_modules(names: Iterable[str]) -> bytes | None:
     """The user modules among ``names``, and those that they import in turn, as a zip of sources."""
     waiting = {name.partition(".")[0] for name in names}
@@ -199,8 +208,9 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
         for archive_name, path in _files_of(root, spec):
             files[archive_name] = path
             if path.endswith(".py"):
-                with contextlib.suppress(SyntaxError, ValueError, OSError), open(path, "rb") as source:
-                    waiting |= {name.partition(".")[0] for name in imports_of_tree(_parse(source.read()))}
+                with contextlib.suppress(OSError):
+                    found = os.stat(path)
+                    waiting |= {name.partition(".")[0] for name in _imports_of_file(path, found.st_size, found.st_mtime_ns)}
     if not files:
         return None
     total = sum(os.path.getsize(path) for path in files.values())
