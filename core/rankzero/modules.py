@@ -209,8 +209,9 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
             files[archive_name] = path
             if path.endswith(".py"):
                 with contextlib.suppress(OSError):
-                    found = os.stat(path)
-                    waiting |= {name.partition(".")[0] for name in _imports_of_file(path, found.st_size, found.st_mtime_ns)}
+                    state = os.stat(path)
+                    imported = _imports_of_file(path, state.st_size, state.st_mtime_ns)
+                    waiting |= {name.partition(".")[0] for name in imported}
     if not files:
         return None
     total = sum(os.path.getsize(path) for path in files.values())
