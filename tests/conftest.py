@@ -99,6 +99,8 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     marker = f"suite-{os.getpid()}"
     os.environ["RANKZERO_TEST_SUITE"] = marker
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
+    # A JVM that was killed leaves its files where pytest removes them.
+    os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker
     # The JVM of a SparkSession of this very process ends with it, not before.
     left = [describe(pid) for pid in wait_until_gone(marker) if not is_own_jvm(pid)]
