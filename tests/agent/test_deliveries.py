@@ -1,6 +1,7 @@
 """Lines and metrics of little hurry travel together: each delivery wakes the agent, the channel and the driver."""
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -106,6 +107,7 @@ def test_reports_travel_together_and_take_the_outcome_with_them(
     assert receive(agent) == [[0]]
     for number in (1, 2, 3):
         rank.report(row(number))
+    assert select.select([agent], [], [], 0.2)[0] == [], "a report did not wait"
     rank.send({"type": "commit"})
     assert receive(agent) == [[1, 2, 3], "commit"]
 
