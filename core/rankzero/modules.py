@@ -187,11 +187,12 @@ def imports_of_tree(tree: ast.AST) -> set[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _imports_of_file(path: str, _size: int, _modified: int) -> set[str]:
-    try:
-        with open(path, "rb") as source:
+    """Raises OSError, which is not kept: the file may be readable the next time."""
+    with open(path, "rb") as source:
+        try:
             return imports_of_tree(_parse(source.read()))
-    except (SyntaxError, ValueError, OSError):
-        return set()
+        except (SyntaxError, ValueError):
+            return set()
 
 
 def zip_modules(names: Iterable[str]) -> bytes | None:

@@ -103,10 +103,10 @@ class Control:
                 batch.add_report(item)
             elif isinstance(item, bytes):
                 batch.add(item)
-            if isinstance(item, threading.Event):
+            else:
                 self._deliver(batch.take())
                 item.set()
-            elif batch.size > MESSAGE_SIZE:
+            if batch.size > MESSAGE_SIZE:
                 self._deliver(batch.take())
         self._deliver(batch.take())
 
