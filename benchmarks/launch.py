@@ -22,7 +22,8 @@ from rankzero import Launcher, SparkEngine
 
 RANKS = 2
 RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
-FIRST_RUNS = 3
+FIRST_RUNS = 5
+RAY_RUNS = 3
 SHORT = ("barrier", "fork", "rankzero", "local")
 """What takes less than a second, and so is run more often."""
 
@@ -112,7 +113,7 @@ def ray_launches() -> tuple[list[float], list[float]]:
         print("Ray Train is left out: ray is not installed")
         return firsts, later
     command = [sys.executable, str(Path(__file__).parent / "ray_job.py"), str(RANKS)]
-    for _ in range(FIRST_RUNS):
+    for _ in range(RAY_RUNS):
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         first_seconds, *rest = json.loads(done.stdout.splitlines()[-1])
         firsts.append(first_seconds)

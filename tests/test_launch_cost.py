@@ -19,12 +19,13 @@ import pytest
 import rankzero
 from rankzero import Launcher, SparkEngine
 from rankzero.agent.warm import PRELOADED_LATER
-from rankzero.engines.spark import make_task
+from rankzero.engines.spark_context import known
+from rankzero.engines.spark_stage import make_task
 
 PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
 
-TASK_BYTES = 400_000
-"""The code of rankzero, compressed, is most of what Spark sends with a task."""
+TASK_BYTES = 10_000
+"""The code of rankzero, nearly 200 kB, does not go with the tasks of every launch."""
 
 
 def where_from() -> list[int]:
@@ -154,3 +155,13 @@ def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher:
     small, large = sizes
     assert abs(large - small) < 1000
     assert large < TASK_BYTES
+
+
+def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = spark.sparkContext.broadcast
+    monkeypatch.setattr(spark.sparkContext, "broadcast", lambda value: made.append(len(value)) or real(value))
+    known.cache_clear()
+    for _ in range(2):
+        launcher.options(engine=SparkEngine(session=spark)).run(len, [])
+    assert len(made) == 1

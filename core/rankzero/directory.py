@@ -28,7 +28,7 @@ import json
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import IO, Any, cast
 
 from rankzero import store
@@ -196,7 +196,7 @@ class RunDirectory:
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status."""
-        store.write_bytes(self.path("status.json"), json.dumps(asdict(status)).encode())
+        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode())
 
     def request_cancel(self) -> None:
         """Leaves the request; the driver acts on it."""

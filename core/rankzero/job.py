@@ -88,7 +88,7 @@ class Job:
 
     def to_json(self) -> bytes:
         """The job as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2).encode()
+        return json.dumps(vars(self), indent=2).encode()
 
     @staticmethod
     def from_json(data: bytes) -> Job:

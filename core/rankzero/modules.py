@@ -157,7 +157,8 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def imports_of_code(code: types.CodeType, package: str | None) -> set[str]:
+@functools.lru_cache(maxsize=1024)
+def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]:
     """Absolute names that code and the functions nested in it import when they run."""
     found: set[str] = set()
     level = 0
@@ -171,7 +172,7 @@ def imports_of_code(code: types.CodeType, package: str | None) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= imports_of_code(constant, package)
-    return found - {""}
+    return frozenset(found - {""})
 
 
 def imports_of_tree(tree: ast.AST) -> set[str]:

@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import os
 import pickle
 import sys
@@ -146,12 +147,11 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
 def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], bytes | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
-    with _user_modules_by_value():
-        pickler = _Pickler(buffer, beside(buffers))
-        try:
-            pickler.dump(parts)
-        except Exception as error:
-            raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
+    pickler = _Pickler(buffer, beside(buffers))
+    try:
+        pickler.dump(parts)
+    except Exception as error:
+        raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
     return seal(buffer.getvalue(), buffers), zip_modules(pickler.needed)
 
 
@@ -172,12 +172,42 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Notes the user modules that must be importable where the pickle is loaded."""
+    """Notes the user modules that must be importable where the pickle is loaded; others go by value."""
 
     def __init__(self, file: io.BytesIO, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needed: set[str] = set()
-        self._travels = functools.cache(travels_as_source)
+        self._by_value: list[Any] = []
+        self._travels = functools.cache(self._decide)
+
+    def dump(self, obj: object) -> None:
+        """Pickles an object, one at a time in this process."""
+        with _REGISTRY_LOCK:
+            try:
+                super().dump(obj)
+            finally:
+                for module in self._by_value:
+                    cloudpickle.unregister_pickle_by_value(module)
+                self._by_value.clear()
+
+    def _decide(self, name: str) -> bool:
+        """True for a module that travels as source; by value goes the user's other code, as pickle comes to it."""
+        if travels_as_source(name):
+            return True
+        # By value goes what is below a module that does, too.
+        for part in itertools.accumulate(name.split("."), "{}.{}".format):
+            self._register(sys.modules.get(part))
+        return False
+
+    def _register(self, module: object) -> None:
+        if not (isinstance(module, types.ModuleType) and is_user_module(module)):
+            return
+        # A module may be known under another name as well.
+        name = module.__name__
+        is_known = name in cloudpickle.list_registry_pickle_by_value()
+        if sys.modules.get(name) is module and not is_known and not travels_as_source(name):
+            cloudpickle.register_pickle_by_value(module)
+            self._by_value.append(module)
 
     def reducer_override(self, obj: Any) -> Any:
         torch_tensor = getattr(sys.modules.get("torch"), "Tensor", None)
@@ -189,7 +219,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType):
             self.needed |= imports_of_code(obj.__code__, obj.__globals__.get("__package__"))
         module = getattr(obj, "__module__", None)
-        if isinstance(module, str) and _is_global(obj, module) and self._travels(module):
+        if module is None and isinstance(obj, (type, types.FunctionType)):
+            module = cloudpickle.cloudpickle._whichmodule(obj, obj.__qualname__)
+        if isinstance(module, str) and self._travels(module) and _is_global(obj, module):
             self.needed.add(module)
         return super().reducer_override(obj)
 
@@ -200,29 +232,6 @@ def _is_global(obj: Any, module: str) -> bool:
     for part in str(getattr(obj, "__qualname__", "")).split("."):
         found = getattr(found, part, None)
     return found is obj
-
-
-@contextlib.contextmanager
-def _user_modules_by_value() -> Iterator[None]:
-    """By value go the user's modules that cannot be imported where the ranks run."""
-    with _REGISTRY_LOCK:
-        before = cloudpickle.list_registry_pickle_by_value()
-        added = [
-            module
-            for name, module in list(sys.modules.items())
-            if isinstance(module, types.ModuleType)
-            and name == getattr(module, "__name__", None)
-            and name not in before
-            and is_user_module(module)
-            and not travels_as_source(name)
-        ]
-        for module in added:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in added:
-                cloudpickle.unregister_pickle_by_value(module)
 
 
 @contextlib.contextmanager

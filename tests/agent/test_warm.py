@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 import zipfile
-import zipimport
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import psutil
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
-from rankzero.agent import forked
 from rankzero.agent.start import start_time
 from rankzero.engines.local import LocalGroup
 
@@ -146,8 +144,6 @@ def test_what_comes_onto_the_search_path_between_two_runs_is_found(launcher: Lau
     """The server has looked there when it loaded torch, and found nothing."""
 
     def find() -> bool:
-        import importlib.util
-
         return importlib.util.find_spec("comes_between_runs") is not None
 
     place = tmp_path / "later"
@@ -352,25 +348,95 @@ def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
         assert launcher.run(value_from_a_zip) == value
 
 
-def test_a_fork_reads_no_index_of_an_archive_again_that_has_not_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Spark's own archive is on every executor's path: its index took a tenth of a second in each process.
-    archive = tmp_path / "spark.zip"
-    write_module(archive, 1)
-    monkeypatch.syspath_prepend(str(archive))
-    monkeypatch.setattr(forked, "_zips", {})
-    importlib.util.find_spec("from_a_zip")
-    forked.remember_zips()
-    read: list[str] = []
-    real = zipimport._read_directory
-    monkeypatch.setattr(zipimport, "_read_directory", lambda path: read.append(path) or real(path))
+READS_AGAIN = """
+import importlib.util, json, sys, zipfile, zipimport
+from rankzero.agent import forked
 
-    forked._forget_search_path()
-    importlib.util.find_spec("from_a_zip")
-    assert str(archive) not in read
+archive = sys.argv[1]
+read = []
+real = zipimport._read_directory
+zipimport._read_directory = lambda path: read.append(path) or real(path)
 
-    write_module(archive, 22)
-    forked._forget_search_path()
-    importlib.util.find_spec("from_a_zip")
-    assert str(archive) in read
+
+def write(text):
+    with zipfile.ZipFile(archive, "w") as written:
+        written.writestr("from_a_zip.py", text)
+
+
+write("VALUE = 1")
+sys.path.insert(0, archive)
+importlib.util.find_spec("from_a_zip")
+forked.prepare()
+kept = sorted({type(finder).__name__ for finder in sys.path_importer_cache.values()})
+read.clear()
+forked._forget_search_path()
+importlib.util.find_spec("from_a_zip")
+unchanged = archive in read
+write("VALUE = 22")
+forked._forget_search_path()
+importlib.util.find_spec("from_a_zip")
+print(json.dumps([kept, unchanged, archive in read]))
+"""
+
+
+def run_python(program: str, *arguments: str) -> str:
+    """What a program prints that works on its own process."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    ).stdout
+
+
+def test_a_fork_reads_no_index_of_an_archive_again_that_has_not_changed(tmp_path: Path) -> None:
+    # Spark's own archive is on every executor's path: its index took a tenth of a second in each process. Of
+    # directories nothing is kept, which each fork would have to go through.
+    kept, unchanged, changed = json.loads(run_python(READS_AGAIN, str(tmp_path / "spark.zip")))
+    assert kept == ["zipimporter"]
+    assert not unchanged
+    assert changed
+
+
+def leave_directories(place: str) -> None:
+    """One before the end and one from an exit handler, which still sees the first."""
+    import atexit
+    import tempfile
+
+    kept = []
+
+    def look() -> None:
+        (Path(place) / f"seen-{os.path.exists(kept[0].name)}").touch()
+        kept.append(tempfile.TemporaryDirectory(dir=place))
+
+    atexit.register(look)
+    kept.append(tempfile.TemporaryDirectory(dir=place))
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_start: bool) -> None:
+    # Those of the server's libraries are out of the way, so that nobody goes through them.
+    (tmp_path / "place").mkdir()
+    Launcher(store=tmp_path / "store", warm_start=warm_start).run(leave_directories, str(tmp_path / "place"))
+    assert os.listdir(tmp_path / "place") == ["seen-True"]
+
+
+TABLE_AT_EXIT = """
+import logging, os, sys
+from rankzero.agent import warm
+
+warm.load(warm.PRELOADED_LATER)
+warm.settle_dynamo()
+logging.getLogger("torch._dynamo.utils").setLevel(sys.argv[1])
+sys.modules.pop("tabulate", None)
+import atexit
+
+atexit._run_exitfuncs()
+print("tabulate" in sys.modules, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("level", "makes"), [("INFO", True), ("WARNING", False)])
+def test_torchs_table_of_compile_times_is_made_for_who_reads_it(level: str, makes: bool) -> None:
+    printed = run_python(TABLE_AT_EXIT, level)
+    assert ("TorchDynamo compilation metrics" in printed) is makes
+    assert printed.split()[-1] == str(makes)

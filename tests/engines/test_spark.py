@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -86,6 +87,33 @@ def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> 
     before = python_workers()
     on_session.run(who_am_i)
     assert python_workers() & before
+
+
+def test_a_session_that_was_stopped_is_refused(launcher: Launcher) -> None:
+    program = """
+        import sys
+        from pyspark.sql import SparkSession
+        from rankzero import EngineError, Launcher, SparkEngine
+
+        def make():
+            return SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+
+        session = make()
+        launcher = Launcher(2, engine=SparkEngine(session=session), store=sys.argv[1], start_timeout=60)
+        assert launcher.run(len, [1]) == 1
+        session.stop()
+        try:
+            launcher.run(len, [1])
+        except EngineError as error:
+            print(error)
+        session = make()
+        print(launcher.options(engine=SparkEngine(session=session)).run(len, [1, 2]))
+        session.stop()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(launcher.store)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=240)
+    assert "was stopped" in done.stdout
+    assert done.stdout.splitlines()[-1] == "2"
 
 
 def test_a_task_runs_several_processes(on_session: Launcher) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
 from rankzero.engines import spark as spark_module
-from rankzero.engines.spark import explain
+from rankzero.engines.spark_errors import explain
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,12 @@ that started its own session, comes back to the agent and is found here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
 from collections.abc import Collection, Iterator
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -25,10 +27,15 @@ _REAP_INTERVAL = 0.01
 
 
 def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        _libc().prctl(option, value, 0, 0, 0)
+
+
+@functools.cache
+def _libc() -> Any:
     import ctypes
 
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    return ctypes.CDLL(None)
 
 
 def become_subreaper() -> None:

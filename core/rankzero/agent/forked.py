@@ -1,11 +1,13 @@
 """A forked process that looks and behaves as if it had been started: what `subprocess.Popen` does, without exec.
 
 The forking process has torch loaded; that is what a fork saves. Everything else that one process could inherit from
-another by accident is put right here: descriptors, signals, session, environment, working directory, randomness.
+another by accident is put right here: descriptors, signals, session, environment, working directory, and, where the
+user's code is to run, what the interpreter and the libraries remember (`forget`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -29,6 +31,8 @@ ROOM = "RANKZERO_ROOM"
 
 _zips: dict[str, object] = {}
 """Archives on the search path whose index was read, and what they looked like then."""
+
+_finalize: Any = weakref.finalize
 
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -83,11 +87,9 @@ def fork(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if surroundings is not None:
             _move_to(surroundings)
-        os.environ.clear()
-        os.environ.update(env)
+        _set_environment(env)
         with contextlib.suppress(Exception):
             _show(title, env)
-        _forget()
         main()
         code = 0
     except SystemExit as leaving:
@@ -123,6 +125,15 @@ def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
                 os.close(int(name))
 
 
+def _set_environment(env: Mapping[str, str]) -> None:
+    """Touches what differs: every page that a fork writes to has to be copied."""
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 def _move_to(surroundings: Mapping[str, Any]) -> None:
     os.chdir(surroundings["directory"])
     os.umask(surroundings["umask"])
@@ -133,8 +144,8 @@ def _move_to(surroundings: Mapping[str, Any]) -> None:
             resource.setrlimit(getattr(resource, name), tuple(limit))
 
 
-def _forget() -> None:
-    """What would be another value in a process that had been started."""
+def forget() -> None:
+    """Renews what would be another value in a process that had been started, before the user's code can see it."""
     _forget_search_path()
     compiler: Any = sys.modules.get("torch._dynamo.config")
     if compiler:
@@ -142,9 +153,6 @@ def _forget() -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["-c"]
     tempfile.tempdir = None
-    # What the libraries would undo at their process's end is not this one's to undo.
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        finalizer.atexit = False
     # Python's own generator seeds itself anew at a fork.
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
@@ -154,10 +162,36 @@ def _forget() -> None:
         processes.current_process().authkey = os.urandom(32)
 
 
-def remember_zips() -> None:
-    """Notes which archives this process has searched, so that its forks need not read their indexes again."""
-    for archive in _zip_importers().values():
+def _run_finalizers() -> None:
+    # True once there is a new one.
+    if _finalize._dirty:
+        _finalize._exitfunc()
+
+
+def prepare() -> None:
+    """Readies this process for its forks: they share what is there, and do not go through it one by one.
+
+    Notes which archives it has searched, so that nobody need read their indexes again; drops what is known of
+    directories, a listing for each package of torch, which every fork would have to drop.
+    """
+    importers = _zip_importers()
+    for archive in importers.values():
         _zips.setdefault(archive, _look_of(archive))
+    for place in sys.path_importer_cache.keys() - importers.keys():
+        del sys.path_importer_cache[place]
+    # What the libraries would undo at their process's end is not the forks' to undo.
+    for finalizer in list(getattr(_finalize, "_registry", ())):
+        finalizer.atexit = False
+    if getattr(_finalize, "_registered_with_atexit", False):
+        # Nor to go through, unless they make one of their own; their turn among the exit handlers stays.
+        for handler in (_finalize._exitfunc, _run_finalizers):
+            atexit.unregister(handler)
+        atexit.register(_run_finalizers)
+        _finalize._dirty = False
+    # The C library keeps variables that were there from the beginning where `_show` writes.
+    for name, value in os.environ.items():
+        os.environ[name] = value
+    gc.freeze()
 
 
 def _forget_search_path() -> None:
@@ -191,7 +225,7 @@ def _show(title: str, env: Mapping[str, str]) -> None:
     """Writes title and environment to where the kernel shows them: /proc/PID/cmdline and environ.
 
     People, and tools that look for the processes of a job, see what they would see of a started process. The C
-    library does not use that memory any more: every variable of ``env`` was set anew.
+    library does not use that memory any more: `prepare` set every variable anew.
     """
     import ctypes
 

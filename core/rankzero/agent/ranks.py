@@ -134,8 +134,13 @@ def _start_worker(
     """A worker process: a fork if this agent is one and has torch loaded, else a fresh interpreter."""
     agent = os.getpid()
     if "torch" in sys.modules:
+
+        def main() -> None:
+            forked.forget()
+            worker.main(control, stack, agent)
+
         return forked.fork(
-            lambda: worker.main(control, stack, agent),
+            main,
             title=f"rankzero.agent.worker local rank {local_rank}",
             env=environment(config),
             stdio=stdio,

@@ -12,11 +12,13 @@ run into the next. It ends with its executor, or after `IDLE_TIMEOUT` without a 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import importlib.machinery
 import json
+import logging
 import os
 import select
 import selectors
@@ -30,13 +32,13 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from rankzero.agent import descendants, forked, start, supervise
+from rankzero.agent import descendants, forked, hugepages, start, supervise
 
 IDLE_TIMEOUT = 300.0
 """Seconds without an agent after which the server ends."""
 
-PRELOAD_AFTER = 0.5
-"""Seconds without a request after which it loads what the first step of an optimizer would."""
+CHORE_AFTER = 0.5
+"""Seconds without a request after which it does what makes later ones cheaper: loads, gathers its memory."""
 
 OWNER_INTERVAL = 0.5
 """Seconds between two looks whether the owner lives, while something is imported."""
@@ -45,6 +47,7 @@ REQUEST_TIMEOUT = 5.0
 """Seconds for a client to send its request once it has connected."""
 
 PRELOADED = (
+    "encodings.idna",
     "torch",
     "torch.distributed",
     "rankzero.agent.worker",
@@ -53,8 +56,7 @@ PRELOADED = (
     "rankzero.result",
     "rankzero.train",
 )
-PRELOADED_LATER = ("torch._dynamo", "tabulate")
-"""With it comes an exit handler that imports the other."""
+PRELOADED_LATER = ("torch._dynamo",)
 
 _READ = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
@@ -76,7 +78,7 @@ class WarmServer:
         self._listener = listener
         self._agents: dict[int, socket.socket] = {}
         self._idle_since = time.monotonic()
-        self._loaded = False
+        self._chores = [self._load_later, self._gather]
         self._ending = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -94,31 +96,44 @@ class WarmServer:
         """Serves until the owner is gone, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents."""
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
-            for key, _ in events:
+            for act in [key.data for key, _ in events] or [self._use_the_pause]:
                 try:
-                    key.data()
+                    act()
                 except Exception:
-                    # Agents live and die with this process: nothing that one client does may end it.
+                    # Agents live and die with this process: nothing that one client or a chore does may end it.
                     traceback.print_exc()
-            if not events:
-                self._use_the_pause()
 
     def _time_left(self) -> float | None:
         if self._agents:
             return None
-        if not self._loaded and not self._ending:
-            return PRELOAD_AFTER
+        if self._chores and not self._ending:
+            return CHORE_AFTER
         return max(0.0, self._idle_since + IDLE_TIMEOUT - time.monotonic())
 
     def _use_the_pause(self) -> None:
-        if not self._loaded:
-            self._loaded = True
-            with ending_with(self._owner):
-                load(PRELOADED_LATER)
-            if touches_gpu():
-                self.end()
+        if self._chores:
+            self._chores.pop(0)()
         elif not self._agents and time.monotonic() - self._idle_since >= IDLE_TIMEOUT:
             self.end()
+
+    def _load_later(self) -> None:
+        try:
+            with ending_with(self._owner):
+                load(PRELOADED_LATER)
+                settle_dynamo()
+                # What the imports left lying about.
+                gc.unfreeze()
+                gc.collect()
+                gc.freeze()
+        finally:
+            if touches_gpu():
+                self.end()
+
+    def _gather(self) -> None:
+        hugepages.gather(lambda: not self._selector.select(0))
+        if self._selector.select(0):
+            # Somebody came meanwhile. What is gathered already costs next to nothing the next time.
+            self._chores.append(self._gather)
 
     def _on_owner_gone(self) -> None:
         self._selector.unregister(self._owner)
@@ -201,10 +216,12 @@ class WarmServer:
 
 
 def load(names: tuple[str, ...]) -> None:
-    """Imports modules, and takes everything that is there out of the collector's sight: forks share it.
+    """Imports modules, which forks share.
 
     The user's own directories are not searched, unless torch itself is there.
     """
+    # To look for cycles in what stays anyway took a tenth of the time.
+    gc.disable()
     path = sys.path
     own = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     installed = [place for place in path if place not in own]
@@ -216,9 +233,22 @@ def load(names: tuple[str, ...]) -> None:
                 importlib.import_module(name)
     finally:
         sys.path = path
-    forked.remember_zips()
-    gc.collect()
-    gc.freeze()
+    forked.prepare()
+    gc.enable()
+
+
+def settle_dynamo() -> None:
+    """Does once what torch._dynamo would do in every fork, though nobody has compiled anything there."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if clear := getattr(rules, "clear_lru_cache", None):
+        # As init_process_group does: what it had looked up while it was imported may be wrong.
+        clear()
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    dump, log = getattr(utils, "dump_compile_times", None), getattr(utils, "log", None)
+    if dump and isinstance(log, logging.Logger):
+        # At exit it formats a table, and then looks whether somebody logs it.
+        atexit.unregister(dump)
+        atexit.register(lambda: dump() if log.isEnabledFor(logging.INFO) else None)
 
 
 @contextlib.contextmanager
@@ -277,3 +307,5 @@ def main() -> None:
     server.end()
     # Its forks may have imported from there to the last.
     shutil.rmtree(directory, ignore_errors=True)
+    # What the libraries would undo now is switched off, and they would complain (see `forked.prepare`).
+    os._exit(0)
