@@ -1,7 +1,7 @@
 """When a run counts as hung, and what is known of it then."""
 
 from rankzero import policy
-from rankzero.agent.worker import MEET_TIMEOUT
+from rankzero.agent.rendezvous import MEET_TIMEOUT
 from rankzero.hang import HangWatch
 
 BOUND = 10.0

@@ -471,13 +471,30 @@ def test_a_function_may_destroy_or_keep_its_process_group(launcher: Launcher) ->
         model(torch.ones(1, 2)).sum().backward()
         gradient = next(model.parameters()).grad
         assert gradient is not None
-        # torch 2.13 itself hangs now and then if the group is destroyed under a live DDP model.
-        del model
         dist.destroy_process_group()
         dist.init_process_group("gloo")
         return float(gradient.sum())
 
     assert launcher.run(train) == 2.0
+
+
+def test_the_end_of_a_model_whose_group_was_destroyed_holds_nobody(launcher: Launcher) -> None:
+    def train() -> int:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        # Nobody gets the interpreter's lock who could wait for it: so gloo's thread still waits when the model ends.
+        sys.setswitchinterval(1000.0)
+        for count in range(20):
+            dist.init_process_group("gloo")
+            model = DistributedDataParallel(torch.nn.Linear(2, 1))
+            model(torch.ones(1, 2)).sum().backward()
+            dist.destroy_process_group()
+            del model
+        return count
+
+    assert launcher.options(timeout=60).run(train) == 19
 
 
 def test_environment_reaches_the_ranks_only(launcher: Launcher) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rankzero import policy
-from rankzero.agent.worker import MEET_TIMEOUT
+from rankzero.agent.rendezvous import MEET_TIMEOUT
 
 
 class HangWatch:

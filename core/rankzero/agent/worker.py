@@ -18,7 +18,6 @@ import contextlib
 import faulthandler
 import importlib
 import io
-import itertools
 import os
 import signal
 import socket
@@ -27,14 +26,12 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
-from rankzero.agent import network
+from rankzero.agent import rendezvous
 from rankzero.agent.control import Control
 from rankzero.agent.descendants import die_with_parent
 from rankzero.channel.frames import Message
-from rankzero.channel.listen import listen
 from rankzero.errors import ResultError, RetryableError
 
 EXIT_HANDLERS_TIMEOUT = 5.0
@@ -42,9 +39,6 @@ EXIT_HANDLERS_TIMEOUT = 5.0
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its Python stacks, also while it is blocked in native code."""
-
-MEET_TIMEOUT = 30.0
-"""Seconds for a rank to reach rank 0's rendezvous."""
 
 INLINE_LIMIT = 64 << 10
 """Bytes of JSON up to which a value travels in the commit itself."""
@@ -104,9 +98,11 @@ def _work(control: Control) -> Message:
     if start["checkpoint"]:
         writer.committed(start["checkpoint"], start["checkpoint_parts"])
     os.environ.update(start["env"])
-    _bind_rendezvous(control, start)
-    _separate_process_groups()
-    _meet(control.receive(), start["context"]["rank"])
+    if start["context"]["rank"] == 0:
+        control.send({"type": "rendezvous", "port": rendezvous.bind(start)})
+    rendezvous.separate_groups()
+    rendezvous.keep_destroyed_groups()
+    rendezvous.meet(control.receive(), start["context"]["rank"])
     control.listen(writer.on_message)
     if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -122,25 +118,6 @@ def _work(control: Control) -> Message:
     return _commit(value, start)
 
 
-def _meet(go: Message, rank: int) -> None:
-    """Sets where rank 0 listens: the first of its addresses that this rank can reach.
-
-    Raises:
-        RuntimeError: none of them answers; says which were tried.
-    """
-    hosts, port = go["master_hosts"], go["master_port"]
-    host = hosts[0]
-    if rank != 0 and not (go["one_host"] and network.is_loopback(host)):
-        reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
-        if reached is None:
-            raise ConnectionError(
-                f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {' or '.join(hosts)}, port {port}: "
-                "is a firewall between the executors (see ports=), or does the name stand for another host?"
-            )
-        host = reached
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-
-
 def _count_optimizer_steps(session: Any) -> None:
     """Every step of a torch optimizer is progress."""
     optimizer = importlib.import_module("torch.optim.optimizer")
@@ -151,60 +128,6 @@ def _count_optimizer_steps(session: Any) -> None:
             session.progress += 1
 
         register(count)
-
-
-_rendezvous: object = None
-
-
-def _bind_rendezvous(control: Control, start: Message) -> None:
-    """Rank 0 binds the store's port now and keeps it.
-
-    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
-    store between users of one port in one process; so no port is guessed, freed and lost.
-    """
-    global _rendezvous
-    if start["context"]["rank"] != 0:
-        return
-    import torch.distributed as dist
-
-    host = start["master_addr"]
-    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-    # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
-    # that /etc/hosts does not know, so that it asks a DNS for the name of each.
-    listener = listen(host if network.is_loopback(host) else everywhere, start["ports"])
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        listener.getsockname()[1],
-        start["context"]["world_size"],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-    _rendezvous = store
-    control.send({"type": "rendezvous", "port": store.port})
-
-
-def _separate_process_groups() -> None:
-    """Gives every ``init_process_group`` a key space of its own in the store that outlives them all.
-
-    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs.
-    torch keeps its handlers by URL scheme; it has a function to add one, and none to replace one.
-    """
-    import torch.distributed as dist
-
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
-    plain = handlers.get("env")
-    if plain is None:
-        return
-    count = itertools.count()
-
-    def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        for store, rank, world_size in plain(*args, **kwargs):
-            yield dist.PrefixStore(f"rankzero-{next(count)}", store), rank, world_size  # type: ignore[attr-defined]
-
-    handlers["env"] = separate
 
 
 def _call(start: Message) -> object:

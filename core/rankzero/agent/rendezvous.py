@@ -1,0 +1,129 @@
+"""Where the ranks of a run meet, and what keeps torch's process groups from getting in each other's way.
+
+Rank 0 binds the store's port and keeps it; the user's own ``init_process_group`` finds it. Runs inside of a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rankzero.agent import network
+from rankzero.channel.frames import Message
+from rankzero.channel.listen import listen
+
+MEET_TIMEOUT = 30.0
+"""Seconds for a rank to reach rank 0's rendezvous."""
+
+KEEP_DESTROYED = 10.0
+"""Seconds after which the threads of a destroyed process group have nothing in hand any more."""
+
+_store: object = None
+
+
+def bind(start: Message) -> int:
+    """Rank 0 binds the store's port now and keeps it.
+
+    The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
+    store between users of one port in one process; so no port is guessed, freed and lost.
+
+    Args:
+        start: The agent's ``start``, with ``master_addr``, ``ports`` and the context of this rank.
+
+    Returns:
+        The port.
+    """
+    global _store
+    import torch.distributed as dist
+
+    host = start["master_addr"]
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
+    # that /etc/hosts does not know, so that it asks a DNS for the name of each.
+    listener = listen(host if network.is_loopback(host) else everywhere, start["ports"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        listener.getsockname()[1],
+        start["context"]["world_size"],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    _store = store
+    return int(store.port)
+
+
+def meet(go: Message, rank: int) -> None:
+    """Sets where rank 0 listens: the first of its addresses that this rank can reach.
+
+    Raises:
+        ConnectionError: none of them answers; says which were tried.
+    """
+    hosts, port = go["master_hosts"], go["master_port"]
+    host = hosts[0]
+    if rank != 0 and not (go["one_host"] and network.is_loopback(host)):
+        reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
+        if reached is None:
+            raise ConnectionError(
+                f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {' or '.join(hosts)}, port {port}: "
+                "is a firewall between the executors (see ports=), or does the name stand for another host?"
+            )
+        host = reached
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+
+
+def separate_groups() -> None:
+    """Gives every ``init_process_group`` a key space of its own in the store that outlives them all.
+
+    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs.
+    torch keeps its handlers by URL scheme; it has a function to add one, and none to replace one.
+    """
+    import torch.distributed as dist
+
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
+    plain = handlers.get("env")
+    if plain is None:
+        return
+    count = itertools.count()
+
+    def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, world_size in plain(*args, **kwargs):
+            yield dist.PrefixStore(f"rankzero-{next(count)}", store), rank, world_size  # type: ignore[attr-defined]
+
+    handlers["env"] = separate
+
+
+def keep_destroyed_groups() -> None:
+    """Lets no destroyed group end its threads before `KEEP_DESTROYED`.
+
+    A model in DistributedDataParallel is the last that holds a group which the training has destroyed. When the
+    training returns, the end of the model ends the group: gloo's destructor waits for its thread, with the
+    interpreter's lock, for which that thread may wait to let go of the last collective's context (torch 2.13, and
+    others before it: pytorch/pytorch issues 56297, 190489). A training that had returned would hang for ever.
+    """
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    groups = getattr(getattr(c10d, "_world", None), "pg_map", None)
+    if groups is None:
+        return
+    destroy: Callable[..., None] = c10d.destroy_process_group
+    kept: deque[tuple[float, object]] = deque()
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        now = time.monotonic()
+        while kept and now - kept[0][0] > KEEP_DESTROYED:
+            kept.popleft()
+        kept.extend((now, group) for group in groups)
+        destroy(*args, **kwargs)
+
+    for module in (c10d, importlib.import_module("torch.distributed")):
+        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
