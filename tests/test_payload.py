@@ -1,5 +1,6 @@
 """What can be launched, what is refused, and what travels along."""
 
+import ast
 import importlib.util
 import io
 import os
@@ -288,6 +289,26 @@ def test_a_module_of_the_user_wins_over_an_installed_one(tmp_path: Path, monkeyp
         return str(iniconfig.MARK)
 
     assert run_elsewhere(payload.build(train, (), {}), tmp_path) == "mine"
+
+
+class Parsing:
+    """Garbage whose finalizer parses, as one does that logs a traceback."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        ast.parse("x = 1")
+
+
+def test_what_finalizers_do_meanwhile_does_not_disturb(user_package: Any, tmp_path: Path) -> None:
+    path = Path(user_package.__file__)
+    for number in range(30):
+        # A new state of the file is read and parsed anew.
+        path.write_text(path.read_text() + "\n".join(f"x{number}_{line} = [{line}]" for line in range(300)) + "\n")
+        for _ in range(300):
+            Parsing()
+        payload.build(user_package.by_value, (), {})
 
 
 def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,63 @@ def test_a_flipped_bit_is_found_before_anything_is_opened(value: Any, tmp_path: 
     Path(ref.uri).write_bytes(data)
     with pytest.raises(ResultError, match="changed or damaged"):
         ref.load()
+
+
+def reads_for_checksums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    read: list[str] = []
+    real = formats.sha256_of
+    monkeypatch.setattr(formats, "sha256_of", lambda path: read.append(path) or real(path))
+    return read
+
+
+def test_tensors_that_nobody_touched_are_not_read_for_their_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = ResultRef.from_json(json.loads(json.dumps(stored({"x": torch.ones(3)}, tmp_path).to_json())))
+    read = reads_for_checksums(monkeypatch)
+    assert torch.equal(ref.load()["x"], torch.ones(3))
+    assert read == []
+    # Done to the file, though not to its bytes: what it was is read from them.
+    Path(ref.uri).rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(ref.uri)
+    assert torch.equal(ref.load()["x"], torch.ones(3))
+    assert read == [ref.uri]
+
+
+def test_a_change_that_hides_its_time_is_found(tmp_path: Path) -> None:
+    ref = stored({"x": torch.zeros(100)}, tmp_path)
+    before = os.stat(ref.uri)
+    with open(ref.uri, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    os.utime(ref.uri, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ResultError, match="changed or damaged"):
+        ref.load()
+
+
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], torch.nn.Linear(2, 2)])
+def test_what_is_no_plain_tensors_is_always_checked(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = stored(value, tmp_path)
+    assert ref.fingerprint is None
+    read = reads_for_checksums(monkeypatch)
+    ref.load()
+    assert read == [ref.uri]
+
+
+def test_large_tensors_are_written_while_their_checksum_is_behind(tmp_path: Path) -> None:
+    state = {f"layer{number}": torch.full((3 << 20,), float(number)) for number in range(20)}
+    ref = stored(state, tmp_path)
+    assert ref.sha256 == formats.sha256_of(ref.uri)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in safetensors.torch.load_file(ref.uri).items())
+
+
+def test_a_disk_that_is_full_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    with pytest.raises(OSError, match="No space left"):
+        formats.write({"x": torch.zeros(8 << 20)}, "safetensors", "/dev/full")
+    assert threading.active_count() == before
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rankzero.hang import HangWatch
 from rankzero.job import Job
 from rankzero.policy import Failure
 from rankzero.record import Recorder
-from rankzero.result import ResultRef
+from rankzero.result import ResultRef, seal
 from rankzero.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 
 logger = logging.getLogger(__name__)
@@ -447,7 +447,9 @@ class Attempt:
             return
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
-        self._result = ResultRef(message["uri"], result["format"], result["sha256"], result["size"], summary)
+        uri, file_format = message["uri"], result["format"]
+        sealed = seal(uri, file_format)
+        self._result = ResultRef(uri, file_format, result["sha256"], result["size"], summary, sealed)
         self._value = [result["value"]] if "value" in result else []
         self._committed.add(message["rank"])
 

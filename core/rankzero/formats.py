@@ -12,6 +12,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import io
@@ -19,6 +20,7 @@ import json
 import mmap
 import os
 import pickle
+import queue
 import struct
 import sys
 import tarfile
@@ -37,6 +39,9 @@ DIRECTORY = "tar"
 
 _HASH_CHUNK = 16 << 20
 _HASH_BESIDE = 1 << 20
+_HASH_BEHIND = 16
+"""Chunks by which hashing may be behind writing: tensors of a GPU have copies for so long."""
+
 _HEADER_LENGTH = struct.Struct("<Q")
 _HEADER_ALIGNMENT = 8
 _MAX_HEADER = 100 << 20
@@ -117,8 +122,7 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     Raises:
         ResultError: the value cannot be pickled; names its type.
     """
-    with open(path, "wb") as file:
-        sink = _HashingWriter(file)
+    with open(path, "wb") as file, contextlib.closing(_HashingWriter(file)) as sink:
         if file_format == JSON:
             sink.write(json.dumps(value).encode())
         elif file_format == SAFETENSORS:
@@ -127,19 +131,18 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
             _write_cloudpickle(value, sink)
         file.flush()
         os.fsync(file.fileno())
-    return sink.size, sink.digest.hexdigest()
+        return sink.size, sink.hexdigest()
 
 
 def write_directory(directory: str, path: str) -> tuple[int, str]:
     """Writes a directory tree as one uncompressed tar file; returns like `write`."""
-    with open(path, "wb") as file:
-        sink = _HashingWriter(file)
+    with open(path, "wb") as file, contextlib.closing(_HashingWriter(file)) as sink:
         # Links are followed: what they point to may not be there where the checkpoint is opened.
         with tarfile.open(fileobj=sink, mode="w|", dereference=True) as archive:
             archive.add(directory, arcname=".")
         file.flush()
         os.fsync(file.fileno())
-    return sink.size, sink.digest.hexdigest()
+        return sink.size, sink.hexdigest()
 
 
 def read_directory(path: str, sha256: str, target: str) -> None:
@@ -188,35 +191,69 @@ def sha256_of(path: str) -> str:
 
 
 class _HashingWriter(io.RawIOBase):
-    """Counts and hashes what passes through to a file."""
+    """Counts and hashes what passes through to a file; both leave the interpreter's lock, so each has a core."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.digest = hashlib.sha256()
+        self._digest = hashlib.sha256()
+        self._behind: queue.Queue[Any] = queue.Queue(_HASH_BEHIND)
+        self._thread: threading.Thread | None = None
         self.size = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        try:
+            return self.write_lasting(data)
+        finally:
+            # Who calls may use the memory for something else.
+            self._behind.join()
+
+    def write_lasting(self, data: Any, owner: object = None) -> int:
+        """Writes what does not change before `hexdigest` is asked for: hashing may fall behind.
+
+        Args:
+            data: Bytes, or anything that has the buffer of some.
+            owner: What is to live as long as it is needed.
+        """
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _HASH_CHUNK):
-            self._write_chunk(view[start : start + _HASH_CHUNK])
+        if len(view) < _HASH_BESIDE:
+            self._behind.join()
+            self._digest.update(view)
+            self._file.write(view)
+        else:
+            for start in range(0, len(view), _HASH_CHUNK):
+                chunk = view[start : start + _HASH_CHUNK]
+                self._hash_beside(chunk, owner)
+                self._file.write(chunk)
         self.size += len(view)
         return len(view)
 
-    def _write_chunk(self, chunk: memoryview) -> None:
-        if len(chunk) < _HASH_BESIDE:
-            self.digest.update(chunk)
-            self._file.write(chunk)
-            return
-        # Both leave the interpreter's lock: the slower of the two is what it takes.
-        hashing = threading.Thread(target=self.digest.update, args=(chunk,), daemon=True)
-        hashing.start()
-        try:
-            self._file.write(chunk)
-        finally:
-            hashing.join()
+    def _hash_beside(self, chunk: memoryview, owner: object) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._hash, name="rankzero-sha256", daemon=True)
+            self._thread.start()
+        self._behind.put((chunk, owner))
+
+    def _hash(self) -> None:
+        while (item := self._behind.get()) is not None:
+            self._digest.update(item[0])
+            del item
+            self._behind.task_done()
+
+    def hexdigest(self) -> str:
+        """The sha256 of all that was written, hex."""
+        self._behind.join()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Ends its thread, with the memory that it holds; the file stays open."""
+        if self._thread is not None:
+            self._behind.put(None)
+            self._thread.join()
+            self._thread = None
+        super().close()
 
 
 def _write_cloudpickle(value: object, sink: _HashingWriter) -> None:
@@ -284,7 +321,7 @@ def _write_safetensors(tensors: dict[str, torch.Tensor], sink: _HashingWriter) -
         here = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
         length = here.numel() * here.element_size()
         if length:
-            sink.write((ctypes.c_char * length).from_address(here.data_ptr()))
+            sink.write_lasting((ctypes.c_char * length).from_address(here.data_ptr()), here)
 
 
 def _read_safetensors(path: str) -> dict[str, torch.Tensor]:

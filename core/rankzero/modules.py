@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dis
 import functools
+import gc
 import io
 import itertools
 import os
@@ -38,9 +39,19 @@ _PARSING = threading.Lock()
 
 
 def _parse(source: str | bytes) -> ast.Module:
-    """Parses in one thread at a time: CPython 3.11 before 3.11.5 counts the depth of all threads together."""
+    """Parses without being interrupted: CPython 3.11 and 3.12 have one count of the depth for all who parse.
+
+    Who interrupts is a collection of garbage, whose finalizers may print a traceback, which parses, or let another
+    thread go on.
+    """
     with _PARSING:
-        return ast.parse(source)
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _installed_roots() -> tuple[str, ...]:

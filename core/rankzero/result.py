@@ -27,6 +27,8 @@ class ResultRef:
         sha256: Checksum of the file, hex. Nothing is opened without it.
         size: Bytes of the file.
         summary: What a person wants to see: type, number of tensors and parameters, last metrics.
+        fingerprint: `store.fingerprint` of a local safetensors file when it was written. As long as it is the same, the
+            file is opened without reading it for its checksum first. None for every other file.
 
     Example:
         >>> ref = handle.result_ref()          # doctest: +SKIP
@@ -40,6 +42,7 @@ class ResultRef:
     sha256: str
     size: int
     summary: dict[str, Any] = field(default_factory=dict, compare=False)
+    fingerprint: str | None = field(default=None, compare=False)
 
     @staticmethod
     def save(value: Any, directory: str | os.PathLike[str]) -> ResultRef:
@@ -71,12 +74,13 @@ class ResultRef:
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, sha256, size, formats.summarize(value))
+        return ResultRef(uri, file_format, sha256, size, formats.summarize(value), seal(uri, file_format))
 
     def load(self) -> Any:
         """Opens the value, after its checksum was verified.
 
-        Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code;
+        Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code, and are not read for their
+        checksum while the file system says that nothing was done to the file since it was written;
         ``cloudpickle`` files run code of whoever wrote them: load only what your own runs wrote.
 
         Raises:
@@ -96,8 +100,9 @@ class ResultRef:
 
     def load_from(self, path: str) -> Any:
         """Opens the value from a local copy of the file; the checksum must match."""
+        untouched = self.fingerprint is not None and store.fingerprint(path) == self.fingerprint
         try:
-            return formats.read(path, self.format, self.sha256)
+            return formats.read(path, self.format, None if untouched else self.sha256)
         except FileNotFoundError:
             raise ResultError(f"the result {path} is gone; was its run directory deleted?") from None
 
@@ -121,6 +126,11 @@ class ResultRef:
         if version > ResultRef.__version__:
             raise TypeError(f"this rankzero reads ResultRef version {ResultRef.__version__}, not {version}")
         return ResultRef.from_json(data)
+
+
+def seal(uri: str, file_format: str) -> str | None:
+    """The `fingerprint <ResultRef>` of a file that was written just now; what runs code when it is opened has none."""
+    return store.seal(uri) if file_format == formats.SAFETENSORS else None
 
 
 _COPY_CHUNK = 8 << 20

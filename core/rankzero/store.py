@@ -16,6 +16,11 @@ from typing import IO, Any, TypeVar
 
 PRIVATE_DIRECTORY = 0o700
 
+SEAL_TIMEOUT = 0.05
+"""Seconds for a file system's clock to tick."""
+
+_SEAL_INTERVAL = 0.001
+
 T = TypeVar("T")
 
 
@@ -121,6 +126,37 @@ def modified(location: str) -> float:
         return float(filesystem.modified(path).timestamp())
     except NotImplementedError:
         raise OSError(f"the store does not tell when {location} was written") from None
+
+
+def fingerprint(location: str) -> str | None:
+    """What the file system says of a file's content without reading it: inode, size, times of its last changes.
+
+    Nobody but the kernel sets the last of these times (of anything done to the file: written, renamed, linked): as
+    long as the fingerprint is the same, so are the bytes.
+
+    Returns:
+        None for a URL, and for a file that is not there.
+    """
+    if is_url(location):
+        return None
+    with contextlib.suppress(OSError):
+        found = os.stat(location)
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
+    return None
+
+
+def seal(location: str) -> str | None:
+    """The `fingerprint` of a file that was written just now, as soon as any later change would show in it.
+
+    File systems tell times in ticks of some milliseconds. None if this one's clock is ahead of ours.
+    """
+    tick = getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME)
+    deadline = time.monotonic() + SEAL_TIMEOUT
+    while (found := fingerprint(location)) and time.clock_gettime_ns(tick) <= int(found.rpartition("-")[2]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_SEAL_INTERVAL)
+    return found
 
 
 def list_names(location: str) -> list[str]:

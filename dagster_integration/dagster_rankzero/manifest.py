@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rankzero import ResultError, ResultRef, formats, store
+from rankzero.result import seal
 
 MANIFEST = "manifest.json"
 
@@ -35,6 +36,7 @@ class Manifest:
         summary: Type, number of tensors and parameters.
         run_id: Dagster run that stored it.
         superseded: Data file of the version before, or None.
+        fingerprint: That of the `ResultRef`; None if the data file was not seen to be what was written.
     """
 
     data: str
@@ -44,10 +46,12 @@ class Manifest:
     summary: dict[str, Any]
     run_id: str | None
     superseded: str | None
+    fingerprint: str | None = None
 
     def reference(self, directory: str) -> ResultRef:
         """The handle of the data file."""
-        return ResultRef(store.join(directory, self.data), self.format, self.sha256, self.size, self.summary)
+        uri = store.join(directory, self.data)
+        return ResultRef(uri, self.format, self.sha256, self.size, self.summary, self.fingerprint)
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -100,11 +104,11 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
         target = store.join(directory, name)
         if not ref:
             store.upload(path, target)
-        else:
-            _take(ref, path, target)
+        is_known = _take(ref, path, target) if ref else True
     before = _previous(directory)
     superseded, obsolete = _retire(before, name)
-    manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded)
+    fingerprint = seal(target, file_format) if is_known else None
+    manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded, fingerprint)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
     if obsolete is not None:
         store.remove(store.join(directory, obsolete))
@@ -136,21 +140,27 @@ def _retire(before: Manifest | None, name: str) -> tuple[str | None, str | None]
     return before.data, None if before.superseded == name else before.superseded
 
 
-def _take(ref: ResultRef, path: str, target: str) -> None:
-    """Puts a handle's file at ``target``, by way of local ``path`` if its store cannot copy it there."""
+def _take(ref: ResultRef, path: str, target: str) -> bool:
+    """Puts a handle's file at ``target``, by way of local ``path`` if its store cannot copy it there.
+
+    Returns:
+        True if it is known to be what was recorded.
+    """
+    is_known = ref.fingerprint is not None and store.fingerprint(ref.uri) == ref.fingerprint
     try:
         if store.is_url(target):
             if store.copy_within(ref.uri, target):
                 _check_size(ref, store.size(target))
-                return
+                return is_known
         elif store.copy_within(ref.uri, path):
             _check_size(ref, os.path.getsize(path))
             store.upload(path, target)
-            return
+            return is_known
         _fetch(ref, path)
     except FileNotFoundError:
         raise ResultError(f"the result {ref.uri} is gone; was its run directory deleted?") from None
     store.upload(path, target)
+    return True
 
 
 def _check_size(ref: ResultRef, size: int) -> None:

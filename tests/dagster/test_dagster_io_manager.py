@@ -16,7 +16,7 @@ import torch
 from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
 
 from dagster_rankzero import RankZeroIOManager
-from rankzero import ResultRef
+from rankzero import ResultRef, formats
 
 
 class Point:
@@ -258,6 +258,23 @@ def test_a_handle_of_the_same_file_system_is_stored_without_reading_it(
         (data,) = (assets_path / "stored").glob("data-*")
         assert data.samefile(ref.uri)
     assert [path.name for path in (assets_path / "stored").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_stored_handle_is_read_for_its_checksum_if_somebody_touched_it(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = ResultRef.save({"w": torch.ones(4)}, tmp_path / "elsewhere")
+    store(ref, manager, instance)
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "sha256_of", lambda path: pytest.fail(f"{path} was read"))
+        assert torch.equal(load(manager, instance)["w"], torch.ones(4))
+    other = ResultRef.save({"w": torch.zeros(4)}, tmp_path / "elsewhere")
+    data = bytearray(Path(other.uri).read_bytes())
+    data[-1] ^= 1
+    Path(other.uri).write_bytes(data)
+    store(other, manager, instance)
+    with pytest.raises(dg.Failure, match="changed or damaged"):
+        load(manager, instance)
 
 
 def test_a_handle_of_another_file_system_is_carried_over(
