@@ -27,6 +27,12 @@ LOOK = 0.02
 T = TypeVar("T")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The tests of a file share a process; those that share a whole Airflow, too: two at once would be too much."""
+    shared = item.path.parent if item.path.parent.name == "deployed" else item.path
+    item.add_marker(pytest.mark.xdist_group(str(shared.relative_to(ROOT))))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Soak tests run only when they are asked for: `make faults`."""
     if "soak" not in config.getoption("-m"):

@@ -38,7 +38,7 @@ _SKIPPED_DIRECTORIES = frozenset({"__pycache__", ".git", ".venv", "node_modules"
 _PARSING = threading.Lock()
 
 
-def _parse(source: str | bytes) -> ast.Module:
+def parse(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
     """Parses without being interrupted: CPython 3.11 and 3.12 have one count of the depth for all who parse.
 
     Who interrupts is a collection of garbage, whose finalizers may print a traceback, which parses, or let another
@@ -48,7 +48,7 @@ def _parse(source: str | bytes) -> ast.Module:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return ast.parse(source)
+            return ast.parse(source, filename)
         finally:
             if collects:
                 gc.enable()
@@ -148,7 +148,7 @@ def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
     found: set[str] = set()
     try:
         with open(file, "rb") as source:
-            waiting: list[ast.AST] = [_parse(source.read())]
+            waiting: list[ast.AST] = [parse(source.read())]
     except (SyntaxError, ValueError, OSError):
         return found
     while waiting:
@@ -202,7 +202,7 @@ def _imports_of_file(path: str, _size: int, _modified: int) -> set[str]:
     """Raises OSError, which is not kept: the file may be readable the next time."""
     with open(path, "rb") as source:
         try:
-            return imports_of_tree(_parse(source.read()))
+            return imports_of_tree(parse(source.read()))
         except (SyntaxError, ValueError):
             return set()
 

@@ -10,7 +10,6 @@ The user's own modules (everything that is not installed) need not exist where t
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -30,7 +29,7 @@ import cloudpickle
 
 from rankzero.envelope import Part, beside, reduce_tensor, seal
 from rankzero.errors import InvalidJobError
-from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, travels_as_source, zip_modules
+from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, parse, travels_as_source, zip_modules
 from rankzero.result import ResultRef, map_refs
 
 # cloudpickle's registry of by-value modules is global to the process.
@@ -133,7 +132,7 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
     with open(absolute, "rb") as file:
         source = file.read()
     try:
-        tree = ast.parse(source, absolute)
+        tree = parse(source, absolute)
     except (SyntaxError, ValueError) as error:
         raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
     shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)

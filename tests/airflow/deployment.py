@@ -202,12 +202,14 @@ class Deployment:
         return int(self.look(dag_id, run_id, task_id)["pid"])
 
     def stop(self) -> None:
-        """Ends everything."""
-        for process in self._components.values():
-            process.send_signal(signal.SIGTERM)
+        """Ends everything: first the scheduler, which waits for running tasks, and these need the API server to end."""
+        others = [name for name in self._components if name != "scheduler"]
         try:
-            for process in self._components.values():
-                process.wait(STOP_TIMEOUT)
+            for names in (["scheduler"] if "scheduler" in self._components else [], others):
+                for name in names:
+                    self._components[name].send_signal(signal.SIGTERM)
+                for name in names:
+                    self._components[name].wait(STOP_TIMEOUT)
             wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):
