@@ -129,7 +129,7 @@ def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
         """Takes what `bulk_bytes` allows."""
 
         def __init__(self) -> None:
-            self.bulk_bytes = 0
+            self.bulk_bytes = self.unaccepted = 0
             self.lines: list[str] = []
 
         def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
@@ -151,9 +151,43 @@ def test_lines_wait_on_disk_in_order(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "rank-0.spool") == 0
 
 
+def test_a_driver_that_is_behind_gets_fewer_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "DELIVERY_INTERVAL", 1e9)
+
+    class Client:
+        bulk_bytes = 0
+        unaccepted = output.BEHIND + 1
+        messages: list[list[str]] = []
+
+        def queue(self, message: dict[str, Any], *, bulk: bool) -> None:
+            self.messages.append(message["lines"])
+
+    client = Client()
+    out = output.RankOutput(0, client, str(tmp_path))  # type: ignore[arg-type]
+    expected = [f"line {number:091d}" for number in range(10_000)]
+    for line in expected:
+        out.feed(f"{line}\n".encode())
+        out.pump()
+    assert len(client.messages) == 10_000 * 97 // output.BATCH
+    assert out.waiting == 97 * (10_000 - sum(map(len, client.messages)))
+    client.unaccepted = 0
+    out.pump()
+    assert [line for message in client.messages for line in message] == expected
+    assert out.waiting == 0
+    client.unaccepted = output.BEHIND + 1
+    out.feed(b"one\ntwo")
+    out.finish()
+    assert client.messages[-1] == ["one", "two"]
+    # Files are on their way, perhaps for minutes.
+    monkeypatch.setattr(output, "DELIVERY_INTERVAL", 0.0)
+    out.add(["three"])
+    assert client.messages[-1] == ["three"]
+
+
 def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         bulk_bytes = output.HIGH_WATER + 1
+        unaccepted = 0
         lines: list[str] = []
 
         def queue(self, message: dict[str, Any], *, bulk: bool) -> None:

@@ -1,7 +1,7 @@
 """A rank's lines on their way to the driver: never in the rank's way, and none lost that is not counted.
 
-While the driver takes lines as fast as they come they go straight to it. When more than `HIGH_WATER` bytes wait,
-they go to a file on this host's disk and follow in order as the driver catches up.
+While the driver takes lines as fast as they come they go straight to it. When it is behind they are gathered to larger
+messages. When more than `HIGH_WATER` bytes wait, they go to a file on this host's disk and follow in order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from rankzero.policy import LOG_TAIL, LOG_TAIL_WIDTH
 
 HIGH_WATER = 8 << 20
 """Bytes waiting for the driver above which lines go to disk."""
+
+BEHIND = 256 << 10
+"""Bytes on their way that the driver has not accepted, above which it is behind: each message costs it something."""
+
+BATCH = 256 << 10
+"""Characters of lines that are gathered then."""
 
 SPOOL_LIMIT = 8 << 30
 """Bytes of one rank's lines on disk above which lines are dropped and counted."""
@@ -39,6 +45,9 @@ class RankOutput:
         self._splitter = LineSplitter()
         self._spool: IO[bytes] | None = None
         self._read = self._written = 0
+        self._gathered: list[str] = []
+        self._length = 0
+        self._gathered_since = 0.0
         self._dropped = 0
         self._tail: deque[str] = deque(maxlen=LOG_TAIL)
         self._recent = 0.0
@@ -56,7 +65,11 @@ class RankOutput:
 
     @property
     def waiting(self) -> int:
-        """Bytes on disk that the driver has not been given yet."""
+        """About how many bytes the driver has not been given yet: those on disk, and those that are gathered."""
+        return self._on_disk + self._length
+
+    @property
+    def _on_disk(self) -> int:
         return self._written - self._read
 
     def feed(self, data: bytes) -> None:
@@ -69,6 +82,8 @@ class RankOutput:
     def finish(self) -> None:
         """The rank's output has ended."""
         self.add(self._splitter.finish())
+        if not self._on_disk:
+            self._send(self._take_gathered())
 
     def add(self, lines: list[str]) -> None:
         """Takes whole lines."""
@@ -76,32 +91,48 @@ class RankOutput:
             return
         # The stack of a crash must not push the last words of the rank out.
         self._tail.extend(line[:LOG_TAIL_WIDTH] for line in lines[-2 * LOG_TAIL :] if not is_own_frame(line))
-        if not self.waiting and self._client.bulk_bytes <= HIGH_WATER:
-            self._send(lines)
-        else:
-            self._store(lines)
+        if not self._gathered:
+            self._gathered_since = time.monotonic()
+        self._gathered += lines
+        self._length += len(lines) + sum(map(len, lines))
+        if self._on_disk or self._client.bulk_bytes > HIGH_WATER:
+            self._store(self._take_gathered())
+        elif self._may_send():
+            self._send(self._take_gathered())
+
+    def _may_send(self) -> bool:
+        """True if the gathered lines are many, or old, or nothing makes them wait."""
+        is_old = time.monotonic() - self._gathered_since >= DELIVERY_INTERVAL
+        return is_old or self._length >= BATCH or self._client.unaccepted <= BEHIND
+
+    def _take_gathered(self) -> list[str]:
+        lines, self._gathered, self._length = self._gathered, [], 0
+        return lines
 
     def pump(self) -> None:
-        """Gives the driver what waits on disk, as far as it takes it."""
-        while self.waiting and self._spool and self._client.bulk_bytes <= HIGH_WATER:
+        """Gives the driver what waits, as far as it takes it."""
+        if self._gathered and self._may_send():
+            self._send(self._take_gathered())
+        while self._on_disk and self._spool and self._client.bulk_bytes <= HIGH_WATER:
             self._spool.seek(self._read)
             block = self._spool.read(_BLOCK)
             while not block.endswith(b"\n"):
                 block += self._spool.readline()
             self._read += len(block)
             self._send(block.decode("utf-8", "replace").split("\n")[:-1])
-        if self._spool and not self.waiting:
+        if self._spool and not self._on_disk:
             self._spool.truncate(0)
             self._read = self._written = 0
 
     def drop_rest(self) -> None:
-        """Counts what is still on disk as dropped: there is no time for it any more."""
-        if self.waiting and self._spool:
+        """Counts what still waits as dropped: there is no time for it any more."""
+        self._dropped += len(self._take_gathered())
+        if self._on_disk and self._spool:
             self._spool.seek(self._read)
             with contextlib.suppress(OSError):
                 self._dropped += sum(1 for _ in self._spool)
             self._read = self._written
-            self._send([])
+        self._send([])
 
     def _send(self, lines: list[str]) -> None:
         if self._dropped:

@@ -110,6 +110,11 @@ class ChannelClient:
         """Bytes of bulk messages that were queued and that the driver has not acknowledged."""
         return self._exchange.session.bulk_bytes
 
+    @property
+    def unaccepted(self) -> int:
+        """Bytes of bulk messages and files that were sent, and that the driver has not accepted."""
+        return self._exchange.session.unaccepted
+
     def close(self, timeout: float) -> None:
         """Delivers what is queued, files too, and ends the thread. Never raises.
 

@@ -122,8 +122,13 @@ class Session:
             self._sent.append(body)
         return body
 
+    @property
+    def unaccepted(self) -> int:
+        """Bytes of bulk frames that were sent, and for which the other end has given no credit yet."""
+        return self._bulk_sent - self._credit
+
     def _has_room(self) -> bool:
-        return self._bulk_sent - self._credit < self._send_window
+        return self.unaccepted < self._send_window
 
     def _next_bulk(self) -> bytes | None:
         if not self._streams or not self._has_room():
