@@ -161,7 +161,11 @@ def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, mon
     made = []
     real = spark.sparkContext.broadcast
     monkeypatch.setattr(spark.sparkContext, "broadcast", lambda value: made.append(len(value)) or real(value))
-    known.cache_clear()
+    vars(spark.sparkContext).pop("_rankzero", None)
     for _ in range(2):
         launcher.options(engine=SparkEngine(session=spark)).run(len, [])
     assert len(made) == 1
+    # Somebody has cleaned the temporary directory.
+    os.unlink(known(spark.sparkContext).code._path)
+    launcher.options(engine=SparkEngine(session=spark)).run(len, [])
+    assert len(made) == 2

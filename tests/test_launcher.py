@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import wait_until_gone
+from tests.conftest import free_port, wait_until_gone
 
 from rankzero import (
     EngineError,
@@ -497,6 +497,45 @@ def test_the_end_of_a_model_whose_group_was_destroyed_holds_nobody(launcher: Lau
         return rounds
 
     assert launcher.options(timeout=60).run(train) == 20
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_a_group_of_the_users_own_rendezvous_is_let_go(launcher: Launcher, scheme: str, tmp_path: Path) -> None:
+    place = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else (tmp_path / "meeting").as_uri()
+
+    def train() -> float:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.ones(1)
+        for _ in range(2):
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+        return float(total)
+
+    assert launcher.options(timeout=60).run(train) == 4.0
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_groups_that_come_and_go_take_a_bounded_number_of_threads(launcher: Launcher) -> None:
+    def train() -> tuple[int, int]:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        counts = []
+        for _ in range(2):
+            for _ in range(40):
+                group = dist.new_group()
+                dist.all_reduce(torch.ones(1), group=group)
+                dist.destroy_process_group(group)
+            counts.append(len(os.listdir("/proc/self/task")))
+        return counts[0], counts[1]
+
+    first, second = launcher.run(train)
+    assert second == first
 
 
 def test_environment_reaches_the_ranks_only(launcher: Launcher) -> None:

@@ -291,6 +291,17 @@ def test_a_module_of_the_user_wins_over_an_installed_one(tmp_path: Path, monkeyp
     assert run_elsewhere(payload.build(train, (), {}), tmp_path) == "mine"
 
 
+class Submitting:
+    """An argument that submits something itself while it is pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (payload.build(train, (0.1,), {}).name,)
+
+
+def test_what_is_submitted_may_submit() -> None:
+    assert payload.build(len, ([Submitting()],), {}).name == "len"
+
+
 class Parsing:
     """Garbage whose finalizer parses, as one does that logs a traceback."""
 

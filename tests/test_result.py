@@ -1,10 +1,13 @@
 """Values come back as they were, by the format that fits, and a damaged file is never opened."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
 import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from rankzero import ResultError, ResultRef, formats
+from rankzero import ResultError, ResultRef, formats, store
 from rankzero.result import map_refs
 
 
@@ -143,8 +146,13 @@ def test_a_flipped_bit_is_found_before_anything_is_opened(value: Any, tmp_path: 
 
 def reads_for_checksums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
-    real = formats.sha256_of
-    monkeypatch.setattr(formats, "sha256_of", lambda path: read.append(path) or real(path))
+    real = hashlib.file_digest
+
+    def noted(file: Any, name: str) -> Any:
+        read.append(file.name)
+        return real(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", noted)
     return read
 
 
@@ -155,6 +163,8 @@ def test_tensors_that_nobody_touched_are_not_read_for_their_checksum(
     read = reads_for_checksums(monkeypatch)
     assert torch.equal(ref.load()["x"], torch.ones(3))
     assert read == []
+    assert torch.equal(ref.load(verify=True)["x"], torch.ones(3))
+    assert read.pop() == ref.uri
     # Done to the file, though not to its bytes: what it was is read from them.
     Path(ref.uri).rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").rename(ref.uri)
@@ -179,15 +189,37 @@ def test_what_is_no_plain_tensors_is_always_checked(
 ) -> None:
     ref = stored(value, tmp_path)
     assert ref.fingerprint is None
-    read = reads_for_checksums(monkeypatch)
-    ref.load()
-    assert read == [ref.uri]
+    forged = dataclasses.replace(ref, fingerprint=store.fingerprint(ref.uri))
+    for handle in (ref, forged):
+        read = reads_for_checksums(monkeypatch)
+        handle.load()
+        assert read == [ref.uri]
+        monkeypatch.undo()
+
+
+def test_a_file_system_whose_clock_stands_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_seconds(look: Callable[..., os.stat_result]) -> Callable[..., types.SimpleNamespace]:
+        def looked(*args: Any, **kwargs: Any) -> types.SimpleNamespace:
+            found = look(*args, **kwargs)
+            facts = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+            return types.SimpleNamespace(**{**facts, "st_ctime_ns": int(found.st_ctime) * 10**9})
+
+        return looked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", in_seconds(os.stat))
+        patch.setattr(os, "fstat", in_seconds(os.fstat))
+        patch.setattr(store, "SEAL_TIMEOUT", 0.01)
+        sealed = [store.seal(stored({"x": torch.ones(number)}, tmp_path).uri) for number in range(1, 9)]
+    # Eight files take less than a second: at most one of them saw it end.
+    assert sealed.count(None) >= 7
 
 
 def test_large_tensors_are_written_while_their_checksum_is_behind(tmp_path: Path) -> None:
-    state = {f"layer{number}": torch.full((3 << 20,), float(number)) for number in range(20)}
+    # Transposed, so that what is written is a copy that nobody else keeps.
+    state = {f"layer{number}": torch.full((3 << 10, 1 << 10), float(number)).t() for number in range(20)}
     ref = stored(state, tmp_path)
-    assert ref.sha256 == formats.sha256_of(ref.uri)
+    assert ref.sha256 == hashlib.sha256(Path(ref.uri).read_bytes()).hexdigest()
     assert all(torch.equal(tensor, state[name]) for name, tensor in safetensors.torch.load_file(ref.uri).items())
 
 

@@ -432,10 +432,11 @@ class Attempt:
 
         def put() -> None:
             error = _upload(path, uri)
-            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
-            self._messages.put((DRIVER, stored))
+            sealed = None if error else seal(uri, result["format"])
+            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "sealed": sealed}
+            self._messages.put((DRIVER, {**stored, "error": error}))
 
-        if self._run.is_remote:
+        if self._run.is_remote or "value" not in result:
             # In the thread that talks to the store: the driver goes on looking for failures and cancels.
             self._committer.do(put)
         else:
@@ -447,9 +448,9 @@ class Attempt:
             return
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
-        uri, file_format = message["uri"], result["format"]
-        sealed = seal(uri, file_format)
-        self._result = ResultRef(uri, file_format, result["sha256"], result["size"], summary, sealed)
+        self._result = ResultRef(
+            message["uri"], result["format"], result["sha256"], result["size"], summary, message["sealed"]
+        )
         self._value = [result["value"]] if "value" in result else []
         self._committed.add(message["rank"])
 

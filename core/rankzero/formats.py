@@ -28,6 +28,7 @@ import threading
 from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
 
+from rankzero import store
 from rankzero.errors import ResultError
 
 if TYPE_CHECKING:
@@ -147,28 +148,38 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
 
 def read_directory(path: str, sha256: str, target: str) -> None:
     """Unpacks what `write_directory` wrote into ``target``. Raises ResultError if the checksum differs."""
-    _verify(path, sha256)
     try:
-        with tarfile.open(path) as archive:
-            if hasattr(tarfile, "data_filter"):
-                archive.extractall(target, filter="data")
-            else:
-                archive.extractall(target)
+        with open(path, "rb") as file:
+            _verify(file, sha256)
+            with tarfile.open(fileobj=file) as archive:
+                if hasattr(tarfile, "data_filter"):
+                    archive.extractall(target, filter="data")
+                else:
+                    archive.extractall(target)
     except tarfile.TarError as error:
         raise ResultError(f"{path} cannot be unpacked: {error}") from error
 
 
-def read(path: str, file_format: str, sha256: str | None) -> Any:
+def read(path: str, file_format: str, sha256: str | None, fingerprint: str | None = None) -> Any:
     """Loads a value from a local file whose sha256 is checked first.
+
+    Args:
+        path: The file.
+        file_format: One of this module's.
+        sha256: Its checksum, hex; None checks nothing.
+        fingerprint: `rankzero.store.fingerprint` of a safetensors file when it had that checksum. While it is the same,
+            the file is not read for it.
 
     Raises:
         ResultError: the checksum differs, or the format is unknown.
     """
-    if sha256 is not None:
-        _verify(path, sha256)
-    if file_format == SAFETENSORS:
-        return _read_safetensors(path)
     with open(path, "rb") as file:
+        # What was looked at is what is opened, whatever comes to be under its name. What runs code is always read.
+        is_known = file_format == SAFETENSORS and store.fingerprint(file.fileno()) == fingerprint
+        if sha256 is not None and not is_known:
+            _verify(file, sha256)
+        if file_format == SAFETENSORS:
+            return _read_safetensors(file)
         if file_format == JSON:
             return json.load(file)
         if file_format == CLOUDPICKLE:
@@ -176,18 +187,14 @@ def read(path: str, file_format: str, sha256: str | None) -> Any:
     raise ResultError(f"unknown result format {file_format!r} of {path}")
 
 
-def _verify(path: str, sha256: str) -> None:
-    if (actual := sha256_of(path)) != sha256:
+def _verify(file: IO[bytes], sha256: str) -> None:
+    actual = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    if actual != sha256:
         raise ResultError(
-            f"{path} has sha256 {actual[:16]}..., but {sha256[:16]}... was recorded: "
+            f"{file.name} has sha256 {actual[:16]}..., but {sha256[:16]}... was recorded: "
             "the file was changed or damaged after it was committed"
         )
-
-
-def sha256_of(path: str) -> str:
-    """The sha256 of a local file, hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    file.seek(0)
 
 
 class _HashingWriter(io.RawIOBase):
@@ -324,7 +331,7 @@ def _write_safetensors(tensors: dict[str, torch.Tensor], sink: _HashingWriter) -
             sink.write_lasting((ctypes.c_char * length).from_address(here.data_ptr()), here)
 
 
-def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
+def _read_safetensors(file: IO[bytes]) -> dict[str, torch.Tensor]:
     """Maps the file copy-on-write: pages come in when they are used, the file never changes.
 
     Every tensor has a storage of its own within the map. Views of one storage would each be
@@ -332,14 +339,13 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
     """
     import torch
 
-    total = os.path.getsize(path)
-    with open(path, "rb") as file:
-        prefix = file.read(_HEADER_LENGTH.size)
-        length = _HEADER_LENGTH.unpack(prefix)[0] if len(prefix) == _HEADER_LENGTH.size else -1
-        if not 0 < length <= min(_MAX_HEADER, total):
-            raise ResultError(f"{path} is not a safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    total = os.fstat(file.fileno()).st_size
+    prefix = file.read(_HEADER_LENGTH.size)
+    length = _HEADER_LENGTH.unpack(prefix)[0] if len(prefix) == _HEADER_LENGTH.size else -1
+    if not 0 < length <= min(_MAX_HEADER, total):
+        raise ResultError(f"{file.name} is not a safetensors file")
+    header: dict[str, Any] = json.loads(file.read(length))
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     header.pop("__metadata__", None)
     start = _HEADER_LENGTH.size + length
     tensors = {}
@@ -348,7 +354,7 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
         begin, end = (start + position for position in entry["data_offsets"])
         width = torch.empty(0, dtype=dtype).element_size()
         if not start <= begin <= end <= total:
-            raise ResultError(f"{path}: tensor {key!r} lies outside the file")
+            raise ResultError(f"{file.name}: tensor {key!r} lies outside the file")
         if begin == end:
             tensors[key] = torch.empty(entry["shape"], dtype=dtype)
         elif begin % width:

@@ -33,7 +33,7 @@ from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, p
 from rankzero.result import ResultRef, map_refs
 
 # cloudpickle's registry of by-value modules is global to the process.
-_REGISTRY_LOCK = threading.Lock()
+_REGISTRY_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
-        sha256: Checksum of the file, hex. Nothing is opened without it.
+        sha256: Checksum of the file, hex. No code of a file runs without it.
         size: Bytes of the file.
         summary: What a person wants to see: type, number of tensors and parameters, last metrics.
         fingerprint: `store.fingerprint` of a local safetensors file when it was written. As long as it is the same, the
@@ -76,18 +76,21 @@ class ResultRef:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
         return ResultRef(uri, file_format, sha256, size, formats.summarize(value), seal(uri, file_format))
 
-    def load(self) -> Any:
+    def load(self, *, verify: bool = False) -> Any:
         """Opens the value, after its checksum was verified.
 
         Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code, and are not read for their
         checksum while the file system says that nothing was done to the file since it was written;
         ``cloudpickle`` files run code of whoever wrote them: load only what your own runs wrote.
 
+        Args:
+            verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
+
         Raises:
             ResultError: the file is gone, changed or of an unknown format.
         """
         if not store.is_url(self.uri):
-            return self.load_from(self.uri)
+            return self.load_from(self.uri, verify=verify)
         with tempfile.TemporaryDirectory(prefix="rankzero-") as directory:
             path = os.path.join(directory, "value")
             try:
@@ -98,17 +101,19 @@ class ResultRef:
                 raise ResultError(f"the result {self.uri} is gone") from None
             return self.load_from(path)
 
-    def load_from(self, path: str) -> Any:
-        """Opens the value from a local copy of the file; the checksum must match."""
-        untouched = self.fingerprint is not None and store.fingerprint(path) == self.fingerprint
+    def load_from(self, path: str, *, verify: bool = False) -> Any:
+        """Opens the value from a local copy of the file; as `load`."""
         try:
-            return formats.read(path, self.format, None if untouched else self.sha256)
+            return formats.read(path, self.format, self.sha256, None if verify else self.fingerprint)
         except FileNotFoundError:
             raise ResultError(f"the result {path} is gone; was its run directory deleted?") from None
 
     def to_json(self) -> dict[str, Any]:
         """The handle as plain JSON values."""
-        return asdict(self)
+        found = asdict(self)
+        if self.fingerprint is None:
+            del found["fingerprint"]
+        return found
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ResultRef:
@@ -129,8 +134,8 @@ class ResultRef:
 
 
 def seal(uri: str, file_format: str) -> str | None:
-    """The `fingerprint <ResultRef>` of a file that was written just now; what runs code when it is opened has none."""
-    return store.seal(uri) if file_format == formats.SAFETENSORS else None
+    """The ``fingerprint`` of a file that was written just now; None for what needs none, or shall have none."""
+    return store.seal(uri) if file_format == formats.SAFETENSORS and not store.is_url(uri) else None
 
 
 _COPY_CHUNK = 8 << 20

@@ -128,35 +128,40 @@ def modified(location: str) -> float:
         raise OSError(f"the store does not tell when {location} was written") from None
 
 
-def fingerprint(location: str) -> str | None:
-    """What the file system says of a file's content without reading it: inode, size, times of its last changes.
+def fingerprint(file: str | int) -> str:
+    """What the file system says of a local file's content without reading it: inode, size, times of its last changes.
 
-    Nobody but the kernel sets the last of these times (of anything done to the file: written, renamed, linked): as
-    long as the fingerprint is the same, so are the bytes.
+    The last of these times changes with anything that is done to the file (written, renamed, linked), and only the
+    kernel sets it.
+
+    Args:
+        file: Path or descriptor.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = os.stat(file)
+    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
+
+
+def seal(path: str) -> str | None:
+    """The `fingerprint` of a local file that was written just now, once any later change would show in it.
+
+    File systems tell times in ticks, and the clock of a file server is its own: so a new file beside it is looked at
+    until its time is a later one.
 
     Returns:
-        None for a URL, and for a file that is not there.
+        None if that takes longer than `SEAL_TIMEOUT`, or nothing can be written there.
     """
-    if is_url(location):
-        return None
-    with contextlib.suppress(OSError):
-        found = os.stat(location)
-        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
-    return None
-
-
-def seal(location: str) -> str | None:
-    """The `fingerprint` of a file that was written just now, as soon as any later change would show in it.
-
-    File systems tell times in ticks of some milliseconds. None if this one's clock is ahead of ours.
-    """
-    tick = getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME)
     deadline = time.monotonic() + SEAL_TIMEOUT
-    while (found := fingerprint(location)) and time.clock_gettime_ns(tick) <= int(found.rpartition("-")[2]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(_SEAL_INTERVAL)
-    return found
+    with contextlib.suppress(OSError):
+        found, changed = fingerprint(path), os.stat(path).st_ctime_ns
+        while time.monotonic() < deadline:
+            with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), prefix=".clock-") as clock:
+                if os.fstat(clock.fileno()).st_ctime_ns > changed:
+                    return found
+            time.sleep(_SEAL_INTERVAL)
+    return None
 
 
 def list_names(location: str) -> list[str]:

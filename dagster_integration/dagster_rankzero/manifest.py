@@ -146,8 +146,10 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
     Returns:
         True if it is known to be what was recorded.
     """
-    is_known = ref.fingerprint is not None and store.fingerprint(ref.uri) == ref.fingerprint
+    is_known = False
     try:
+        if ref.fingerprint is not None and not store.is_url(ref.uri):
+            is_known = store.fingerprint(ref.uri) == ref.fingerprint
         if store.is_url(target):
             if store.copy_within(ref.uri, target):
                 _check_size(ref, store.size(target))

@@ -58,6 +58,14 @@ def look_around() -> dict[str, Any]:
     facts = {
         "server": psutil_free_parent(os.getppid()),
         "environment": sorted(os.environ),
+        "what C has of it": {
+            name.decode()
+            for name, _, value in (
+                line.partition(b"=") for line in subprocess.check_output(["env", "-0"]).split(b"\0") if line
+            )
+            if os.environb.get(name) == value
+        }
+        ^ set(os.environ),
         "directory": os.getcwd(),
         "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd")),
         "path": [place for place in sys.path if not place.startswith(os.environ["RANKZERO_SCRATCH"])],

@@ -183,7 +183,7 @@ def prepare() -> None:
     for finalizer in list(getattr(_finalize, "_registry", ())):
         finalizer.atexit = False
     if getattr(_finalize, "_registered_with_atexit", False):
-        # Nor to go through, unless they make one of their own; their turn among the exit handlers stays.
+        # Nor to go through, unless they make one of their own.
         for handler in (_finalize._exitfunc, _run_finalizers):
             atexit.unregister(handler)
         atexit.register(_run_finalizers)

@@ -10,7 +10,6 @@ import importlib
 import itertools
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +21,8 @@ from rankzero.channel.listen import listen
 MEET_TIMEOUT = 30.0
 """Seconds for a rank to reach rank 0's rendezvous."""
 
-KEEP_DESTROYED = 10.0
-"""Seconds after which the threads of a destroyed process group have nothing in hand any more."""
+DESTROYED_KEPT = 16
+"""Process groups: when so many others have been destroyed, the threads of one have nothing in hand any more."""
 
 _store: object = None
 
@@ -80,30 +79,41 @@ def meet(go: Message, rank: int) -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
 
 
-def separate_groups() -> None:
-    """Gives every ``init_process_group`` a key space of its own in the store that outlives them all.
+def guard_groups() -> None:
+    """Keeps the process groups that the user makes one after the other from getting in each other's way.
 
-    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs.
-    torch keeps its handlers by URL scheme; it has a function to add one, and none to replace one.
+    torch keeps its rendezvous handlers by URL scheme; it has a function to add one, and none to replace one. What is
+    not where it was in torch 2.13 is left alone, and so are groups of ``tcp://`` and ``file://``, whose stores are the
+    user's.
     """
-    import torch.distributed as dist
-
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     plain = handlers.get("env")
-    if plain is None:
-        return
+    if plain is not None:
+        ours: list[bool] = [False]
+        handlers["env"] = _separating(plain, ours)
+        _keep_destroyed(ours)
+
+
+def _separating(plain: Callable[..., Any], ours: list[bool]) -> Callable[..., Any]:
+    """The handler, with a key space of its own for every group in the store that outlives them all.
+
+    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs.
+    """
+    import torch.distributed as dist
+
     count = itertools.count()
 
     def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, world_size in plain(*args, **kwargs):
+            ours[0] = True
             yield dist.PrefixStore(f"rankzero-{next(count)}", store), rank, world_size  # type: ignore[attr-defined]
 
-    handlers["env"] = separate
+    return separate
 
 
-def keep_destroyed_groups() -> None:
-    """Lets no destroyed group end its threads before `KEEP_DESTROYED`.
+def _keep_destroyed(ours: list[bool]) -> None:
+    """Lets the last groups that were destroyed end their threads later, or never: the process leaves without.
 
     A model in DistributedDataParallel is the last that holds a group which the training has destroyed. When the
     training returns, the end of the model ends the group: gloo's destructor waits for its thread, with the
@@ -115,15 +125,16 @@ def keep_destroyed_groups() -> None:
     if groups is None:
         return
     destroy: Callable[..., None] = c10d.destroy_process_group
-    kept: deque[tuple[float, object]] = deque()
+    kept: deque[object] = deque(maxlen=DESTROYED_KEPT)
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        now = time.monotonic()
-        while kept and now - kept[0][0] > KEEP_DESTROYED:
-            kept.popleft()
-        kept.extend((now, group) for group in groups)
+        before = list(groups)
         destroy(*args, **kwargs)
+        if ours[0]:
+            kept.extend(group for group in before if group not in groups)
+        if not groups:
+            ours[0] = False
 
     for module in (c10d, importlib.import_module("torch.distributed")):
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]

@@ -125,9 +125,12 @@ class WarmServer:
                 gc.unfreeze()
                 gc.collect()
                 gc.freeze()
-        finally:
-            if touches_gpu():
-                self.end()
+        except Exception:
+            # Half of it would be in every fork.
+            self.end()
+            raise
+        if touches_gpu():
+            self.end()
 
     def _gather(self) -> None:
         hugepages.gather(lambda: not self._selector.select(0))
@@ -231,10 +234,11 @@ def load(names: tuple[str, ...]) -> None:
         for name in names:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+        sys.path = path
+        forked.prepare()
     finally:
         sys.path = path
-    forked.prepare()
-    gc.enable()
+        gc.enable()
 
 
 def settle_dynamo() -> None:

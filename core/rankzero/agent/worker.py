@@ -100,8 +100,7 @@ def _work(control: Control) -> Message:
     os.environ.update(start["env"])
     if start["context"]["rank"] == 0:
         control.send({"type": "rendezvous", "port": rendezvous.bind(start)})
-    rendezvous.separate_groups()
-    rendezvous.keep_destroyed_groups()
+    rendezvous.guard_groups()
     rendezvous.meet(control.receive(), start["context"]["rank"])
     control.listen(writer.on_message)
     if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():

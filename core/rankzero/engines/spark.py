@@ -236,7 +236,6 @@ class SparkEngineSession(EngineSession):
     def check(self) -> None:
         """Raises EngineError or InsufficientSlotsError for what Spark would refuse, hang on or ignore."""
         if self._context._jsc is None or self._known.is_stopped():
-            known.cache_clear()
             raise EngineError("the SparkContext of this session was stopped: give a session that lives")
         refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
         if self._job.use_gpu and LOCAL.fullmatch(self._master):
@@ -301,7 +300,6 @@ class SparkEngineSession(EngineSession):
         if not self._owned:
             return
         alive = self.is_usable()
-        known.cache_clear()
         with contextlib.suppress(Exception):
             self._session.stop()
         if not alive:

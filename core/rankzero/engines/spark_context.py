@@ -11,6 +11,8 @@ from typing import Any
 from rankzero.agent import hold as hold_module
 from rankzero.agent import start as start_module
 
+_KNOWN = "_rankzero"
+
 
 class KnownContext:
     """A SparkContext's settings and slots, and rankzero's code there."""
@@ -21,6 +23,7 @@ class KnownContext:
         self._conf = self._scala.conf()
         self._profile = self._scala.resourceProfileManager().defaultResourceProfile()
         self._settings: dict[str, str | None] = {}
+        self._code: Any = None
 
     @functools.cached_property
     def url(self) -> str | None:
@@ -28,10 +31,16 @@ class KnownContext:
         found: str | None = self._context.uiWebUrl
         return found
 
-    @functools.cached_property
+    @property
     def code(self) -> Any:
-        """Broadcast of `agent_code`, which so goes to every executor once, and not with every task."""
-        return self._context.broadcast(agent_code())
+        """Broadcast of `agent_code`, which so goes to every executor once, and not with every task.
+
+        It stays with the SparkContext. Tasks of a local master read the file that pyspark made of it, which who cleans
+        the temporary directory may have removed.
+        """
+        if self._code is None or not os.path.exists(getattr(self._code, "_path", None) or os.curdir):
+            self._code = self._context.broadcast(agent_code())
+        return self._code
 
     def setting(self, key: str) -> str | None:
         """One setting; a SparkContext's do not change."""
@@ -48,10 +57,13 @@ class KnownContext:
         return bool(self._scala.isStopped())
 
 
-@functools.lru_cache(maxsize=1)
 def known(context: Any) -> KnownContext:
-    """What is known of a SparkContext; a process has one at a time."""
-    return KnownContext(context)
+    """What is known of a SparkContext; kept with it, and so no longer than it is."""
+    attributes = vars(context)
+    if _KNOWN not in attributes:
+        attributes[_KNOWN] = KnownContext(context)
+    found: KnownContext = attributes[_KNOWN]
+    return found
 
 
 @functools.cache
