@@ -13,7 +13,7 @@ import time
 
 from measure import Report
 
-RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 3
+RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 RANKS = 2
 
 

@@ -29,7 +29,7 @@ AGENTS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 1024
 SECONDS = 10.0
 PROCESSES = 4
 BEAT = 2.0
-RUNS = 3
+RUNS = 5
 
 
 @dataclass(frozen=True)

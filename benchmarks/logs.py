@@ -17,7 +17,7 @@ from rankzero.launcher import start_owned
 
 RANKS = 2
 LINES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 1_000_000
-RUNS = 3
+RUNS = 5
 
 
 def talk(lines: int) -> float:

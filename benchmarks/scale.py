@@ -19,7 +19,7 @@ from rankzero import Launcher
 
 NUMBERS = [int(number) for number in sys.argv[1:] if number.isdigit()] or [2, 4, 8, 16, 32, 64]
 PEER_RANKS = 4
-RUNS = 3
+RUNS = 5
 
 
 def own_memory() -> float:

@@ -23,7 +23,6 @@ import pickle
 import queue
 import struct
 import sys
-import tarfile
 import threading
 from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
@@ -137,6 +136,8 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
 
 def write_directory(directory: str, path: str) -> tuple[int, str]:
     """Writes a directory tree as one uncompressed tar file; returns like `write`."""
+    import tarfile
+
     with open(path, "wb") as file, contextlib.closing(_HashingWriter(file)) as sink:
         # Links are followed: what they point to may not be there where the checkpoint is opened.
         with tarfile.open(fileobj=sink, mode="w|", dereference=True) as archive:
@@ -148,6 +149,8 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
 
 def read_directory(path: str, sha256: str, target: str) -> None:
     """Unpacks what `write_directory` wrote into ``target``. Raises ResultError if the checksum differs."""
+    import tarfile
+
     try:
         with open(path, "rb") as file:
             _verify(file, sha256)

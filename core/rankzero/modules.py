@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import threading
 import types
-import zipfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -233,6 +232,8 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
             f"the user modules {', '.join(sorted(seen))} hold {total >> 20} MiB, over the limit of "
             f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
         )
+    import zipfile
+
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
         for archive_name, path in sorted(files.items()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import zipfile
 from typing import Any
 
 from rankzero.agent import hold as hold_module
@@ -82,6 +81,8 @@ def agent_code() -> bytes:
 
 
 def _zipped_packages() -> bytes:
+    import zipfile
+
     import cloudpickle
 
     import rankzero
