@@ -432,7 +432,7 @@ class Attempt:
 
         def put() -> None:
             error = _upload(path, uri)
-            sealed = None if error else seal(uri, result["format"])
+            sealed = None if error else seal(uri, result["format"], result["size"])
             stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "sealed": sealed}
             self._messages.put((DRIVER, {**stored, "error": error}))
 

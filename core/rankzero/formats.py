@@ -164,7 +164,7 @@ def read_directory(path: str, sha256: str, target: str) -> None:
 
 
 def read(path: str, file_format: str, sha256: str | None, fingerprint: str | None = None) -> Any:
-    """Loads a value from a local file whose sha256 is checked first.
+    """Loads a value from a local file if it is what was written.
 
     Args:
         path: The file.
@@ -308,9 +308,15 @@ def _is_plain_tensor_dict(value: object) -> bool:
     return len(storages) == sum(1 for item in value.values() if item.numel())
 
 
+def _place_in_file(item: tuple[str, torch.Tensor]) -> tuple[int, bool, str]:
+    name, tensor = item
+    return -tensor.element_size(), tensor.numel() * tensor.element_size() >= _HASH_BESIDE, name
+
+
 def _write_safetensors(tensors: dict[str, torch.Tensor], sink: _HashingWriter) -> None:
-    # Widest types first, so that every tensor is aligned in the file and can be mapped.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    # Widest types first, so that every tensor is aligned in the file and can be mapped; in each the small ones first,
+    # for they do not wait to be hashed.
+    ordered = sorted(tensors.items(), key=_place_in_file)
     names = {dtype: name for name, dtype in _DTYPES.items()}
     places = {}
     offset = 0

@@ -74,14 +74,14 @@ class ResultRef:
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, sha256, size, formats.summarize(value), seal(uri, file_format))
+        return ResultRef(uri, file_format, sha256, size, formats.summarize(value), seal(uri, file_format, size))
 
     def load(self, *, verify: bool = False) -> Any:
-        """Opens the value, after its checksum was verified.
+        """Opens the value, if it is what was written.
 
-        Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code, and are not read for their
-        checksum while the file system says that nothing was done to the file since it was written;
-        ``cloudpickle`` files run code of whoever wrote them: load only what your own runs wrote.
+        The checksum says so. Tensors are on the CPU: ``safetensors`` files are mapped into memory and run no code, and
+        are not read for their checksum while the file system says that nothing was done to the file since it was
+        written; ``cloudpickle`` files run code of whoever wrote them: load only what your own runs wrote.
 
         Args:
             verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
@@ -133,9 +133,9 @@ class ResultRef:
         return ResultRef.from_json(data)
 
 
-def seal(uri: str, file_format: str) -> str | None:
+def seal(uri: str, file_format: str, size: int) -> str | None:
     """The ``fingerprint`` of a file that was written just now; None for what needs none, or shall have none."""
-    return store.seal(uri) if file_format == formats.SAFETENSORS and not store.is_url(uri) else None
+    return store.seal(uri, size) if file_format == formats.SAFETENSORS and not store.is_url(uri) else None
 
 
 _COPY_CHUNK = 8 << 20

@@ -144,22 +144,29 @@ def fingerprint(file: str | int) -> str:
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
 
 
-def seal(path: str) -> str | None:
+def seal(path: str, size: int) -> str | None:
     """The `fingerprint` of a local file that was written just now, once any later change would show in it.
 
     File systems tell times in ticks, and the clock of a file server is its own: so a new file beside it is looked at
     until its time is a later one.
 
+    Args:
+        path: The file.
+        size: Bytes that it must have.
+
     Returns:
-        None if that takes longer than `SEAL_TIMEOUT`, or nothing can be written there.
+        None if that takes longer than `SEAL_TIMEOUT`, nothing can be written there, or it has another size.
     """
     deadline = time.monotonic() + SEAL_TIMEOUT
     with contextlib.suppress(OSError):
         found, changed = fingerprint(path), os.stat(path).st_ctime_ns
-        while time.monotonic() < deadline:
+        while os.path.getsize(path) == size:
+            is_last = time.monotonic() >= deadline
             with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), prefix=".clock-") as clock:
                 if os.fstat(clock.fileno()).st_ctime_ns > changed:
                     return found
+            if is_last:
+                break
             time.sleep(_SEAL_INTERVAL)
     return None
 

@@ -21,9 +21,10 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
     A version is committed by its manifest, which is written last: a crash never harms the version
-    before. Loading verifies the checksum. Tensors are mapped into memory, which runs no code and
-    reads only what is used; cloudpickle runs code of whoever can write to ``base_path``, as
-    Dagster's default IO manager does: set ``allow_pickle`` to False where you do not trust them.
+    before. Loading verifies the checksum, of tensors if somebody has touched their file since.
+    Tensors are mapped into memory, which runs no code and reads only what is used; cloudpickle runs
+    code of whoever can write to ``base_path``, as Dagster's default IO manager does: set
+    ``allow_pickle`` to False where you do not trust them.
 
     An output that is a `ResultRef` is stored by its file, never loaded: where run directories and
     ``base_path`` share a file system or an object store, not a byte passes through the step. An

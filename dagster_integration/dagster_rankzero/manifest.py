@@ -87,7 +87,8 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
 
     The file of a handle is copied by its store where that is possible (a hard link, a copy within S3), and is not
     read here: its size is compared, and its checksum, which the handle recorded when the file was written, is
-    verified whenever somebody opens it. A file that must be carried from one store to another is verified on the way.
+    verified by whoever opens it, unless nobody has touched it since. A file that must be carried from one store to
+    another is verified on the way.
     """
     store.make_directory(directory)
     ref = value if isinstance(value, ResultRef) else None
@@ -107,7 +108,7 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
         is_known = _take(ref, path, target) if ref else True
     before = _previous(directory)
     superseded, obsolete = _retire(before, name)
-    fingerprint = seal(target, file_format) if is_known else None
+    fingerprint = seal(target, file_format, size) if is_known else None
     manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded, fingerprint)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
     if obsolete is not None:
@@ -156,6 +157,8 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
                 return is_known
         elif store.copy_within(ref.uri, path):
             _check_size(ref, os.path.getsize(path))
+            # A link changes the last of its times only.
+            is_known = is_known and _but_last(store.fingerprint(path)) == _but_last(ref.fingerprint)
             store.upload(path, target)
             return is_known
         _fetch(ref, path)
@@ -163,6 +166,10 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
         raise ResultError(f"the result {ref.uri} is gone; was its run directory deleted?") from None
     store.upload(path, target)
     return True
+
+
+def _but_last(fingerprint: str | None) -> str:
+    return (fingerprint or "").rpartition("-")[0]
 
 
 def _check_size(ref: ResultRef, size: int) -> None:

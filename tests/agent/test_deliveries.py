@@ -54,7 +54,7 @@ def test_lines_of_a_quiet_rank_travel_together(launcher: Launcher, deliveries: l
 def test_a_rank_that_prints_much_never_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    client: Any = type("Client", (), {"bulk_bytes": 0, "queue": lambda *_, **__: None})()
+    client: Any = type("Client", (), {"bulk_bytes": 0, "unaccepted": 0, "queue": lambda *_, **__: None})()
     rank = output.RankOutput(0, client, os.devnull)
     rank.feed(b"few words\n")
     assert rank.is_quiet

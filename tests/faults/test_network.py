@@ -178,10 +178,14 @@ def test_a_driver_that_is_behind_gets_fewer_messages(tmp_path: Path, monkeypatch
     out.feed(b"one\ntwo")
     out.finish()
     assert client.messages[-1] == ["one", "two"]
+    # The connection is cut: nothing is sent that could be accepted.
+    client.unaccepted, client.bulk_bytes = 0, output.BEHIND + 1
+    out.add(["zero"])
+    assert client.messages[-1] == ["one", "two"]
     # Files are on their way, perhaps for minutes.
     monkeypatch.setattr(output, "DELIVERY_INTERVAL", 0.0)
     out.add(["three"])
-    assert client.messages[-1] == ["three"]
+    assert client.messages[-1] == ["zero", "three"]
 
 
 def test_lines_beyond_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

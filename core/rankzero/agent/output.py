@@ -20,8 +20,8 @@ from rankzero.policy import LOG_TAIL, LOG_TAIL_WIDTH
 HIGH_WATER = 8 << 20
 """Bytes waiting for the driver above which lines go to disk."""
 
-BEHIND = 256 << 10
-"""Bytes on their way that the driver has not accepted, above which it is behind: each message costs it something."""
+BEHIND = 32 << 10
+"""Bytes on their way to the driver above which it is behind: each message costs it something."""
 
 BATCH = 256 << 10
 """Characters of lines that are gathered then."""
@@ -103,7 +103,9 @@ class RankOutput:
     def _may_send(self) -> bool:
         """True if the gathered lines are many, or old, or nothing makes them wait."""
         is_old = time.monotonic() - self._gathered_since >= DELIVERY_INTERVAL
-        return is_old or self._length >= BATCH or self._client.unaccepted <= BEHIND
+        # What it has received it may not have accepted, and what was not sent is not even that.
+        on_their_way = max(self._client.bulk_bytes, self._client.unaccepted)
+        return is_old or self._length >= BATCH or on_their_way <= BEHIND
 
     def _take_gathered(self) -> list[str]:
         lines, self._gathered, self._length = self._gathered, [], 0
