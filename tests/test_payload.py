@@ -319,7 +319,7 @@ def test_what_finalizers_do_meanwhile_does_not_disturb(user_package: Any, tmp_pa
         path.write_text(path.read_text() + "\n".join(f"x{number}_{line} = [{line}]" for line in range(300)) + "\n")
         for _ in range(300):
             Parsing()
-        payload.build(user_package.by_value, (), {})
+        assert payload.build(user_package.by_value, (), {}).modules is not None
 
 
 def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Path) -> None:

@@ -24,15 +24,17 @@ WAIT = 90.0
 STEPS = 6
 
 
-def committed_step() -> int:
-    """The step of the newest checkpoint; 0 if there is none, or if a newer one has taken its place this very moment."""
+def has_committed(attempt: int) -> bool:
+    """True if the newest checkpoint is of this attempt, and of step 2 at least."""
     import rankzero.train as rt
 
     checkpoint = rt.get_checkpoint()
     try:
-        return int(checkpoint.load()["step"]) if checkpoint else 0
+        state = checkpoint.load() if checkpoint else {"step": 0}
     except ResultError:
-        return 0
+        # A newer one has taken its place this very moment.
+        return False
+    return bool(state["step"] >= 2 and state["starts"][-1][0] == attempt)
 
 
 def train(how: str, failures: int, witness: str) -> list[list[int]]:
@@ -54,7 +56,7 @@ def train(how: str, failures: int, witness: str) -> list[list[int]]:
         rt.report({"step": state["step"]}, checkpoint=state)
         if state["step"] >= 3 and context.rank == 1 and context.attempt < failures:
             # These steps are shorter than a commit, which goes on beside them.
-            while committed_step() < 2:
+            while not has_committed(context.attempt):
                 time.sleep(0.01)
             if how == "retryable":
                 raise RetryableError("the data server is busy")
