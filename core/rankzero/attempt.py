@@ -432,9 +432,9 @@ class Attempt:
 
         def put() -> None:
             error = _upload(path, uri)
-            sealed = None if error else seal(uri, result["format"], result["size"])
-            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "sealed": sealed}
-            self._messages.put((DRIVER, {**stored, "error": error}))
+            fingerprint = None if error else seal(uri, result["format"], result["size"])
+            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
+            self._messages.put((DRIVER, {**stored, "fingerprint": fingerprint}))
 
         if self._run.is_remote or "value" not in result:
             # In the thread that talks to the store: the driver goes on looking for failures and cancels.
@@ -449,7 +449,7 @@ class Attempt:
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
         self._result = ResultRef(
-            message["uri"], result["format"], result["sha256"], result["size"], summary, message["sealed"]
+            message["uri"], result["format"], result["sha256"], result["size"], summary, message["fingerprint"]
         )
         self._value = [result["value"]] if "value" in result else []
         self._committed.add(message["rank"])
