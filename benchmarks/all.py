@@ -1,6 +1,6 @@
 """Every measurement, one after the other: a table, JSON and a chart. ``python benchmarks/all.py [name ...]``.
 
-Takes the better part of an hour on two cores, which should have nothing else to do.
+Takes more than an hour on two cores, which should have nothing else to do.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def use(state: dict[str, object]) -> float:
 
 
 def ask_for_memory(megabytes: int) -> None:
-    """Has the host back what a turn needs: the tensors, and their file in the page cache."""
-    with mmap.mmap(-1, 3 * megabytes * MB) as memory:
+    """Has the host give what a turn needs: the tensors, and their file in the page cache."""
+    with mmap.mmap(-1, 2 * megabytes * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         for start in range(0, len(memory), MB):
             memory[start : start + MB] = bytes(MB)
 

@@ -6,12 +6,13 @@ Under rankzero there are heartbeats, a line of output and a report every ten ste
 agent and driver use of the processor is measured beside it, since it would slow down a training that uses every core.
 
 Two processes that do the same differ by some percent, by where their memory came to lie and by what else the machine
-did in their turns: the spread of the second torchrun over the first shows by how much. So all are launched several
-times.
+did in their turns: the spread of the second torchrun over the first shows by how much. So all are launched many times,
+for few turns each.
 
     python benchmarks/steps.py [launches]
 """
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -31,8 +32,8 @@ from measure import Report
 from rankzero import Launcher
 
 RANKS = 2
-LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 6
-ROUNDS = 18
+LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 18
+ROUNDS = 6
 TURN = 0.6
 """Seconds. Well below `rankzero.channel.limits.SILENCE`, after which those who were stopped would connect anew."""
 
@@ -185,9 +186,14 @@ def take_turns(width: int, reports: bool) -> dict[str, Taken]:
                 for name in order:
                     turn(folder, name, trainings[name], taken[name])
             return taken
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError) as error:
+            logs = [f"{log.name}: {log.read_text()[-2000:]}" for log in folder.glob("*.log")]
+            raise RuntimeError(f"{error} of {trainings}, {handle.status()}; {logs}") from error
         finally:
             for training in trainings.values():
-                training.send(signal.SIGCONT)
+                for process in (*training.supervisors, *training.ranks):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGCONT)
             handle.cancel()
             for process in bare.values():
                 process.terminate()

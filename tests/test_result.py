@@ -232,10 +232,40 @@ def test_large_tensors_are_written_while_their_checksum_is_behind(tmp_path: Path
     assert all(torch.equal(tensor, state[name]) for name, tensor in safetensors.torch.load_file(ref.uri).items())
 
 
+def hashing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rankzero-sha256")]
+
+
 def test_a_disk_that_is_full_leaves_no_thread_behind() -> None:
     with pytest.raises(OSError, match="No space left"):
         formats.write({"x": torch.zeros(8 << 20)}, "safetensors", "/dev/full")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rankzero-sha256")]
+    assert not hashing_threads()
+
+
+@pytest.mark.timeout(60)
+def test_a_checksum_that_cannot_be_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoMemory:
+        def update(self, chunk: memoryview) -> None:
+            if len(chunk) > 1 << 20:
+                raise MemoryError("no memory to hash in")
+
+    monkeypatch.setattr(hashlib, "sha256", NoMemory)
+    with pytest.raises(MemoryError, match="to hash in"):
+        formats.write({f"x{number}": torch.zeros(20 << 20) for number in range(5)}, "safetensors", str(tmp_path / "x"))
+    assert not hashing_threads()
+
+
+def test_what_exit_handlers_save_has_its_checksum_where_no_thread_begins_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        size, sha256 = formats.write({"x": torch.ones(9 << 20), "y": torch.ones(3)}, "safetensors", str(tmp_path / "x"))
+    assert sha256 == hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    assert size == (tmp_path / "x").stat().st_size
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:

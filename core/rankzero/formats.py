@@ -20,10 +20,11 @@ import json
 import mmap
 import os
 import pickle
+import queue
 import struct
 import sys
-from collections import OrderedDict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
@@ -205,8 +206,9 @@ class _HashingWriter(io.RawIOBase):
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._digest = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(1, "rankzero-sha256")
-        self._behind: deque[Future[None]] = deque()
+        self._behind: queue.Queue[Any] = queue.Queue(_HASH_BEHIND)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
         self.size = 0
 
     def writable(self) -> bool:
@@ -217,7 +219,7 @@ class _HashingWriter(io.RawIOBase):
             return self.write_lasting(data)
         finally:
             # Who calls may use the memory for something else.
-            self._catch_up()
+            self._behind.join()
 
     def write_lasting(self, data: Any, owner: object = None) -> int:
         """Writes what does not change before `hexdigest` is asked for: hashing may fall behind.
@@ -228,33 +230,52 @@ class _HashingWriter(io.RawIOBase):
         """
         view = memoryview(data).cast("B")
         if len(view) < _HASH_BESIDE:
-            self._catch_up()
-            self._hash(view, owner)
+            self._behind.join()
+            self._digest.update(view)
             self._file.write(view)
         else:
             for start in range(0, len(view), _HASH_CHUNK):
                 chunk = view[start : start + _HASH_CHUNK]
-                self._catch_up(_HASH_BEHIND - 1)
-                self._behind.append(self._hasher.submit(self._hash, chunk, owner))
+                self._hash_beside(chunk, owner)
                 self._file.write(chunk)
         self.size += len(view)
         return len(view)
 
-    def _hash(self, chunk: memoryview, owner: object) -> None:
-        self._digest.update(chunk)
+    def _hash_beside(self, chunk: memoryview, owner: object) -> None:
+        if self._thread is None:
+            # Not one of `concurrent.futures`: exit handlers, which may save something, get none there.
+            thread = threading.Thread(target=self._hash, name="rankzero-sha256", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                # Nor here since CPython 3.12; or the system has none left.
+                self._digest.update(chunk)
+                return
+            self._thread = thread
+        self._behind.put((chunk, owner))
 
-    def _catch_up(self, left: int = 0) -> None:
-        while len(self._behind) > left:
-            self._behind.popleft().result()
+    def _hash(self) -> None:
+        while (item := self._behind.get()) is not None:
+            try:
+                self._digest.update(item[0])
+            except BaseException as error:
+                self._failure = error
+            del item
+            self._behind.task_done()
 
     def hexdigest(self) -> str:
-        """The sha256 of all that was written, hex."""
-        self._catch_up()
+        """The sha256 of all that was written, hex; raises what hashing it raised."""
+        self._behind.join()
+        if self._failure:
+            raise self._failure
         return self._digest.hexdigest()
 
     def close(self) -> None:
         """Ends its thread, with the memory that it holds; the file stays open."""
-        self._hasher.shutdown()
+        if self._thread is not None:
+            self._behind.put(None)
+            self._thread.join()
+            self._thread = None
         super().close()
 
 
