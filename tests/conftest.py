@@ -1,6 +1,8 @@
 """What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
 
+import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -52,10 +54,27 @@ def until(look: Callable[[], T | None], bound: float, what: str, pause: float = 
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port of 127.0.0.1 that nobody has now, as `free_ports`."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> tuple[int, int]:
+    """The first and last of consecutive ports of 127.0.0.1 that nobody has now.
+
+    The system gives none of them to who asks for any, nor to an outgoing connection, before the test has taken it.
+    """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(1000):
+        # Suites that run at once look at different places.
+        first = random.SystemRandom().randrange(10_000, max(given, 20_000) - count)
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first, first + count - 1
+    raise AssertionError("no free ports")
 
 
 def processes_with(marker: str) -> list[int]:

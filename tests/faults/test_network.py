@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import free_ports
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError, attempt
 from rankzero.agent import output
@@ -25,22 +26,6 @@ def reduce() -> list[Any]:
     dist.all_reduce(tensor)
     names = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return [tensor.item(), *(os.environ.get(name) for name in names)]
-
-
-def free_ports(count: int) -> tuple[int, int]:
-    """The first and last of consecutive ports that are free now."""
-    for first in range(42000, 60000, count):
-        probes = [socket.socket() for _ in range(count)]
-        try:
-            for offset, probe in enumerate(probes):
-                probe.bind(("127.0.0.1", first + offset))
-            return first, first + count - 1
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-    raise AssertionError("no free ports")
 
 
 def test_driver_and_rendezvous_keep_to_their_ports(launcher: Launcher) -> None:
