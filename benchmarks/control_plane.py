@@ -19,11 +19,12 @@ from typing import Any
 import psutil
 from measure import Report
 
-from rankzero import Launcher, LocalEngine, formats
-from rankzero.channel.client import ChannelClient
+from rankzero import Launcher, LocalEngine
+from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
+from rankzero.values import formats
 
 AGENTS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 1024
 SECONDS = 10.0

@@ -13,7 +13,6 @@ import time
 from measure import Report
 
 from rankzero import Launcher
-from rankzero.launcher import start_owned
 
 RANKS = 2
 LINES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 1_000_000
@@ -53,7 +52,9 @@ def main() -> None:
                 count += 1
 
             started = time.perf_counter()
-            handle = start_owned(launcher, take, talk, (LINES // RANKS,), {})
+            with launcher.owned(talk, (LINES // RANKS,), {}) as (handle, since):
+                for line in handle.lines(since, follow=True, prefix=True):
+                    take(line)
             rates.append(count / (time.perf_counter() - started))
             printed.append(handle.result())
             assert count == LINES, f"{LINES - count} lines are lost"

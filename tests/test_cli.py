@@ -15,7 +15,7 @@ from tests.conftest import until
 
 from rankzero import Launcher, RunHandle
 from rankzero.cli import main
-from rankzero.directory import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 MONTH = 30 * 86400.0
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from rankzero.digest import digest_of
+from rankzero.submit.identity import digest_of
 
 
 def test_it_is_the_same_in_every_process() -> None:
-    program = "from rankzero.digest import digest_of; print(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
+    program = (
+        "from rankzero.submit.identity import digest_of\nprint(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
+    )
     digests = {
         subprocess.run(
             [sys.executable, "-c", program], check=True, capture_output=True, text=True, env={"PYTHONPATH": path}
@@ -48,7 +50,7 @@ def test_one_object_twice_is_as_two_equal_ones() -> None:
 def test_objects_of_a_script_s_own_classes_are_told_by_their_attributes() -> None:
     program = """
 import enum
-from rankzero.digest import digest_of
+from rankzero.submit.identity import digest_of
 class Config:
     def __init__(self, rate): self.rate = rate
 class Kind(enum.Enum):

@@ -9,8 +9,10 @@ from typing import Any
 import numpy
 import pytest
 
-from rankzero import Launcher, envelope, payload
-from rankzero.envelope import LARGE, beside, digest_of, digest_of_file, open_sealed, reduce_tensor, seal
+from rankzero import Launcher
+from rankzero.submit import payload
+from rankzero.values import envelope
+from rankzero.values.envelope import LARGE, beside, digest_of, digest_of_file, open_sealed, reduce_tensor, seal
 
 
 def sealed(value: object, path: Path) -> list[memoryview]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rankzero import Launcher
-from rankzero import run as runs
-from rankzero.directory import Position, RunDirectory
+from rankzero.run import handle as runs
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
 
 PATIENCE = 30.0
 

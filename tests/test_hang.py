@@ -1,8 +1,8 @@
 """When a run counts as hung, and what is known of it then."""
 
-from rankzero import policy
-from rankzero.agent.rendezvous import MEET_TIMEOUT
-from rankzero.hang import HangWatch
+from rankzero.bounds import MEET_TIMEOUT
+from rankzero.driver import policy
+from rankzero.driver.hang import HangWatch
 
 BOUND = 10.0
 

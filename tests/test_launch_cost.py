@@ -18,9 +18,9 @@ import pytest
 
 import rankzero
 from rankzero import Launcher, SparkEngine
-from rankzero.agent.warm import PRELOADED_LATER
-from rankzero.engines.spark_context import known
-from rankzero.engines.spark_stage import make_task
+from rankzero.engines.spark.context import known
+from rankzero.engines.spark.stage import make_task
+from rankzero.warm.server import PRELOADED_LATER
 
 PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
 
@@ -153,7 +153,7 @@ def test_what_spark_sends_with_a_task_does_not_depend_on_the_arguments(launcher:
             return task
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rankzero.engines.spark.make_task", measured)
+            patch.setattr("rankzero.engines.spark.engine.make_task", measured)
             assert launcher.options(engine=SparkEngine(session=spark)).run(len, argument) == len(argument)
         sizes += seen
     small, large = sizes

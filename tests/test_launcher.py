@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
     rt.report({"sum": tensor, "rank": context.rank})
     print(f"sum {tensor.item()}")
     return {"sum": tensor.item(), "rank": context.rank, "context": [context.world_size, context.local_rank]}
+
+
+def follow_owned(launcher: Launcher, on_line: Callable[[str], None], train: Any, *args: Any) -> None:
+    with launcher.owned(train, args, {}) as (handle, since):
+        for line in handle.lines(since, follow=True, prefix=True):
+            on_line(line)
 
 
 def test_rank_0_returns_its_value_and_everything_is_recorded(
@@ -301,13 +308,11 @@ def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str
     class Stop(BaseException):
         pass
 
-    from rankzero.launcher import start_owned
-
     def stop(_: str) -> None:
         raise Stop
 
     with pytest.raises(Stop):
-        start_owned(launcher.options(run_id="stopped"), stop, sleep_forever, (), {})
+        follow_owned(launcher.options(run_id="stopped"), stop, sleep_forever)
     assert wait_until_gone(marker) == []
     status = RunHandle.attach(os.path.join(str(launcher.store), "stopped")).status()
     assert status.state == "cancelled"
@@ -360,18 +365,14 @@ def test_the_start_waits_for_every_rank(launcher: Launcher, tmp_path: Path) -> N
 
 
 def test_an_exception_of_the_callers_own_is_the_callers(launcher: Launcher) -> None:
-    from rankzero.launcher import start_owned
-
     def broken(_: str) -> None:
         raise KeyError("the caller's sink")
 
     with pytest.raises(KeyError, match="the caller's sink"):
-        start_owned(launcher.options(num_processes=1), broken, sleep_forever, (), {})
+        follow_owned(launcher.options(num_processes=1), broken, sleep_forever)
 
 
 def test_an_interrupt_after_the_commit_loses_nothing(launcher: Launcher) -> None:
-    from rankzero.launcher import start_owned
-
     class Stop(BaseException):
         pass
 
@@ -386,7 +387,7 @@ def test_an_interrupt_after_the_commit_loses_nothing(launcher: Launcher) -> None
             raise Stop
 
     with pytest.raises(Stop):
-        start_owned(launcher.options(num_processes=1, run_id="late"), stop, train, (), {})
+        follow_owned(launcher.options(num_processes=1, run_id="late"), stop, train)
     assert RunHandle.attach(os.path.join(str(launcher.store), "late")).result() == "value"
 
 

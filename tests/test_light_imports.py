@@ -35,7 +35,8 @@ def test_agent_and_worker_need_only_the_standard_library() -> None:
     # -S: no site-packages at all.
     program = (
         f"import sys; sys.path.insert(0, {str(code)!r})\n"
-        "import rankzero.agent.supervise, rankzero.agent.worker, rankzero.train, rankzero.result, rankzero.formats"
+        "import rankzero.agent.supervise, rankzero.worker.main, rankzero.train\n"
+        "import rankzero.values.ref, rankzero.values.formats"
     )
     done = subprocess.run([sys.executable, "-S", "-I", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rankzero import InvalidJobError, ResultRef, modules, payload
+from rankzero import InvalidJobError, ResultRef
+from rankzero.submit import modules, payload
 
 
 def train(lr: float, *, steps: int = 1) -> float:
@@ -108,7 +109,7 @@ def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
         extra = [str(tmp_path / "modules")]
     program = f"""
         import sys
-        from rankzero.envelope import open_sealed
+        from rankzero.values.envelope import open_sealed
         sys.path[:0] = {extra!r}
         payload = open_sealed({str(tmp_path / "payload.pkl")!r})
         print(payload["function"](*payload["args"], **payload["kwargs"]))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankzero import policy
-from rankzero.policy import Failure
+from rankzero.driver import policy
+from rankzero.driver.policy import Failure
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
 ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)

@@ -17,8 +17,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from rankzero import ResultError, ResultRef, formats, store
-from rankzero.result import map_refs
+from rankzero import ResultError, ResultRef, store
+from rankzero.values import formats
+from rankzero.values.ref import map_refs
 
 
 def stored(value: Any, tmp_path: Path) -> ResultRef:

@@ -10,10 +10,10 @@ import fsspec
 import pytest
 
 from rankzero import InvalidJobError, store
-from rankzero.directory import RunDirectory, RunStatus
 from rankzero.job import Job
-from rankzero.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due
-from rankzero.submission import submit
+from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due
+from rankzero.submit.submission import submit
 
 DAY = 86400.0
 MONTH = 30 * DAY

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from airflow.sdk import DAG, TaskGroup
     from airflow.sdk.definitions.retry_policy import RetryPolicy
 
-    from rankzero.checkpoint import CheckpointConfig
+    from rankzero.run.checkpoints import CheckpointConfig
 
 Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 

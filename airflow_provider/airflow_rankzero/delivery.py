@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero import tries
-from rankzero import handover
-from rankzero.run import RunHandle
+from rankzero.run import delivery as handover
+from rankzero.run.handle import RunHandle
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

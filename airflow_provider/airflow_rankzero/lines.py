@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.directory import Position
-from rankzero.run import RunHandle
+from rankzero.run.growing import Position
+from rankzero.run.handle import RunHandle
 
 REPLAY_BYTES = 256 << 10
 """Bytes of a rank's lines that are shown again rather than left out."""

@@ -23,13 +23,13 @@ from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink,
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.spark_conf import as_text
 from airflow_rankzero.task_run import TaskRun
-from rankzero.checkpoint import CheckpointConfig
-from rankzero.digest import digest_of
+from rankzero.bounds import STOP_GRACE
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
-from rankzero.policy import STOP_GRACE
-from rankzero.result import map_refs
-from rankzero.run import RunHandle
+from rankzero.run.checkpoints import CheckpointConfig
+from rankzero.run.handle import RunHandle
+from rankzero.submit.identity import digest_of
+from rankzero.values.ref import map_refs
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

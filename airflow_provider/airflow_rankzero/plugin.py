@@ -20,6 +20,6 @@ class RankZeroPlugin(AirflowPlugin):
         """
         from airflow.sdk.serde import allow_class
 
-        from rankzero.result import ResultRef
+        from rankzero.values.ref import ResultRef
 
         allow_class(ResultRef)

@@ -13,10 +13,11 @@ from airflow.sdk.exceptions import AirflowException, AirflowRescheduleException
 
 from airflow_rankzero import delivery, lines, tries
 from airflow_rankzero.links import push_links
-from rankzero.directory import Position
+from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import RankZeroError, RunCancelledError
 from rankzero.launcher import Launcher
-from rankzero.run import CANCEL_TIMEOUT, FOLLOW_INTERVAL_REMOTE, RunHandle
+from rankzero.run.growing import Position
+from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
 
 FOLLOW_INTERVAL = 0.1

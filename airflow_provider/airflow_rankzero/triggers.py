@@ -12,11 +12,11 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import lines, tries
 from rankzero.errors import RankZeroError
-from rankzero.run import FOLLOW_INTERVAL_REMOTE, RunHandle
+from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
 
 if TYPE_CHECKING:
-    from rankzero.directory import Position
+    from rankzero.run.growing import Position
 
 logger = logging.getLogger(__name__)
 

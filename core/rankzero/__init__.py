@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rankzero.checkpoint import CheckpointConfig
     from rankzero.compat.torch_distributor import TorchDistributor
     from rankzero.engines.connect import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
-    from rankzero.engines.spark import SparkEngine
+    from rankzero.engines.spark.engine import SparkEngine
     from rankzero.errors import (
         EngineError,
         HangError,
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
         WorkerFailedError,
     )
     from rankzero.launcher import Launcher
-    from rankzero.result import ResultRef
-    from rankzero.run import RunHandle
+    from rankzero.run.checkpoints import CheckpointConfig
+    from rankzero.run.handle import RunHandle
+    from rankzero.values.ref import ResultRef
 
 __all__ = [
     "CheckpointConfig",
@@ -59,13 +59,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointConfig": "checkpoint",
+    "CheckpointConfig": "run.checkpoints",
     "Launcher": "launcher",
     "LocalEngine": "engines.local",
-    "ResultRef": "result",
-    "RunHandle": "run",
+    "ResultRef": "values.ref",
+    "RunHandle": "run.handle",
     "SparkConnectEngine": "engines.connect",
-    "SparkEngine": "engines.spark",
+    "SparkEngine": "engines.spark.engine",
     "TorchDistributor": "compat.torch_distributor",
 }
 

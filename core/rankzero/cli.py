@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from rankzero import __version__
-from rankzero.directory import RunDirectory
 from rankzero.errors import RankZeroError
-from rankzero.run import RunHandle
+from rankzero.run.directory import RunDirectory
+from rankzero.run.handle import RunHandle
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -123,7 +123,7 @@ def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool) -> None
     A run that lives is never removed, nor anything in STORE that is no run directory. A directory that cannot be
     read or removed is named on standard error, and makes the exit code 1; the others are removed all the same.
     """
-    from rankzero.retention import collect
+    from rankzero.run.retention import collect
 
     collection = collect(store, older_than, dry_run)
     for removed in collection.removed:

@@ -163,3 +163,7 @@ def error_from_json(facts: dict[str, Any]) -> RankZeroError:
     cls = _BY_NAME.get(facts.get("type", ""), RankZeroError)
     known = {name: facts[name] for name in cls._fields if name in facts}
     return cls(str(facts.get("message", "")), **known)
+
+
+KILLED, LOST, PREEMPTED, HANG, RETRYABLE = "killed", "lost", "preempted", "hang", "retryable"
+"""Why an attempt ended, as far as a restart may help; None stands for everything else."""

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankzero.bounds import STOP_GRACE
 from rankzero.errors import InvalidJobError, RunNotFoundError
-from rankzero.policy import STOP_GRACE
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 BACKENDS = ("auto", "nccl", "gloo", None)

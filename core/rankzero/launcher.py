@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero import store
-from rankzero.checkpoint import CheckpointConfig
-from rankzero.directory import Position, RunDirectory
+from rankzero.bounds import STOP_GRACE
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
-from rankzero.liveness import this_process
-from rankzero.policy import STOP_GRACE
-from rankzero.run import CANCEL_TIMEOUT, RunHandle
+from rankzero.run.checkpoints import CheckpointConfig
+from rankzero.run.directory import RunDirectory
+from rankzero.run.handle import RunHandle
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rankzero.engines.base import Engine
-    from rankzero.payload import Payload
+    from rankzero.submit.owned import Opened
+    from rankzero.submit.prepare import Request
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,7 +144,7 @@ class Launcher:
         """
         if self.run_id is None:
             raise InvalidJobError("find() looks for the run that run_id names: give Launcher(run_id=...)")
-        directory = _directory(self, self.run_id)
+        directory = store.join(self._root(), self.run_id)
         try:
             return RunHandle.attach(directory)
         except RunNotFoundError:
@@ -155,7 +154,7 @@ class Launcher:
 
     def take_up(self) -> RunHandle[Any] | None:
         """The run to which `submit` would attach: it lives, or its result waits. None if `submit` would start one."""
-        from rankzero import submission
+        from rankzero.submit import submission
 
         handle = self.find()
         return handle if handle and submission.is_waiting(RunDirectory(handle.directory)) else None
@@ -183,7 +182,9 @@ class Launcher:
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
-        handle = start_owned(self, print_line, train, args, kwargs)
+        with self.owned(train, args, kwargs) as (handle, since):
+            for line in handle.lines(since, follow=True, prefix=True):
+                print_line(line)
         value = handle.result()
         try:
             handle.mark_delivered()
@@ -211,121 +212,67 @@ class Launcher:
             InvalidJobError: refused before anything started.
             EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
-        run, started = _prepare(self, _engine_of(self), train, args, kwargs, detached=True)
-        return RunHandle(run.directory, _start_driver(run, None) if started else None)
+        from rankzero.submit import drivers
+        from rankzero.submit.prepare import prepare
 
+        run, started = prepare(self._request(), train, args, kwargs, detached=True)
+        return RunHandle(run.directory, drivers.start_driver(run, None) if started else None)
 
-def start_owned(
-    launcher: Launcher,
-    on_line: Callable[[str], None],
-    train: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    on_start: Callable[[RunHandle[Any]], None] | None = None,
-) -> RunHandle[Any]:
-    """Runs to the end and returns the handle; what `Launcher.run` and the orchestrators stand on.
+    def owned(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Opened]:
+        """A run that ends with the block, however that ends, and with this process; what `run` stands on.
 
-    Args:
-        launcher: The configuration.
-        on_line: Gets every line of every rank, with its ``[rank]`` prefix, in this thread.
-        train: As for `Launcher.run`.
-        args: As for `Launcher.run`.
-        kwargs: As for `Launcher.run`.
-        on_start: Gets the handle once the run directory is there, before the run is followed, so
-            that a signal handler or another thread can cancel the run meanwhile.
+        Args:
+            train: As for `run`.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
 
-    Returns:
-        The handle of a run that has ended, however it ended: ask it for the result.
+        Returns:
+            A context manager that gives the handle, to be followed until the run has ended, and where each rank's
+            lines of earlier submissions end.
 
-    Raises:
-        InvalidJobError: refused before anything started.
-        BaseException: whatever interrupted this thread, after the run was ended.
-    """
-    with open_owned(launcher, train, args, kwargs) as (handle, since):
-        if on_start:
-            on_start(handle)
-        for line in handle.lines(since, follow=True, prefix=True):
-            on_line(line)
-    return handle
+        Raises:
+            InvalidJobError: refused before anything started; on entering the block.
+        """
+        from rankzero.submit.owned import open_owned
 
+        return open_owned(self._request(), train, args, kwargs)
 
-@contextlib.contextmanager
-def open_owned(
-    launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[RunHandle[Any], dict[int, Position]]]:
-    """A run that ends with the block, however that ends, and with this process.
+    def _request(self) -> Request:
+        from rankzero.submit.prepare import Request
 
-    Args:
-        launcher: The configuration.
-        train: As for `Launcher.run`.
-        args: As for `Launcher.run`.
-        kwargs: As for `Launcher.run`.
-
-    Yields:
-        The handle, to be followed until the run has ended, and where each rank's lines of earlier submissions end.
-
-    Raises:
-        InvalidJobError: refused before anything started.
-    """
-    engine = _engine_of(launcher)
-    patience = launcher.stop_grace + CANCEL_TIMEOUT
-
-    run, started = _prepare(
-        launcher, engine, train, args, kwargs, detached=engine.prefers_own_process, owner=this_process()
-    )
-    since = RunHandle[Any](run.directory).ends()
-    if not started:
-        handle = RunHandle[Any](run.directory)
-        if not handle.status().final:
-            raise InvalidJobError(
-                f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
-                "another run_id"
-            )
-        # It succeeded, and whoever waited for it died before it could hand the result on.
-        yield handle, since
-        return
-    driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
-    with driver as handle:
-        yield handle, since
-
-
-@contextlib.contextmanager
-def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[Any]]:
-    """A driver in a process of its own, which ends its run when this process, or the block, does."""
-    theirs, ours = os.pipe()
-    handle: RunHandle[Any] | None = None
-    try:
-        try:
-            handle = RunHandle(run.directory, _start_driver(run, theirs))
-        finally:
-            os.close(theirs)
-        yield handle
-    finally:
-        # After an interrupt this is what ends the run, at once, wherever its directory lies.
-        os.close(ours)
-        if handle:
-            handle.wait(patience)
-
-
-@contextlib.contextmanager
-def _thread_driver(run: RunDirectory, engine: Engine, patience: float) -> Iterator[RunHandle[Any]]:
-    """A driver in a thread of this process, which ends its run when the block does."""
-    from rankzero.driver import Driver, DriverThread
-
-    thread = DriverThread(Driver(run, engine))
-    thread.start()
-    try:
-        yield RunHandle(run.directory, thread)
-    except BaseException as interrupt:
-        thread.driver.inbox.interrupt(
-            f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
+        template = Job(
+            run_id=self.run_id or "",
+            name="",
+            num_processes=self.num_processes,
+            processes_per_task=self.processes_per_task,
+            use_gpu=self.use_gpu,
+            backend=self.backend,
+            timeout=self.timeout,
+            start_timeout=self.start_timeout,
+            engine={},
+            hang_timeout=self.hang_timeout,
+            orphan_timeout=self.orphan_timeout,
+            max_restarts=self.max_restarts,
+            max_preemptions=self.max_restarts if self.max_preemptions is None else self.max_preemptions,
+            stop_grace=self.stop_grace,
+            ports=list(self.ports) if self.ports else None,
+            checkpoints=asdict(self.checkpoints),
+            warm_start=self.warm_start,
+            labels=jobs.check_strings("labels", self.labels),
         )
-        raise
-    finally:
-        thread.await_end(patience)
-    if thread.error:
-        raise thread.error
+        return Request(self._engine(), self._root(), template, jobs.check_strings("env", self.env))
+
+    def _engine(self) -> Engine:
+        from rankzero.engines.base import Engine
+        from rankzero.engines.local import LocalEngine
+
+        engine = LocalEngine() if self.engine is None else self.engine
+        if not isinstance(engine, Engine):
+            raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
+        return engine
+
+    def _root(self) -> str:
+        return store.normalize(os.fspath(self.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE))
 
 
 def print_line(line: str) -> None:
@@ -333,148 +280,3 @@ def print_line(line: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
     sys.stdout.flush()
-
-
-def _engine_of(launcher: Launcher) -> Engine:
-    from rankzero.engines.base import Engine
-    from rankzero.engines.local import LocalEngine
-
-    engine = LocalEngine() if launcher.engine is None else launcher.engine
-    if not isinstance(engine, Engine):
-        raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
-    return engine
-
-
-def _prepare(
-    launcher: Launcher,
-    engine: Engine,
-    train: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    detached: bool,
-    owner: dict[str, Any] | None = None,
-) -> tuple[RunDirectory, bool]:
-    """Checks everything, then writes the run directory. Nothing has started when this raises.
-
-    Returns:
-        The run, and whether the caller must start its driver (else somebody did).
-    """
-    from rankzero import payload, submission
-    from rankzero.envelope import digest_of
-
-    if detached and not engine.can_detach:
-        raise InvalidJobError(
-            "a run that outlives this process cannot use this process's SparkSession: "
-            "give SparkEngine(master=...) to submit(), or use run()"
-        )
-    parts = payload.build(train, args, kwargs)
-    spec, private = engine.to_spec()
-    restarts = launcher.max_restarts
-    job = Job(
-        run_id=launcher.run_id or jobs.new_run_id(parts.name),
-        name=parts.name,
-        num_processes=launcher.num_processes,
-        processes_per_task=launcher.processes_per_task,
-        use_gpu=launcher.use_gpu,
-        backend=launcher.backend,
-        timeout=launcher.timeout,
-        start_timeout=launcher.start_timeout,
-        engine=spec,
-        hang_timeout=launcher.hang_timeout,
-        orphan_timeout=launcher.orphan_timeout,
-        max_restarts=restarts,
-        max_preemptions=restarts if launcher.max_preemptions is None else launcher.max_preemptions,
-        stop_grace=launcher.stop_grace,
-        ports=list(launcher.ports) if launcher.ports else None,
-        checkpoints=asdict(launcher.checkpoints),
-        warm_start=launcher.warm_start,
-        labels=jobs.check_strings("labels", launcher.labels),
-        owner=owner,
-    )
-    engine.check(job)
-    files = {"payload.pkl": parts.data}
-    if parts.modules is not None:
-        files["modules.zip"] = [parts.modules]
-    run = RunDirectory(_directory(launcher, job.run_id))
-    arguments = _describe_arguments(parts)
-
-    def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
-        described = {
-            name: {
-                "location": run.submission_path(number, name),
-                "size": sum(map(len, data)),
-                "absolute": False,
-                "digest": digest_of(data),
-            }
-            for name, data in files.items()
-        }
-        files_of_job = {**described, **arguments}
-        return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
-
-    env = jobs.check_strings("env", launcher.env)
-    return run, submission.submit(run, make_job, {"env": env, "engine": private}, files)
-
-
-def _directory(launcher: Launcher, run_id: str) -> str:
-    root = os.fspath(launcher.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
-    return store.join(store.normalize(root), run_id)
-
-
-def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
-    """Files that arguments refer to. Raises InvalidJobError if one is gone."""
-    described: dict[str, dict[str, Any]] = {}
-    for number, ref in enumerate(parts.refs):
-        # A reference to an object store is opened there by the workers themselves.
-        if not store.is_url(ref.uri):
-            if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
-                raise InvalidJobError(f"the argument {ref.uri} is gone or not the {ref.size} bytes that were stored")
-            facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
-            described[f"ref-{number}"] = {**facts, "uri": ref.uri}
-    return described
-
-
-class DriverProcess(subprocess.Popen[bytes]):
-    """A driver in a process of its own."""
-
-    def await_end(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(timeout)
-
-
-# Drivers that this process started. A submitted driver outlives its handle; keeping it here lets
-# poll() collect its exit status, whoever holds the handle.
-_drivers: list[DriverProcess] = []
-_drivers_lock = threading.Lock()
-
-
-def _start_driver(run: RunDirectory, owner: int | None) -> DriverProcess:
-    """Starts a detached driver in its own session, with its output in ``driver.log``."""
-    import rankzero
-
-    package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
-    # As `python -m rankzero.driver`, also where rankzero is found through this process's path only.
-    program = "import sys; sys.path.append(sys.argv.pop(1)); from rankzero.driver import main; main()"
-    submission = run.job().submission
-    command = [sys.executable, "-c", program, package_root, run.directory, "--submission", str(submission)]
-    if owner is not None:
-        command += ["--owner", str(owner)]
-    with _open_driver_log(run) as log:
-        driver = DriverProcess(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[owner] if owner is not None else [],
-            start_new_session=True,
-        )
-    with _drivers_lock:
-        _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
-    return driver
-
-
-def _open_driver_log(run: RunDirectory) -> IO[bytes]:
-    if run.is_remote:
-        return open(os.devnull, "wb")
-    return open(run.path("driver.log"), "ab")

@@ -15,8 +15,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rankzero import ResultError, ResultRef, formats, store
-from rankzero.result import seal
+from rankzero import ResultError, ResultRef, store
+from rankzero.values import formats
+from rankzero.values.ref import seal
 
 MANIFEST = "manifest.json"
 

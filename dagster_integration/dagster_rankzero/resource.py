@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
-from rankzero.policy import STOP_GRACE
+from rankzero.bounds import STOP_GRACE
 
 if TYPE_CHECKING:
     from dagster_rankzero.pipes import PipesCall

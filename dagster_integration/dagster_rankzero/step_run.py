@@ -11,12 +11,13 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero.step import Step, goes_on, stem_of
-from rankzero import Launcher, RankZeroError, RunHandle, handover
-from rankzero.digest import digest_of
-from rankzero.directory import Position
-from rankzero.launcher import open_owned
-from rankzero.run import CANCEL_TIMEOUT, FOLLOW_INTERVAL, FOLLOW_INTERVAL_REMOTE
+from rankzero import Launcher, RankZeroError, RunHandle
+from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.run import delivery as handover
+from rankzero.run.growing import Position
+from rankzero.run.handle import FOLLOW_INTERVAL, FOLLOW_INTERVAL_REMOTE
 from rankzero.store import is_url
+from rankzero.submit.identity import digest_of
 
 LAST_LEASE = 60.0
 """Seconds for which a training that the last try took up outlives that. Longer than a store is away for a moment."""
@@ -55,7 +56,7 @@ def open_run(
     """
     if step is None:
         run_id = f"{stem_of('test', name)}-{secrets.token_hex(4)}"
-        with open_owned(launcher.options(run_id=run_id), train, args, kwargs) as opened:
+        with launcher.options(run_id=run_id).owned(train, args, kwargs) as opened:
             yield opened
         return
     if step.number and step.was_ended_by_a_user():
@@ -74,7 +75,7 @@ def open_run(
                 yield waiting, _positions(waiting, {})
             return
     if not step.another_follows:
-        with open_owned(launcher, train, args, kwargs) as opened:
+        with launcher.owned(train, args, kwargs) as opened:
             log.info("started the training in %s; it ends with this process", opened[0].directory)
             yield opened
         return

@@ -23,7 +23,7 @@ from airflow.sdk import Param, dag, task
 from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_rankzero import settings
-from rankzero.retention import collect
+from rankzero.run.retention import collect
 
 DAY = 86400.0
 

@@ -13,11 +13,11 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.agent import control as controls
-from rankzero.agent import output, pace
-from rankzero.agent.control import Control
-from rankzero.channel import frames
-from rankzero.record import Recorder
+from rankzero.agent import output
+from rankzero.channel import frames, pace
+from rankzero.driver.recorder import Recorder
+from rankzero.worker import control as controls
+from rankzero.worker.control import Control
 
 LINES = 100
 PAUSE = 0.01

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher
-from rankzero.agent import hugepages
+from rankzero.warm import hugepages
 
 GATHERED = 30.0
 
@@ -42,7 +42,7 @@ def test_who_wants_no_huge_pages_gets_none(tmp_path: Path, monkeypatch: pytest.M
 PROGRAM = """
 import mmap
 
-from rankzero.agent import hugepages
+from rankzero.warm import hugepages
 
 dense = [bytearray(str(number).encode() * 100) for number in range(200_000)]
 sparse = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankzero.agent import network
-from rankzero.agent.network import first_reachable, interface_of, socket_environment
+from rankzero.host import network
+from rankzero.host.network import first_reachable, interface_of, socket_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed by Linux's netlink")
 
@@ -42,7 +42,7 @@ def in_namespace(expression: str) -> object:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("unshare")):
         pytest.skip("network namespaces need root, ip and unshare")
     program = (
-        "import json, time, socket; from rankzero.agent.network import *; started = time.monotonic(); "
+        "import json, time, socket; from rankzero.host.network import *; started = time.monotonic(); "
         f"print(json.dumps([{expression}, time.monotonic() - started]))"
     )
     command = ["unshare", "--net", "sh", "-ec", IN_NAMESPACE, "sh", sys.executable, "-c", program]

@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
-from rankzero.agent.start import start_time
 from rankzero.engines.local import LocalGroup
+from rankzero.task.start import start_time
 
-SERVER = "rankzero.agent.warm import main"
+SERVER = "rankzero.warm.server import main"
 ENDED = 8.0
 
 
@@ -213,7 +213,7 @@ def test_what_a_process_list_shows_of_a_fork_is_its_own(launcher: Launcher, mark
         return [Path(f"/proc/self/{name}").read_bytes().decode(errors="replace") for name in ("cmdline", "environ")]
 
     command, environment = launcher.run(show)
-    assert command.rstrip().startswith("rankzero.agent.worker local rank 0")
+    assert command.rstrip().startswith("rankzero.worker.main local rank 0")
     assert f"MARK={marker}\0" in environment
 
 
@@ -358,7 +358,7 @@ def test_an_archive_that_changes_is_read_again(tmp_path: Path) -> None:
 
 READS_AGAIN = """
 import importlib.util, json, sys, zipfile, zipimport
-from rankzero.agent import forked
+from rankzero.host import forked
 
 archive = sys.argv[1]
 read = []
@@ -429,7 +429,7 @@ def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_star
 
 TABLE_AT_EXIT = """
 import logging, os, sys
-from rankzero.agent import warm
+from rankzero.warm import server as warm
 
 warm.load(warm.PRELOADED_LATER)
 warm.settle_dynamo()

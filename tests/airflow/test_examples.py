@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT, until
 
 from rankzero import Launcher, ResultRef
-from rankzero.directory import RunDirectory
+from rankzero.run.directory import RunDirectory
 
 EXAMPLES = ROOT / "example_dags"
 DAY = 86400.0

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from rankzero.channel import auth, limits
-from rankzero.channel.client import ChannelClient
+from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.driver_end.server import ChannelServer
 from rankzero.channel.frames import Message
-from rankzero.channel.server import ChannelServer
 
 TIMEOUT = 20.0
 

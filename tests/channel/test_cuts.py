@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rankzero.channel import auth, frames, limits
+from rankzero.channel.agent_end.client import ChannelClosed
 from rankzero.channel.auth import Handshake, Hello
-from rankzero.channel.client import ChannelClosed
+from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED
 from rankzero.channel.frames import Message
-from rankzero.channel.server import DISCONNECTED, LOST, RECONNECTED
 
 Receive = Callable[..., list[Message]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rankzero.channel import frames, limits
-from rankzero.channel.client import ChannelClient, ChannelClosed
+from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.frames import Message
 
 Receive = Callable[..., list[Message]]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rankzero.channel import limits
-from rankzero.channel.client import ChannelClient, ChannelClosed
+from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
+from rankzero.channel.driver_end.server import DISCONNECTED, LOST
 from rankzero.channel.frames import FrameError, Message
-from rankzero.channel.server import DISCONNECTED, LOST
 
 Receive = Callable[..., list[Message]]
 
@@ -92,7 +92,7 @@ def test_close_without_a_driver_ends_in_time() -> None:
 
 JOIN = """
 import sys, time
-from rankzero.channel.client import ChannelClient
+from rankzero.channel.agent_end.client import ChannelClient
 client = ChannelClient([sys.argv[1]], int(sys.argv[2]), sys.argv[3], 3)
 client.start()
 client.queue({"type": "join"})
@@ -246,7 +246,7 @@ def test_what_the_channel_makes_up_cannot_be_sent(serving: Any, kind: str) -> No
 
 
 def test_a_driver_that_fails_on_a_message_gets_the_next(serve: Any, tmp_path: Path) -> None:
-    from rankzero.channel.server import ChannelServer
+    from rankzero.channel.driver_end.server import ChannelServer
 
     seen: list[str] = []
     arrived = threading.Event()

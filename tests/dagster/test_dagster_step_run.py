@@ -18,7 +18,7 @@ from dagster_rankzero._compat import is_from_failure
 from dagster_rankzero.step import Step
 from dagster_rankzero.step_run import open_run
 from rankzero import Launcher, RunHandle
-from rankzero.digest import digest_of
+from rankzero.submit.identity import digest_of
 
 LOG = logging.getLogger(__name__)
 

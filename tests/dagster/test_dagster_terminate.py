@@ -16,7 +16,7 @@ from tests.dagster.durable_training import FOLDER_TAG, lettered
 
 from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
-from rankzero.policy import STOP_GRACE
+from rankzero.bounds import STOP_GRACE
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
 GONE_WITHIN = STOP_GRACE + 5.0

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
-from rankzero.engines import spark as spark_module
-from rankzero.engines.spark_errors import explain
+from rankzero.engines.spark.engine import engine as spark_module
+from rankzero.engines.spark.errors import explain
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def no_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> None:
         raise AssertionError("a driver was started")
 
-    monkeypatch.setattr("rankzero.launcher._start_driver", started)
+    monkeypatch.setattr("rankzero.submit.drivers.start_driver", started)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

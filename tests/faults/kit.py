@@ -14,10 +14,11 @@ from typing import Any
 
 import psutil
 
-from rankzero import LocalEngine, RunHandle, formats
+from rankzero import LocalEngine, RunHandle
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
 from rankzero.engines.local import LOOPBACK, LocalSession
 from rankzero.job import Job
+from rankzero.values import formats
 
 
 @dataclass(frozen=True)

@@ -339,7 +339,11 @@ class Round:
             return submitter.pid
         if fault.target == "driver" and self.plan.how == "run":
             return submitter.pid if self._processes("rankzero.agent.supervise") else None
-        words = {"worker": "rankzero.agent.worker", "agent": "rankzero.agent.supervise", "driver": "rankzero.driver"}
+        words = {
+            "worker": "rankzero.worker.main",
+            "agent": "rankzero.agent.supervise",
+            "driver": "rankzero.driver.main",
+        }
         found = self._processes(words[fault.target])
         return found[int(fault.pick * len(found))] if found else None
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from tests.conftest import ROOT, until, wait_until_gone
 
-from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, submission
-from rankzero.directory import RunDirectory
+from rankzero import EngineError, Launcher, RunCancelledError, RunHandle
+from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
-from rankzero.policy import DRIVER_DEAD_AFTER
+from rankzero.run.directory import RunDirectory
+from rankzero.submit import submission
 
 WAIT = 90.0
 
@@ -195,7 +196,7 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     (tmp_path / "go").touch()
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.result(WAIT) == "attempt 0"
-    command = [sys.executable, "-m", "rankzero.driver", handle.directory, "--submission"]
+    command = [sys.executable, "-m", "rankzero.driver.main", handle.directory, "--submission"]
     again = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
     assert "has a driver already" in again.stderr
     handle.mark_delivered()

@@ -38,8 +38,8 @@ from rankzero import (
     RunHandle,
     SparkEngine,
     WorkerFailedError,
-    submission,
 )
+from rankzero.submit import submission
 
 WAIT = 120.0
 """For what is not measured: a start, a JVM, an end without a fault."""

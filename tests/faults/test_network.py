@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tests.conftest import free_ports
 
-from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError, attempt
+from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 from rankzero.agent import output
+from rankzero.driver import attempt
+from rankzero.driver.recorder import Recorder
 from rankzero.engines.local import LocalSession
-from rankzero.record import Recorder
 
 WAIT = 90.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.channel.frames import Message
-from rankzero.envelope import digest_of_file
+from rankzero.values.envelope import digest_of_file
 
 
 class Inputs:

@@ -8,7 +8,7 @@ import re
 MAX_LINE = 2 << 20
 """Characters after which an unfinished line is passed on in pieces."""
 
-_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/agent/\w+\.py|<string>)", line \d+ in ')
+_OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|warm|worker)/\w+\.py|<string>)", line \d+ in ')
 
 
 def is_own_frame(line: str) -> bool:

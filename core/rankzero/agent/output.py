@@ -13,9 +13,9 @@ from collections import deque
 from typing import IO
 
 from rankzero.agent.lines import LineSplitter, is_own_frame
-from rankzero.agent.pace import DELIVERY_INTERVAL
-from rankzero.channel.client import ChannelClient
-from rankzero.policy import LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.channel.pace import DELIVERY_INTERVAL
 
 HIGH_WATER = 8 << 20
 """Bytes waiting for the driver above which lines go to disk."""

@@ -11,12 +11,13 @@ import sys
 import time
 from typing import IO, Any
 
-from rankzero.agent import forked, worker
 from rankzero.agent.lines import is_own_frame
 from rankzero.agent.output import RankOutput
 from rankzero.channel import frames
-from rankzero.channel.client import ChannelClient
+from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.frames import Message
+from rankzero.host import forked
+from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
 """Bytes that a rank may print ahead of its agent, where the system lets a user have so many."""
@@ -27,7 +28,7 @@ SOCKET_PATH_ROOM = 48
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _BOOTSTRAP = (
     "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
-    "sys.path.append(sys.path.pop(0)); from rankzero.agent.worker import main; "
+    "sys.path.append(sys.path.pop(0)); from rankzero.worker.main import main; "
     "main(*map(int, sys.argv[2:]))"
 )
 
@@ -141,7 +142,7 @@ def _start_worker(
 
         return forked.fork(
             main,
-            title=f"rankzero.agent.worker local rank {local_rank}",
+            title=f"rankzero.worker.main local rank {local_rank}",
             env=environment(config),
             stdio=stdio,
             keep=(control, stack),

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
-from rankzero.agent import descendants, network
 from rankzero.agent.inputs import Inputs
-from rankzero.agent.pace import next_delivery
 from rankzero.agent.ranks import Rank, rank_environment
-from rankzero.agent.worker import EXIT_HANDLERS_TIMEOUT
-from rankzero.channel.client import ChannelClient, ChannelClosed
+from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.frames import Message
-from rankzero.policy import LOST, PREEMPTED
+from rankzero.channel.pace import next_delivery
+from rankzero.errors import LOST, PREEMPTED
+from rankzero.host import descendants, network
+from rankzero.worker.main import EXIT_HANDLERS_TIMEOUT
 
 END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
 """Seconds that committed workers get to run their exit handlers."""

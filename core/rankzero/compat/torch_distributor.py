@@ -64,7 +64,7 @@ class TorchDistributor:
         """
         launcher = self._launcher
         if not self.local_mode:
-            from rankzero.engines.spark import SparkEngine, gpus_per_task
+            from rankzero.engines.spark.engine import SparkEngine, gpus_per_task
 
             session = _active_session()
             most = gpus_per_task(session) if self.use_gpu else 1

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import rankzero
-from rankzero.agent.hold import hold
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
-from rankzero.errors import EngineError, InsufficientSlotsError, RankZeroError
+from rankzero.errors import LOST, EngineError, InsufficientSlotsError, RankZeroError
 from rankzero.job import Job
-from rankzero.policy import LOST
+from rankzero.task.hold import hold
 
 LOOPBACK = "127.0.0.1"
 CUT_OFF = "nothing was heard from the driver for"

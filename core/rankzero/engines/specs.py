@@ -15,7 +15,7 @@ def engine_from_spec(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
 
         return LocalEngine()
     if spec["kind"] == "spark":
-        from rankzero.engines.spark import SparkEngine
+        from rankzero.engines.spark.engine import SparkEngine
 
         return SparkEngine(master=spec["master"], conf=private["conf"])
     raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")

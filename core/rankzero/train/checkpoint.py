@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero import formats
 from rankzero.errors import ResultError
+from rankzero.values import formats
 
 MAX_STAGED = 2
 """Checkpoints that wait on this host for their way to the driver before the next one has to wait."""
@@ -227,7 +227,7 @@ class CheckpointWriter:
         A rank that has given none in this attempt keeps the one it started from: all ranks resume from the same.
 
         Args:
-            manifest: The fields of `rankzero.checkpoint.Manifest`.
+            manifest: The fields of `rankzero.run.checkpoints.Manifest`.
             here: By rank, as text: local files of parts.
         """
         own = manifest["attempt"] == self._attempt

@@ -247,7 +247,7 @@ def driver_of(cluster: Cluster, handle: RunHandle[Any]) -> int:
     """The driver's process, by the ids of the tests' own host."""
     for pid in cluster.a.processes("SPARK_LOCAL_IP"):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"rankzero.driver" in command and handle.directory.encode() in command:
+        if b"rankzero.driver.main" in command and handle.directory.encode() in command:
             return pid
     raise AssertionError("no driver runs on host a")
 

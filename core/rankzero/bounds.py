@@ -1,0 +1,30 @@
+"""Bounds that several processes share. What only one of them waits for has its name there."""
+
+from __future__ import annotations
+
+STOP_GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL when a run fails or is cancelled, unless the job says otherwise."""
+
+HEARTBEAT_INTERVAL = 2.0
+"""Seconds between two heartbeats in ``status.json``."""
+
+DRIVER_DEAD_AFTER = 15.0
+"""Seconds without a heartbeat after which a driver counts as dead."""
+
+DRIVER_STALE_AFTER = 120.0
+"""Seconds without a heartbeat after which it counts more than a process that is still there."""
+
+CLOCK_SKEW = 300.0
+"""Seconds by which the clocks of two hosts may differ."""
+
+LOG_TAIL = 20
+"""Log lines of a rank that are kept for an error message."""
+
+LOG_TAIL_WIDTH = 2000
+"""Characters of each of them."""
+
+CANCEL_TIMEOUT = DRIVER_DEAD_AFTER
+"""Seconds to wait for the end of a run that was cancelled."""
+
+MEET_TIMEOUT = 30.0
+"""Seconds for a rank to reach rank 0's rendezvous."""

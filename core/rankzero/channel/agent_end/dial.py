@@ -1,0 +1,106 @@
+"""How an agent finds its driver: connects, proves the secret, has it proved.
+
+Standard library only: this module travels to executors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.channel import auth, frames, limits
+from rankzero.channel.auth import Handshake, Hello
+from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
+from rankzero.channel.sockets import tune
+
+Wait = Callable[[socket.socket, int, float], None]
+"""Waits until a socket is ready for a selector's event, or raises TimeoutError at a monotonic time."""
+
+Address = tuple[int, Any]
+"""Family and address of a socket."""
+
+
+class RefusedError(ConnectionError):
+    """The driver has proved the secret and does not want this agent."""
+
+
+@dataclass
+class Link:
+    """A connection on which both ends have proved the secret."""
+
+    socket: socket.socket
+    decoder: Decoder
+    sealer: Sealer
+    received: int
+    """How many of our numbered frames the driver has."""
+
+
+def addresses(host: str, port: int) -> list[Address]:
+    """Every address of a host, IPv4 and IPv6. Raises OSError if its name does not resolve."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no host name: {error}") from None
+    return [(info[0], info[4]) for info in infos]
+
+
+def dial(address: Address, secret: str, hello: Hello, wait: Wait) -> Link:
+    """Connects to one address and does the handshake.
+
+    Raises:
+        RefusedError: The driver is there, and does not want this agent.
+        OSError: It cannot be reached in time, or closed the connection.
+        FrameError: Whoever answered is not the driver.
+    """
+    connection = socket.socket(address[0], socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        _connect(connection, address[1], wait)
+        tune(connection)
+        return _shake_hands(connection, secret, hello, wait)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connect(connection: socket.socket, address: Any, wait: Wait) -> None:
+    problem = connection.connect_ex(address)
+    if problem == errno.EINPROGRESS:
+        wait(connection, selectors.EVENT_WRITE, time.monotonic() + limits.TRY_TIMEOUT)
+        problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if problem:
+        raise OSError(problem, os.strerror(problem))
+
+
+def _shake_hands(connection: socket.socket, secret: str, hello: Hello, wait: Wait) -> Link:
+    deadline = time.monotonic() + limits.ANSWER_TIMEOUT
+    decoder = Decoder()
+
+    def receive() -> Message:
+        while (body := decoder.next_body()) is None:
+            wait(connection, selectors.EVENT_READ, deadline)
+            data = connection.recv(frames.MAX_HANDSHAKE_FRAME)
+            if not data:
+                raise ConnectionResetError("the connection was closed during the handshake")
+            decoder.feed(data)
+        return frames.parse(body[1:])
+
+    challenge = receive()
+    if challenge["type"] != "challenge":
+        raise FrameError("the peer did not send a challenge")
+    handshake = Handshake(secret, challenge.get("nonce"), auth.new_nonce())
+    # A fresh socket's buffer takes a frame of this size whole.
+    connection.sendall(frames.pack(b"J" + frames.dump(handshake.answer(hello))))
+    verdict = receive()
+    handshake.check_verdict(verdict)
+    if verdict["type"] == "refused":
+        raise RefusedError(verdict["reason"])
+    ours, theirs = handshake.sealers()
+    decoder.trust(theirs)
+    return Link(connection, decoder, ours, verdict["received"])

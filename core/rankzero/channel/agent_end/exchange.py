@@ -1,0 +1,200 @@
+"""What the agent's thread and the channel's thread hand to each other, under one lock.
+
+Standard library only: this module travels to executors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from rankzero.channel import limits
+from rankzero.channel.agent_end.files import Fetch, upload_frames
+from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.session import OWN, UPLOADS, Session, message_body
+
+
+class ChannelClosed(ConnectionError):
+    """The driver closed the channel or is gone for good."""
+
+
+class Exchange:
+    """The session, the files on their way, the messages for the agent, and a wake-up call each way."""
+
+    def __init__(self) -> None:
+        self.session = Session(limits.BULK_WINDOW, limits.FETCH_WINDOW)
+        self.readable, self._notify = socket.socketpair()
+        self.woken, self._wake = socket.socketpair()
+        for end in (self.readable, self._notify, self.woken, self._wake):
+            end.setblocking(False)
+        self.give_up_at = float("inf")
+        self._lock = threading.Lock()
+        self._uploads: deque[Iterator[bytes]] = deque()
+        self._fetches: dict[int, Fetch] = {}
+        self._streams = 0
+        self._is_woken = False
+        self._inbox: list[Message] = []
+        self._reason: str | None = None
+
+    # -- for the agent's thread ----------------------------------------------------------------
+
+    def collect(self) -> list[Message]:
+        """What has arrived. Raises ChannelClosed when nothing more will."""
+        with self._lock:
+            messages, self._inbox = self._inbox, []
+            if self._reason is None:
+                _drain(self.readable)
+            elif not messages:
+                raise ChannelClosed(self._reason)
+            return messages
+
+    def queue(self, body: bytes) -> None:
+        """Puts a frame in the control lane."""
+        with self._lock:
+            self.session.queue(body)
+
+    def queue_bulk(self, stream: int, body: bytes) -> None:
+        """Puts a frame in a stream of the bulk lane."""
+        with self._lock:
+            self.session.queue_bulk(stream, body)
+
+    def add_upload(self, name: str, path: str, then: Message) -> None:
+        """Puts a file in line."""
+        with self._lock:
+            self._streams += 1
+            self._uploads.append(upload_frames(self._streams, name, path, then))
+
+    def add_fetch(self, name: str, path: str) -> None:
+        """Asks for a file."""
+        with self._lock:
+            self._streams += 1
+            self._fetches[self._streams] = Fetch(name, path)
+            self.session.queue(message_body(OWN, {"type": "fetch", "stream": self._streams, "name": name}))
+
+    def close_within(self, timeout: float) -> None:
+        """Has the channel's thread end when everything has been delivered, or after ``timeout`` seconds."""
+        self.give_up_at = time.monotonic() + timeout
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the channel's thread look again."""
+        with self._lock:
+            if self._is_woken:
+                return
+            self._is_woken = True
+        # Closed means that it has ended.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+
+    def close(self) -> None:
+        """Closes the agent's ends."""
+        self.readable.close()
+        self._wake.close()
+
+    # -- for the channel's thread --------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        """True once the agent has closed the channel."""
+        return self.give_up_at != float("inf")
+
+    @property
+    def is_idle(self) -> bool:
+        """True if everything has been sent."""
+        with self._lock:
+            return self.session.is_idle and not self._uploads
+
+    @property
+    def received(self) -> int:
+        """Numbered frames that have arrived."""
+        return self.session.received
+
+    def woke(self) -> None:
+        """Takes the wake-up call; what comes after this needs a new one."""
+        with self._lock:
+            self._is_woken = False
+            _drain(self.woken)
+
+    def resume(self, received: int) -> None:
+        """Starts a new connection. Raises FrameError if the driver's count is impossible."""
+        with self._lock:
+            self.session.resume(received)
+
+    def ping(self) -> None:
+        """Has the counts sent next."""
+        with self._lock:
+            self.session.ping()
+
+    def take(self, body: bytes) -> bytes:
+        """Counts a received frame and gives its type. Raises FrameError."""
+        with self._lock:
+            return self.session.take(body)
+
+    def grant(self, size: int) -> None:
+        """Gives credit for accepted bulk."""
+        with self._lock:
+            self.session.grant(size)
+
+    def next_body(self) -> bytes | None:
+        """The body of the frame to send now.
+
+        One piece of a file waits at a time, so that files and logs take turns and none is held in memory.
+        """
+        while True:
+            with self._lock:
+                upload = self._uploads[0] if self._uploads and self.session.wants(UPLOADS) else None
+            # The disk is read outside the lock: nobody who queues a message waits for it.
+            piece = next(upload, None) if upload else None
+            with self._lock:
+                if piece is not None:
+                    self.session.queue_bulk(UPLOADS, piece)
+                elif upload:
+                    self._uploads.popleft()
+                    continue
+                return self.session.next()
+
+    def fetch_of(self, stream: object) -> Fetch:
+        """The fetch that a stream belongs to. Raises FrameError if there is none."""
+        with self._lock:
+            fetch = self._fetches.get(stream) if isinstance(stream, int) else None
+        if fetch is None:
+            raise FrameError(f"a file that nobody asked for: stream {stream}")
+        return fetch
+
+    def end_fetch(self, stream: int) -> None:
+        """Forgets a fetch."""
+        with self._lock:
+            del self._fetches[stream]
+
+    def deliver(self, message: Message) -> None:
+        """Gives a message to the agent."""
+        with self._lock:
+            if not self._inbox:
+                self._call_agent()
+            self._inbox.append(message)
+
+    def end(self, reason: str) -> None:
+        """Tells the agent that nothing more will come."""
+        with self._lock:
+            self._reason = reason
+            self._call_agent()
+            fetches = list(self._fetches.values())
+            self._uploads.clear()
+        for fetch in fetches:
+            fetch.abandon()
+        self._notify.close()
+        self.woken.close()
+
+    def _call_agent(self) -> None:
+        with contextlib.suppress(OSError):
+            self._notify.send(b"x")
+
+
+def _drain(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while end.recv(limits.READ_SIZE):
+            pass

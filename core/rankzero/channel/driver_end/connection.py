@@ -1,0 +1,144 @@
+"""One socket of the server: a handshake that a stranger cannot pass, then sealed frames for a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Protocol, cast
+
+from rankzero.channel import auth, frames, limits
+from rankzero.channel.auth import Handshake, Hello
+from rankzero.channel.driver_end.peer import Peer
+from rankzero.channel.frames import Decoder, FrameError, Sealer
+from rankzero.channel.session import Session
+from rankzero.channel.sockets import tune
+
+logger = logging.getLogger(__name__)
+
+
+class Reception(Protocol):
+    """What a connection needs of the server."""
+
+    def on_made(self, connection: Connection) -> None:
+        """Takes note of a connection that has proved nothing yet."""
+
+    def admit(self, connection: Connection, hello: Hello) -> Peer | str:
+        """Gives a connection that has proved the secret to its agent, or says why not."""
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """Gives an agent up for good."""
+
+    def on_end(self, connection: Connection) -> None:
+        """Takes note of a closed connection."""
+
+
+class Connection(asyncio.Protocol):
+    """A connection that belongs to nobody until it has proved the secret."""
+
+    def __init__(self, server: Reception, secret: str) -> None:
+        self._server = server
+        self._secret = secret
+        self._nonce = auth.new_nonce()
+        self._decoder = Decoder()
+        self._sealer: Sealer | None = None
+        self._is_full = False
+        self._is_closed = False
+        self.made = time.monotonic()
+        self.peer: Peer | None = None
+        self.reason = "the connection ended"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends the challenge."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=limits.WRITE_AHEAD)
+        with contextlib.suppress(OSError):
+            tune(self._transport.get_extra_info("socket"))
+        self._server.on_made(self)
+        self._transport.write(frames.pack(b"J" + frames.dump({"type": "challenge", "nonce": self._nonce})))
+
+    def data_received(self, data: bytes) -> None:
+        """Acts on every whole frame, then answers."""
+        if self.peer is not None:
+            self.peer.heard = time.monotonic()
+        self._decoder.feed(data)
+        while not self._is_closed:
+            try:
+                body = self._decoder.next_body()
+                if body is None:
+                    break
+                if self.peer is None:
+                    self._prove(body)
+                    continue
+            except FrameError as error:
+                self.drop(str(error))
+                return
+            try:
+                self.peer.take(body)
+            except FrameError as error:
+                # The agent itself said it, and would say it again on the next connection.
+                self._server.lose(self.peer, f"agent {self.peer.task} broke the channel's rules: {error}")
+                return
+        if self.peer is not None:
+            self.peer.pump()
+
+    def _prove(self, body: bytes) -> None:
+        answer = frames.parse(body[1:])
+        hello = Hello.parse(answer)
+        handshake = Handshake(self._secret, self._nonce, answer.get("nonce"))
+        handshake.check_answer(hello, answer)
+        verdict = self._server.admit(self, hello)
+        if isinstance(verdict, str):
+            self.reason = verdict
+            self._transport.write(frames.pack(b"J" + frames.dump(handshake.refused(verdict))))
+            self.close()
+            return
+        self._transport.write(frames.pack(b"J" + frames.dump(handshake.welcome(verdict.session.received))))
+        theirs, self._sealer = handshake.sealers()
+        self._decoder.trust(theirs)
+        self.peer = verdict
+
+    def send(self, session: Session) -> None:
+        """Seals and writes what the session has to send, as far as the socket takes it."""
+        while self._sealer is not None and not (self._is_full or self._is_closed):
+            batch, size = [], 0
+            while size < limits.WRITE_AHEAD and (body := session.next()) is not None:
+                batch.append(frames.pack(body, self._sealer))
+                size += len(body)
+            if not batch:
+                return
+            self._transport.write(b"".join(batch))
+
+    def pause_writing(self) -> None:
+        """The socket is full."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """The socket has room again."""
+        self._is_full = False
+        if self.peer is not None:
+            self.peer.pump()
+
+    def eof_received(self) -> None:
+        """The other end has closed; so does this one."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The socket is closed, by whichever end."""
+        self._is_closed = True
+        if error is not None:
+            self.reason = str(error)
+        self._server.on_end(self)
+
+    def close(self) -> None:
+        """Closes when what was written has gone out."""
+        self._is_closed = True
+        self._transport.close()
+
+    def drop(self, reason: str) -> None:
+        """Closes at once."""
+        level = logging.WARNING if self.peer is None else logging.DEBUG
+        logger.log(level, "channel: dropped a connection: %s", reason)
+        self.reason = reason
+        self._is_closed = True
+        self._transport.abort()

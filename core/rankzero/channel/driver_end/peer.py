@@ -1,0 +1,174 @@
+"""The driver's side of one agent's session, and the connection that it may have at the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rankzero.channel import limits
+from rankzero.channel.driver_end.files import Uploads, read_offered
+from rankzero.channel.frames import FrameError, Message, parse
+from rankzero.channel.session import (
+    BULK,
+    CONTENT,
+    CONTROL,
+    MADE_UP,
+    OWN,
+    Session,
+    content_body,
+    message_body,
+    split_content,
+)
+
+logger = logging.getLogger(__name__)
+
+OnMessage = Callable[[int, Message], None]
+
+
+class Line(Protocol):
+    """What a peer needs of its connection."""
+
+    reason: str
+
+    def send(self, session: Session) -> None:
+        """Writes what the session has to send, as far as the socket takes it."""
+
+    def drop(self, reason: str) -> None:
+        """Closes at once."""
+
+
+class Peer:
+    """One agent: its session, its files, and whether it is there."""
+
+    def __init__(
+        self,
+        task: int,
+        name: str,
+        on_message: OnMessage,
+        served: dict[str, str],
+        upload_directory: str,
+        grant: Callable[[Peer, int], None],
+    ) -> None:
+        """Starts a session.
+
+        Args:
+            task: The agent's number.
+            name: The random name of its session.
+            on_message: Takes what the agent says.
+            served: Name to location of the files it may fetch.
+            upload_directory: Where its uploads go.
+            grant: Decides when it gets credit for bulk bytes that were accepted.
+        """
+        self.task = task
+        self.name = name
+        self.session = Session(limits.FETCH_WINDOW, limits.BULK_WINDOW)
+        self.connection: Line | None = None
+        self.number = -1
+        self.heard = self.pinged = time.monotonic()
+        self.has_left = False
+        self.is_lost = False
+        self.withheld = 0
+        self._on_message = on_message
+        self._served = served
+        self._grant = grant
+        self._uploads = Uploads(upload_directory, task, self.hand, self._accept_content)
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._moved = asyncio.Event()
+
+    @property
+    def is_live(self) -> bool:
+        """True while messages for it make sense."""
+        return not (self.is_lost or self.has_left)
+
+    def hand(self, message: Message) -> None:
+        """Hands on a message of the agent, or one that the channel made up."""
+        try:
+            self._on_message(self.task, message)
+        except Exception:
+            logger.exception("channel: the driver failed on a message %r of agent %d", message["type"], self.task)
+
+    def queue(self, body: bytes) -> None:
+        """Sends a control frame, now or when the agent is back."""
+        self.session.queue(body)
+        self.pump()
+
+    def pump(self) -> None:
+        """Sends what may be sent."""
+        if self.connection is not None:
+            self.connection.send(self.session)
+            self._moved.set()
+
+    def take(self, body: bytes) -> None:
+        """Acts on a frame. Raises FrameError if the agent broke the rules."""
+        kind = self.session.take(body)
+        if kind == CONTROL:
+            self._take_message(body)
+        elif kind == BULK:
+            self._take_message(body)
+            self._grant(self, len(body))
+            # With the next pump: an agent that has ended waits for nothing else.
+            self.session.ping()
+        elif kind == CONTENT:
+            self._uploads.content(*split_content(body), len(body))
+        elif kind == OWN:
+            self._take_own(parse(body[1:]))
+
+    def _take_message(self, body: bytes) -> None:
+        message = parse(body[1:])
+        if message["type"] in MADE_UP:
+            raise FrameError(f"a message of the type {message['type']!r} from an agent")
+        self.hand(message)
+
+    def _accept_content(self, size: int) -> None:
+        self._grant(self, size)
+        self.pump()
+
+    def _take_own(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "upload":
+            self._uploads.begin(message)
+        elif kind == "upload-end":
+            if isinstance(then := message.get("then"), dict) and then.get("type") in MADE_UP:
+                raise FrameError(f"a message of the type {then['type']!r} from an agent")
+            self._uploads.end(message)
+        elif kind == "fetch":
+            self._begin_fetch(message.get("stream"), message.get("name"))
+        elif kind == "farewell":
+            self.has_left = True
+            self._uploads.when_idle(self.say_farewell)
+        else:
+            raise FrameError(f"unknown word {kind!r} of the channel")
+
+    def say_farewell(self) -> None:
+        """Tells the agent that the session has ended well, and that everything has arrived."""
+        self.session.ping()
+        self.queue(message_body(OWN, {"type": "farewell"}))
+
+    def _begin_fetch(self, stream: object, name: object) -> None:
+        if type(stream) is not int or not 0 < stream < 1 << 32 or stream in self._fetches or not isinstance(name, str):
+            raise FrameError("a malformed request for a file")
+        self._fetches[stream] = asyncio.get_running_loop().create_task(self._fetch(stream, name))
+
+    async def _fetch(self, stream: int, name: str) -> None:
+        async def put(chunk: bytes) -> None:
+            while self.session.waits(stream):
+                self._moved.clear()
+                await self._moved.wait()
+            self.session.queue_bulk(stream, content_body(stream, chunk))
+            self.pump()
+
+        error = await read_offered(self._served.get(name), put)
+        end = {"type": "fetch-end", "stream": stream, "error": error}
+        self.session.queue_bulk(stream, message_body(OWN, end))
+        del self._fetches[stream]
+        self.pump()
+
+    def end(self) -> None:
+        """Lets go of its files."""
+        for fetch in self._fetches.values():
+            fetch.cancel()
+        self._fetches.clear()
+        self._uploads.abandon()

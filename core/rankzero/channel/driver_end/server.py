@@ -1,0 +1,325 @@
+"""The driver's end of the channel: one thread, one asyncio loop, any number of agents.
+
+A peer that does not prove the secret in time is dropped and has no effect on the others. An agent's
+session outlives its connections: what is sent while it is away arrives when it is back. One sweep
+looks after the liveness of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from rankzero.channel import limits
+from rankzero.channel.auth import Hello
+from rankzero.channel.driver_end.connection import Connection
+from rankzero.channel.driver_end.peer import Line, OnMessage, Peer
+from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.session import CONTROL, message_body
+from rankzero.channel.sockets import listen
+
+logger = logging.getLogger(__name__)
+
+DISCONNECTED = "disconnected"
+"""Type of the message that the server makes up when an agent's connection ends or goes silent."""
+
+RECONNECTED = "reconnected"
+"""Type of the message that the server makes up when a disconnected agent is back."""
+
+LOST = "lost"
+"""Type of the message that the server makes up when an agent is gone for good without a farewell."""
+
+
+class ChannelServer:
+    """Listens for the agents of one attempt."""
+
+    def __init__(
+        self,
+        secret: str,
+        bind_host: str,
+        on_message: OnMessage,
+        *,
+        served: dict[str, str] | None = None,
+        upload_directory: str = ".",
+        ports: tuple[int, int] | None = None,
+        can_take: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Prepares the server; `start` opens the port.
+
+        Args:
+            secret: The run's secret, hex.
+            bind_host: Address or name to bind; ``"::"`` takes IPv4 too.
+            on_message: Called in the server's thread for every message of an agent, in order.
+            served: Name to location of the files that agents may fetch.
+            upload_directory: Local directory that receives uploads.
+            ports: First and last port to try; None lets the system choose.
+            can_take: While it gives False, agents may send no further bulk (logs, uploads) than
+                `limits.BULK_WINDOW`; other messages are not held up.
+        """
+        self._secret = secret
+        self._bind_host = bind_host
+        self._ports = ports
+        self._on_message = on_message
+        self._served = served or {}
+        self._upload_directory = upload_directory
+        self._can_take = can_take
+        self._loop = asyncio.new_event_loop()
+        self._peers: dict[int, Peer] = {}
+        self._unproved: dict[Connection, None] = {}
+        self._place_free = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._withheld: set[Peer] = set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
+        self._stopped = threading.Event()
+
+    def start(self) -> int:
+        """Opens the port, starts the thread, returns the port.
+
+        Raises:
+            OSError: No port of the range is free, or the host is not one of this machine's.
+        """
+        self._listener = listen(self._bind_host, self._ports)
+        self._thread.start()
+        return int(self._listener.getsockname()[1])
+
+    def send(self, task: int, message: Message) -> None:
+        """Queues a message for one agent, who may be disconnected; a lost one is ignored. From any thread."""
+        body = message_body(CONTROL, message)
+        self._call(lambda: self._queue([peer] if (peer := self._peers.get(task)) else [], body))
+
+    def broadcast(self, message: Message) -> None:
+        """Queues a message for every agent that has joined, also for disconnected ones. From any thread."""
+        body = message_body(CONTROL, message)
+        self._call(lambda: self._queue(list(self._peers.values()), body))
+
+    def close(self) -> None:
+        """Says farewell to every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
+        if not self._thread.ident:
+            return
+        self._call(self._begin_close)
+        if threading.current_thread() is not self._thread:
+            self._stopped.wait(limits.CLOSE_TIMEOUT)
+
+    def _call(self, act: Callable[[], None]) -> None:
+        # After the end there is nobody to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(act)
+
+    @staticmethod
+    def _queue(peers: list[Peer], body: bytes) -> None:
+        for peer in peers:
+            if peer.is_live:
+                peer.queue(body)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        executor = ThreadPoolExecutor(limits.FILE_THREADS, "rankzero-channel-files")
+        loop.set_default_executor(executor)
+        try:
+            self._acceptor = loop.create_task(self._accept())
+            self._sweep()
+            loop.run_until_complete(self._ended.wait())
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+            loop.close()
+            self._stopped.set()
+
+    def _begin_close(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._acceptor.cancel()
+        for connection in list(self._unproved):
+            connection.close()
+        for peer in self._peers.values():
+            if peer.is_live:
+                peer.say_farewell()
+        self._loop.call_later(limits.FAREWELL_TIMEOUT, self._ended.set)
+        self._stop_when_alone()
+
+    def _stop_when_alone(self) -> None:
+        if self._is_closing and not any(peer.connection for peer in self._peers.values()):
+            self._ended.set()
+
+    async def _accept(self) -> None:
+        with self._listener:
+            await self._accept_forever()
+
+    async def _accept_forever(self) -> NoReturn:
+        while True:
+            while len(self._unproved) >= limits.MAX_UNPROVED:
+                await self._make_room()
+            await self._await_caller()
+            # Many agents start at once: as many of them as are there.
+            while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
+                pass
+
+    async def _accept_one(self) -> bool:
+        """Takes the next caller; False if there is none."""
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            logger.warning("channel: cannot accept a connection: %s", error)
+            await asyncio.sleep(limits.ACCEPT_RETRY)
+            return False
+        accepted.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(self._new_connection, accepted)
+        except OSError:
+            accepted.close()
+        return True
+
+    async def _await_caller(self) -> None:
+        # loop.sock_accept loses a connection that comes at the moment of its cancellation.
+        called = asyncio.Event()
+        self._loop.add_reader(self._listener, called.set)
+        try:
+            await called.wait()
+        finally:
+            self._loop.remove_reader(self._listener)
+
+    def _new_connection(self) -> Connection:
+        return Connection(self, self._secret)
+
+    async def _make_room(self) -> None:
+        oldest = next(iter(self._unproved))
+        left = oldest.made + limits.UNPROVED_GRACE - time.monotonic()
+        if left <= 0:
+            oldest.drop("too many connections that prove nothing")
+            self._unproved.pop(oldest, None)
+            return
+        self._place_free.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._place_free.wait(), left)
+
+    def _sweep(self) -> None:
+        self._loop.call_later(limits.PING_INTERVAL / 4, self._sweep)
+        now = time.monotonic()
+        for connection in list(self._unproved):
+            if now - connection.made >= limits.HANDSHAKE_TIMEOUT:
+                connection.drop("it did not prove the secret in time")
+        for peer in list(self._peers.values()):
+            if peer.connection is not None:
+                if now - peer.heard >= limits.SILENCE:
+                    peer.connection.drop(f"agent {peer.task} was silent for {limits.SILENCE:g} s")
+                elif now - peer.pinged >= limits.PING_INTERVAL:
+                    peer.pinged = now
+                    peer.session.ping()
+                    peer.pump()
+            elif peer.is_live and now - peer.heard >= limits.LOST_AFTER:
+                self.lose(peer, f"nothing was heard from agent {peer.task} for {limits.LOST_AFTER:g} s")
+
+    # -- what connections and peers need -------------------------------------------------------
+
+    def on_made(self, connection: Connection) -> None:
+        """Takes note of a connection that has proved nothing yet."""
+        self._unproved[connection] = None
+
+    def admit(self, connection: Connection, hello: Hello) -> Peer | str:
+        """Gives a connection that has proved the secret to its agent.
+
+        Returns:
+            The agent, or the words with which it is refused.
+
+        Raises:
+            FrameError: The answer is older than one that has been taken.
+        """
+        peer = self._peers.get(hello.task)
+        if peer is None or peer.name != hello.session:
+            if peer is not None and peer.is_live:
+                return f"another agent serves task {hello.task}"
+            if hello.resume:
+                return "its session is not known here"
+            peer = self._peers[hello.task] = self._new_peer(hello)
+        if hello.number <= peer.number:
+            raise FrameError("an answer that is older than the last")
+        if peer.is_lost:
+            return "it was given up as lost"
+        if not peer.session.can_resume(hello.received):
+            self.lose(peer, f"agent {peer.task} broke the channel's rules: it cannot have {hello.received} frames")
+            return "its count of received frames is impossible"
+        if peer.connection is not None:
+            peer.connection.drop(f"agent {peer.task} made a new connection")
+            self._disconnect(peer, peer.connection)
+        is_back = peer.number >= 0
+        peer.number, peer.connection, peer.heard = hello.number, connection, time.monotonic()
+        peer.session.resume(hello.received)
+        self._forget_unproved(connection)
+        if is_back and peer.is_live and not self._is_closing:
+            peer.hand({"type": RECONNECTED, "reason": "the agent made a new connection"})
+        return peer
+
+    def _new_peer(self, hello: Hello) -> Peer:
+        return Peer(hello.task, hello.session, self._on_message, self._served, self._upload_directory, self._grant)
+
+    def lose(self, peer: Peer, reason: str) -> None:
+        """Gives an agent up for good."""
+        was_live, peer.is_lost = peer.is_live, True
+        if peer.connection is not None:
+            peer.connection.drop(reason)
+            peer.connection = None
+        peer.end()
+        self._withheld.discard(peer)
+        if was_live and not self._is_closing:
+            peer.hand({"type": LOST, "reason": reason})
+
+    def on_end(self, connection: Connection) -> None:
+        """Takes note of a closed connection."""
+        self._forget_unproved(connection)
+        if connection.peer is not None:
+            self._disconnect(connection.peer, connection)
+        self._stop_when_alone()
+
+    def _disconnect(self, peer: Peer, connection: Line) -> None:
+        if peer.connection is not connection:
+            return
+        peer.connection = None
+        if peer.is_live and not self._is_closing:
+            peer.hand({"type": DISCONNECTED, "reason": connection.reason})
+
+    def _forget_unproved(self, connection: Connection) -> None:
+        self._unproved.pop(connection, None)
+        self._place_free.set()
+
+    def _grant(self, peer: Peer, size: int) -> None:
+        """Gives credit for accepted bulk now, or when the driver can take more."""
+        if not peer.withheld and self._driver_can_take():
+            peer.session.grant(size)
+            return
+        peer.withheld += size
+        if not self._withheld:
+            self._loop.call_later(limits.TAKE_INTERVAL, self._grant_withheld)
+        self._withheld.add(peer)
+
+    def _grant_withheld(self) -> None:
+        if not self._driver_can_take():
+            self._loop.call_later(limits.TAKE_INTERVAL, self._grant_withheld)
+            return
+        for peer in list(self._withheld):
+            peer.session.grant(peer.withheld)
+            peer.withheld = 0
+            peer.pump()
+        self._withheld.clear()
+
+    def _driver_can_take(self) -> bool:
+        try:
+            return self._can_take()
+        except Exception:
+            logger.exception("channel: can_take failed")
+            return True

@@ -1,0 +1,5 @@
+"""``python -m rankzero.driver RUN_DIR --submission N``: the detached driver."""
+
+from rankzero.driver.main import main
+
+main()

@@ -1,0 +1,198 @@
+"""`Committer`: checkpoints that ranks hand in, committed and pruned in a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rankzero import store
+from rankzero.run.checkpoints import (
+    FOLDER,
+    MANIFEST,
+    CheckpointConfig,
+    Manifest,
+    list_committed,
+    read_manifests,
+    to_remove,
+)
+from rankzero.run.directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+COMMIT_TIMEOUT = 600.0
+"""Seconds that a run waits at its end for checkpoints which are on their way to the store."""
+
+STORE_PATIENCE = 30.0
+"""Seconds for which a store that refuses the newest checkpoint is asked again."""
+
+_STORE_INTERVAL = 0.5
+
+
+class Committer:
+    """Commits what ranks hand in, in a thread of its own: a slow store delays neither training nor failures."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        world_size: int,
+        config: CheckpointConfig,
+        fresh_since: int,
+        on_commit: Callable[[Manifest], None],
+        on_loss: Callable[[int], None],
+    ) -> None:
+        """Prepares the committer of one attempt.
+
+        Args:
+            run: The run.
+            attempt: Number of the attempt.
+            world_size: Number of ranks: so many parts has a sharded checkpoint.
+            config: What is kept.
+            fresh_since: Attempts before this one do not count.
+            on_commit: Called in the committer's thread after each commit.
+            on_loss: Called there with the number of a checkpoint that could not be committed.
+        """
+        self._run = run
+        self._attempt = attempt
+        self._world_size = world_size
+        self._config = config
+        self._fresh_since = fresh_since
+        self._on_commit = on_commit
+        self._on_loss = on_loss
+        self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
+        self._closed = False
+        self._given = self._done = 0
+        self._in_use: str | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+
+    def newest(self) -> Manifest | None:
+        """The checkpoint that this attempt starts from. Removes what no attempt can commit any more.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        names = store.list_names(self._run.path(FOLDER))
+        committed = read_manifests(self._run, names)
+        for name in set(names) - {manifest.id for manifest in committed}:
+            if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
+                store.remove(self._run.path(FOLDER, name))
+        if not committed or committed[-1].attempt < self._fresh_since:
+            return None
+        self._in_use = committed[-1].id
+        # The attempt before may have died before it could.
+        self.do(self._prune)
+        return committed[-1]
+
+    def add(self, rank: int, part: dict[str, Any]) -> None:
+        """Takes one rank's part: the worker's message, with ``uploaded`` if the driver holds the file.
+
+        The checkpoint is committed when rank 0's part is there and, if it is sharded, everybody's.
+        """
+        parts = self._incoming.setdefault(part["index"], {})
+        parts[rank] = part
+        if len(parts) == (self._world_size if part["sharded"] else 1):
+            for index in sorted(index for index in self._incoming if index < part["index"]):
+                self.drop(index)
+            del self._incoming[part["index"]]
+            self.do(lambda: self._commit_parts(parts))
+
+    def drop(self, index: int) -> None:
+        """A part of this checkpoint will not come."""
+        self._incoming.pop(index, None)
+        self._on_loss(index)
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Has the committer's thread do something after what it was given before."""
+        if not self._thread.ident:
+            self._thread.start()
+        self._given += 1
+        self._queue.put(action)
+
+    def release(self) -> None:
+        """The checkpoint that this attempt started from need not be kept any more."""
+        if self._in_use and self._thread.ident:
+            self._in_use = None
+            self.do(self._prune)
+
+    def close(self, timeout: float) -> None:
+        """Ends the thread; what is not committed after ``timeout`` seconds never will be."""
+        if self._thread.ident:
+            self._queue.put(None)
+            self._thread.join(timeout)
+        self._closed = True
+
+    @property
+    def is_busy(self) -> bool:
+        """True while something that was given is not done."""
+        return self._done < self._given
+
+    def _work(self) -> None:
+        while (action := self._queue.get()) is not None:
+            try:
+                action()
+            except Exception:
+                logger.exception("the committer failed")
+            self._done += 1
+
+    def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
+        def is_outdated(_: Exception) -> bool:
+            # A newer checkpoint is worth more than this one.
+            return self._closed or not self._queue.empty()
+
+        try:
+            manifest = store.patiently(lambda: self._commit(parts), STORE_PATIENCE, _STORE_INTERVAL, is_outdated)
+        except Exception:
+            # The checkpoint before it is whole, and training must not end for this one.
+            logger.exception("a checkpoint could not be committed")
+            self._on_loss(parts[min(parts)]["index"])
+            return
+        self._on_commit(manifest)
+        self._prune()
+
+    def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
+        lead = parts[min(parts)]
+        folder = self._run.path(FOLDER, lead["id"])
+        files = {}
+        for rank, part in sorted(parts.items()):
+            uploaded = part.get("uploaded")
+            # Gone if a try before this one came so far.
+            if uploaded and os.path.exists(uploaded):
+                store.make_directory(folder)
+                store.upload(uploaded, store.join(folder, part["file"]))
+                store.remove(uploaded)
+            files[str(rank)] = {key: part[key] for key in ("file", "format", "size", "sha256")}
+            if (size := store.size(store.join(folder, part["file"]))) != part["size"]:
+                raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
+        manifest = Manifest(
+            id=lead["id"],
+            attempt=self._attempt,
+            index=lead["index"],
+            time=lead["time"],
+            metrics=lead["metrics"],
+            world_size=self._world_size,
+            sharded=lead["sharded"],
+            parts=files,
+        )
+        if self._closed:
+            raise OSError("the attempt ended before the store had taken it")
+        store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode())
+        return manifest
+
+    def _prune(self) -> None:
+        try:
+            committed = list_committed(self._run)
+            current = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
+            # What was delivered goes when there is something in its place.
+            delivered = [manifest for manifest in committed if manifest.attempt < self._fresh_since and current]
+            for manifest in [*delivered, *to_remove(current, self._config, self._in_use)]:
+                # The manifest first: what is half removed is no checkpoint.
+                store.remove(self._run.path(FOLDER, manifest.id, MANIFEST))
+                store.remove(self._run.path(FOLDER, manifest.id))
+        except Exception:
+            logger.warning("an old checkpoint could not be removed", exc_info=True)

@@ -1,0 +1,282 @@
+"""The driver: owns the engine and decides about attempts. In the caller's process or in its own.
+
+``python -m rankzero.driver RUN_DIR --submission N`` is the detached form; everything it needs is in the run
+directory. Both forms run `Driver.run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from rankzero.driver.attempt import Attempt
+from rankzero.driver.policy import Restarts
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
+from rankzero.engines.base import Engine, EngineSession, within
+from rankzero.errors import (
+    HANG,
+    EngineError,
+    HangError,
+    RankZeroError,
+    RunCancelledError,
+    StartTimeoutError,
+    WorkerFailedError,
+)
+from rankzero.host import descendants
+from rankzero.run.directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 10.0
+"""Seconds for an engine session to close (a SparkContext to stop)."""
+
+_DONE = "engine-done"
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Runs one submission of a run to its end and writes the outcome into the run directory."""
+
+    def __init__(self, run: RunDirectory, engine: Engine, *, leased: bool = False) -> None:
+        """Reads what is to be run.
+
+        Args:
+            run: The run.
+            engine: Where.
+            leased: True if the run ends when nobody follows it (`Job.orphan_timeout`).
+        """
+        self._run = run
+        self._engine = engine
+        self._job = run.job()
+        self._private = run.private()
+        self._recorder = Recorder(run, self._job.submission, self._job.first_attempt)
+        self.inbox = Inbox()
+        self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
+        self._session: EngineSession | None = None
+        self._engine_url: str | None = None
+        self._started_at: float | None = None
+        self.left_nothing = True
+        """False if an engine session did not close: a JVM that was stopped may still be there."""
+
+    def run(self) -> None:
+        """Never raises for a run that failed: the status says so.
+
+        Raises:
+            ResultError: the store does not take the outcome.
+        """
+        try:
+            attempt = self._attempt_until_done()
+        except RunCancelledError as error:
+            self._recorder.finish(state="cancelled", error=error.to_json())
+        except RankZeroError as error:
+            self._recorder.finish(state="failed", error=error.to_json())
+        except BaseException as error:
+            logger.exception("the driver failed")
+            what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
+            self._recorder.finish(state="failed", error=what.to_json())
+        else:
+            assert attempt.outcome is not None
+            result, value = attempt.outcome
+            self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
+
+    def _attempt_until_done(self) -> Attempt:
+        """One attempt after the other, until one succeeds or nothing more may be tried."""
+        budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
+        number = self._job.first_attempt
+        try:
+            while True:
+                attempt: Attempt | None = None
+                try:
+                    self._recorder.update(state="starting", attempt=number)
+                    deadline = time.monotonic() + self._job.start_timeout
+                    self._session = self._open(deadline)
+                    if self._engine_url:
+                        self._recorder.update(engine_url=self._engine_url)
+                    attempt = Attempt(
+                        self._run, self._job, number, self._recorder, self._session, self.inbox, self._watch
+                    )
+                    attempt.run(deadline, self._private["env"], self._started_at)
+                    return attempt
+                except BaseException as error:
+                    if attempt and attempt.outcome:
+                        # Success was certain before whatever came then.
+                        return attempt
+                    after = budget.after(_restart_cause(error))
+                    if after is None:
+                        raise
+                    budget, pause = after
+                    self._note_restart(number + 1, error, pause)
+                if self._started_at is None and attempt:
+                    self._started_at = attempt.started_at
+                number += 1
+                self._prepare_restart(pause)
+        finally:
+            self._close_session()
+
+    def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:
+        what = str(error).splitlines()[0]
+        logger.warning("attempt %s follows in %s s, because %s", attempt, pause, what)
+        event = {"type": "restart", "attempt": attempt, "cause": _restart_cause(error), "what": what, "pause": pause}
+        self._recorder.event(event)
+
+    def _prepare_restart(self, pause: float) -> None:
+        """Waits, within the reach of a cancel, and gives up a session that is broken."""
+        end = time.monotonic() + pause
+        while True:
+            self._watch.check()
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            with contextlib.suppress(queue.Empty):
+                self.inbox.queue.get(timeout=min(left, TICK))
+        session = self._session
+        answers: list[bool] = []
+        # A JVM that was stopped does not answer at all.
+        if session and not (within(CLOSE_TIMEOUT, lambda: answers.append(session.is_usable())) and answers == [True]):
+            self._close_session()
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session:
+            self.left_nothing = within(CLOSE_TIMEOUT, session.close)
+
+    def _open(self, deadline: float) -> EngineSession:
+        """An open engine with room for the job."""
+        session = self._session
+        if session is None:
+            return self._in_thread(self._open_engine, deadline)
+        self._in_thread(session.refill, deadline)
+        return session
+
+    def _open_engine(self) -> EngineSession:
+        session = self._engine.open(self._job)
+        # A link for people is not worth a run.
+        with contextlib.suppress(Exception):
+            self._engine_url = session.url
+        return session
+
+    def _in_thread(self, action: Callable[[], T], deadline: float) -> T:
+        """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
+        messages = self.inbox.renew()
+
+        def act() -> None:
+            result: T | None = None
+            failure: BaseException | None = None
+            try:
+                result = action()
+            except BaseException as error:
+                failure = error
+            messages.put((DRIVER, {"type": _DONE, "result": result, "failure": failure}))
+
+        threading.Thread(target=act, name="rankzero-engine", daemon=True).start()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                _, message = messages.get(timeout=TICK)
+                if message["type"] == _DONE:
+                    failure = message["failure"]
+                    if isinstance(failure, RankZeroError):
+                        raise failure
+                    if failure:
+                        raise EngineError(f"the engine could not be opened: {failure}") from failure
+                    return cast(T, message["result"])
+            self._watch.check()
+            if time.monotonic() > deadline:
+                raise StartTimeoutError(
+                    f"the engine {self._job.engine} did not answer within start_timeout={self._job.start_timeout} s",
+                    missing=["engine"],
+                )
+
+
+def _restart_cause(error: BaseException) -> str | None:
+    if isinstance(error, HangError):
+        return HANG
+    return error.cause if isinstance(error, (WorkerFailedError, EngineError)) else None
+
+
+class DriverThread(threading.Thread):
+    """A driver in a thread of the caller's process. ``error`` is what `Driver.run` raised."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(name="rankzero-driver", daemon=True)
+        self.driver = driver
+        self.error: BaseException | None = None
+        # Not join() with a timeout, nor is_alive(): before CPython 3.13 an exception of a signal handler inside of
+        # join() makes a thread that runs look ended.
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Runs the driver."""
+        try:
+            self.driver.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def poll(self) -> int | None:
+        """None while it lives, as a process would say."""
+        return 0 if self._ended.is_set() else None
+
+    def await_end(self, timeout: float) -> None:
+        """Returns when it has ended, or after so many seconds."""
+        self._ended.wait(timeout)
+
+
+def _watch_owner(fd: int, inbox: Inbox) -> None:
+    """Cancels the run when the process at the other end of the pipe is gone, however it went."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(fd, 1):
+                pass
+        inbox.interrupt("the process that called run() is gone")
+
+    threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
+
+
+def main() -> None:
+    """Entry point of the detached driver."""
+    parser = argparse.ArgumentParser(prog="python -m rankzero.driver", description=__doc__)
+    parser.add_argument("run_directory")
+    parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
+    parser.add_argument("--owner", type=int, help="file descriptor of a pipe; its end cancels the run")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from rankzero.engines.specs import engine_from_spec
+
+    run = RunDirectory(arguments.run_directory)
+    job = run.job()
+    if job.submission != arguments.submission:
+        sys.exit(f"{run.directory} was submitted again before this driver started")
+    if not run.claim_driver(job.submission):
+        sys.exit(f"{run.directory} has a driver already")
+    engine = engine_from_spec(job.engine, run.private()["engine"])
+    driver = Driver(run, engine, leased=arguments.owner is None)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
+    if arguments.owner is not None:
+        _watch_owner(arguments.owner, driver.inbox)
+    code = 1
+    try:
+        driver.run()
+        code = 0
+    except BaseException:
+        logger.exception("the outcome of the run could not be written")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not driver.left_nothing:
+            descendants.kill_all()
+        # Nothing that a JVM or a stuck thread does may hold a driver whose run has ended.
+        os._exit(code)

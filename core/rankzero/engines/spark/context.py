@@ -1,0 +1,99 @@
+"""What is asked of a SparkContext, and put there, once: every question is a call into the JVM."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from typing import Any
+
+from rankzero.task import hold as hold_module
+from rankzero.task import start as start_module
+
+_KNOWN = "_rankzero"
+
+
+class KnownContext:
+    """A SparkContext's settings and slots, and rankzero's code there."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._scala = context._jsc.sc()
+        self._conf = self._scala.conf()
+        self._profile = self._scala.resourceProfileManager().defaultResourceProfile()
+        self._settings: dict[str, str | None] = {}
+        self._code: Any = None
+
+    @functools.cached_property
+    def url(self) -> str | None:
+        """Of the Spark UI; None where it is switched off."""
+        found: str | None = self._context.uiWebUrl
+        return found
+
+    @property
+    def code(self) -> Any:
+        """Broadcast of `agent_code`, which so goes to every executor once, and not with every task.
+
+        It stays with the SparkContext. Tasks of a local master read the file that pyspark made of it, which who cleans
+        the temporary directory may have removed.
+        """
+        if self._code is None or not os.path.exists(getattr(self._code, "_path", None) or os.curdir):
+            self._code = self._context.broadcast(agent_code())
+        return self._code
+
+    def setting(self, key: str) -> str | None:
+        """One setting; a SparkContext's do not change."""
+        if key not in self._settings:
+            self._settings[key] = str(self._conf.get(key)) if self._conf.contains(key) else None
+        return self._settings[key]
+
+    def slots(self) -> int:
+        """Tasks that can run at once now."""
+        return int(self._scala.maxNumConcurrentTasks(self._profile))
+
+    def is_stopped(self) -> bool:
+        """True if nothing runs there any more. Raises a Py4JError if the JVM is gone."""
+        return bool(self._scala.isStopped())
+
+
+def known(context: Any) -> KnownContext:
+    """What is known of a SparkContext; kept with it, and so no longer than it is."""
+    attributes = vars(context)
+    if _KNOWN not in attributes:
+        attributes[_KNOWN] = KnownContext(context)
+    found: KnownContext = attributes[_KNOWN]
+    return found
+
+
+@functools.cache
+def agent_code() -> bytes:
+    """A pickle of the function `hold`, and of a zip of the rankzero and cloudpickle packages.
+
+    Executors need nothing of rankzero installed: the one is pickled by value, and from the other agents import.
+    """
+    from pyspark import cloudpickle
+
+    untyped: Any = cloudpickle
+    for module in (hold_module, start_module):
+        untyped.register_pickle_by_value(module)
+    pickled: bytes = untyped.dumps((hold_module.hold, _zipped_packages()))
+    return pickled
+
+
+def _zipped_packages() -> bytes:
+    import zipfile
+
+    import cloudpickle
+
+    import rankzero
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        for package in (rankzero, cloudpickle):
+            base = os.path.dirname(os.path.abspath(str(package.__file__)))
+            for directory, _, names in os.walk(base):
+                for name in sorted(names):
+                    if name.endswith(".py"):
+                        path = os.path.join(directory, name)
+                        archive.write(path, os.path.relpath(path, os.path.dirname(base)))
+    return buffer.getvalue()

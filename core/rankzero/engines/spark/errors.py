@@ -1,0 +1,59 @@
+"""What Spark's exceptions mean, in words and types of ours."""
+
+from __future__ import annotations
+
+import re
+
+from rankzero.engines.local import CUT_OFF
+from rankzero.engines.spark.conf import dynamic_allocation_error
+from rankzero.errors import LOST, PREEMPTED, EngineError, InsufficientSlotsError, RankZeroError
+
+ERROR_LIMIT = 2000
+"""Characters of Spark's own text that an error quotes."""
+
+
+def explain(text: str) -> RankZeroError:
+    """The typed error for the text of an exception of Spark."""
+    if "PYTHON_VERSION_MISMATCH" in text:
+        found = re.search(r"different version: ([\d.]+) than that in driver: ([\d.]+)", text)
+        versions = f" (executor {found[1]}, driver {found[2]})" if found else ""
+        return EngineError(
+            f"driver and executors run different Python minor versions{versions}: "
+            "set spark.pyspark.python to a Python of the driver's version on the executors"
+        )
+    if "SPARK-24819" in text:
+        return InsufficientSlotsError(f"the cluster lost slots before the barrier stage began: {first_lines(text)}")
+    if "SPARK-24942" in text:
+        return dynamic_allocation_error()
+    if found := re.search(r'Cannot run program "([^"]+)"', text):
+        return EngineError(f"the executors have no Python at {found[1]!r}: set spark.pyspark.python to one they have")
+    if found := re.search(r"rankzero agent of task \d+ ended by (signal)?.*", text):
+        is_lost = found[1] or CUT_OFF in found[0]
+        return EngineError(first_lines(text[found.start() :]), cause=LOST if is_lost else None)
+    if re.search(_PREEMPTED, text, re.IGNORECASE):
+        return EngineError(f"the cluster took an executor back: {first_lines(text)}", cause=PREEMPTED)
+    if found := re.search(_EXECUTOR_LOST, text):
+        # The line that says which executor, and why; the Java text before it says neither.
+        line = text[text.rfind("\n", 0, found.start()) + 1 :]
+        return EngineError(f"Spark lost an executor: {first_lines(line)}", cause=LOST)
+    if re.search(_SESSION_LOST, text):
+        return EngineError(f"the SparkContext or its JVM ended: {first_lines(text)}", cause=LOST)
+    if "cancelled" in text:
+        return EngineError(f"the Spark job was cancelled from outside of rankzero: {first_lines(text)}")
+    return EngineError(f"the Spark job failed: {first_lines(text)}")
+
+
+_PREEMPTED = r"preempt|decommission"
+_EXECUTOR_LOST = (
+    r"ExecutorLostFailure|Executor.{0,40} lost|Lost executor|ExecutorDeadException|worker lost|executor \S+ exited"
+)
+_SESSION_LOST = (
+    r"SparkContext was shut down|stopped SparkContext|Py4JNetworkError|Answer from Java side is empty|"
+    r"Connection refused|Error while receiving|Connection reset by peer"
+)
+
+
+def first_lines(text: str) -> str:
+    """The part of a Java exception that a person needs: what failed, without the stacks."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    return "\n".join(lines)[:ERROR_LIMIT]

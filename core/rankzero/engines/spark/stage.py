@@ -1,0 +1,105 @@
+"""The barrier stage of one attempt, and what its tasks do on the executors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
+from rankzero.engines.spark.errors import explain
+from rankzero.errors import RankZeroError
+from rankzero.job import Job
+
+
+class SparkGroup(AgentGroup):
+    """The running barrier stage."""
+
+    def __init__(self, context: Any, job: Job, task: Callable[[Any], Any], on_end: OnEnd) -> None:
+        super().__init__()
+        from pyspark import InheritableThread
+
+        self._context = context
+        self._job = job
+        self._task = task
+        self._on_end = on_end
+        self._group = f"rankzero-{job.run_id}"
+        thread = InheritableThread(target=self._collect)
+        thread.daemon = True
+        thread.start()
+
+    def _collect(self) -> None:
+        error: BaseException | None = None
+        try:
+            description = f"rankzero: {self._job.name} on {self._job.num_processes} ranks"
+            self._context.setJobGroup(self._group, description, interruptOnCancel=True)
+            tasks = self._job.num_tasks
+            rdd = self._context.parallelize(range(tasks), tasks).barrier().mapPartitions(self._task)
+            with _own_python(self._context):
+                # Fixes the executors' Python and pickles the task.
+                rdd._jrdd  # noqa: B018
+            rdd.collect()
+        except BaseException as caught:
+            error = caught
+        self._ended.set()
+        self._on_end(error)
+
+    def cancel(self) -> None:
+        """Cancels the stage; Spark kills the tasks, and with them go agents and ranks."""
+        with contextlib.suppress(Exception):
+            self._context.cancelJobGroup(self._group)
+
+    def explain(self, error: BaseException) -> RankZeroError:
+        """What Spark's exception means."""
+        return explain(str(error))
+
+
+def make_task(
+    config: AgentConfig, code: Any, local_gpus: list[str] | None, local_host: str | None
+) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """The function of one barrier task; it is pickled by value, since it is local to this function.
+
+    Args:
+        config: What is the same for all agents.
+        code: Broadcast of `agent_code`.
+        local_gpus: The GPUs of this machine, which tasks of a local master share out; None for a cluster's.
+        local_host: The address of every agent; None where Spark knows better.
+    """
+
+    def task(rows: Iterable[Any]) -> Iterator[Any]:
+        for _ in rows:
+            # A task that leaves its input unread costs Spark its Python worker.
+            pass
+        import pickle
+
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        index = context.partitionId()
+        address = context.getTaskInfos()[index].address
+        host = local_host or address.rpartition(":")[0].strip("[]") or address
+        count = config["workers"]
+        gpus = []
+        if config["use_gpu"] and local_gpus is not None:
+            gpus = local_gpus[index * count : (index + 1) * count]
+        elif config["use_gpu"] and "gpu" in context.resources():
+            gpus = list(context.resources()["gpu"].addresses)
+        hold, code_zip = pickle.loads(code.value)
+        hold({**config, "task": index, "host": host, "gpus": gpus, "code_path": None, "code_zip": code_zip})
+        return iter(())
+
+    return task
+
+
+@contextlib.contextmanager
+def _own_python(context: Any) -> Iterator[None]:
+    """Executors on this machine run this very Python, unless the user chose one."""
+    before = context.pythonExec
+    if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):
+        context.pythonExec = sys.executable
+    try:
+        yield
+    finally:
+        context.pythonExec = before

@@ -1,0 +1,126 @@
+"""Checkpoints in the run directory: which there are, and which are kept.
+
+    checkpoints/0000-000003/rank-0.safetensors     one file for each rank that gave a part
+    checkpoints/0000-000003/checkpoint.json        written last: with it the checkpoint is committed
+
+The name is attempt and number, so that names in order are checkpoints in order, and no two attempts ever
+write the same file. A folder without ``checkpoint.json`` is no checkpoint and is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rankzero import store
+from rankzero.errors import InvalidJobError
+from rankzero.run.directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+FOLDER = "checkpoints"
+
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints of a run are kept. The newest one always is: a restart needs it.
+
+    Attributes:
+        num_to_keep: How many; None keeps all.
+        metric: Keep the best by this metric of their reports; None keeps the newest. A checkpoint whose
+            report lacks the metric, or has nan, is worse than any other.
+        mode: ``"min"`` or ``"max"``: which values of the metric are better.
+
+    Raises:
+        InvalidJobError: a value is wrong.
+    """
+
+    num_to_keep: int | None = 2
+    metric: str | None = None
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None and (type(self.num_to_keep) is not int or self.num_to_keep < 1):
+            raise InvalidJobError(f"num_to_keep is {self.num_to_keep!r}; it must be a positive integer or None")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise InvalidJobError(f"metric is {self.metric!r}; it must be the name of a reported metric")
+        if self.mode not in MODES:
+            raise InvalidJobError(f'mode is {self.mode!r}; choose "min" or "max"')
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Attributes:
+        id: Its folder's name: attempt and number.
+        attempt: Attempt that wrote it.
+        index: Its number in that attempt, from 0.
+        time: Unix time of rank 0's report.
+        metrics: What rank 0 reported with it.
+        world_size: Number of ranks of the run.
+        sharded: Every rank gave a part of its own; else rank 0's is the whole.
+        parts: By rank (as text, as JSON has it): ``file``, ``format``, ``size`` and ``sha256``.
+    """
+
+    id: str
+    attempt: int
+    index: int
+    time: float
+    metrics: dict[str, Any]
+    world_size: int
+    sharded: bool
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
+    """The committed checkpoints of a run, oldest first.
+
+    Args:
+        run: The run.
+        fresh_since: Attempts before this one do not count.
+
+    Raises:
+        OSError: the store cannot be read (or an error of its fsspec driver).
+    """
+    committed = read_manifests(run, store.list_names(run.path(FOLDER)))
+    return [manifest for manifest in committed if manifest.attempt >= fresh_since]
+
+
+def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
+    """Those of the named folders that are committed, in this order. Raises like `list_committed`."""
+    found = []
+    for name in names:
+        # Every other error is the store's, and says nothing of the checkpoint.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            found.append(Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))))
+    return found
+
+
+def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str | None = None) -> list[Manifest]:
+    """Which of the committed checkpoints (oldest first) are not kept. ``in_use`` names one that always is."""
+    if config.num_to_keep is None or not committed:
+        return []
+    ranked = sorted(committed, key=lambda manifest: (_score(manifest, config), manifest.id), reverse=True)
+    kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, in_use}
+    return [manifest for manifest in committed if manifest.id not in kept]
+
+
+def _score(manifest: Manifest, config: CheckpointConfig) -> float:
+    if config.metric is None:
+        return 0.0
+    value = manifest.metrics.get(config.metric)
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return -math.inf
+    return value if config.mode == "max" else -value

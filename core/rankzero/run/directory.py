@@ -1,0 +1,234 @@
+"""The run directory, which is the truth about a run: what lies where, and how it is read and written.
+
+    job.json      what was asked for; a directory without it is no run yet
+    status.json   state, heartbeat, error, result: replaced atomically by the driver
+    submissions/  0, 1, ...: what one submission gave
+        claim         whose submission this is: made once, so that a run id submitted twice starts once
+        payload.pkl   function or script and arguments;  modules.zip  the user's modules
+        private.json  environment and engine configuration of the user (may hold secrets)
+        driver        whose driver this is
+    token         tells an agent that it sees this very directory
+    events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
+    logs/         rank-N.log for every rank
+    checkpoints/  see `rankzero.run.checkpoints`
+    result/       rank 0's value
+    cancel        a request to end
+    lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
+    delivered     the submission whose result was handed on
+    handed        which try of an orchestrator got it; see `rankzero.run.delivery`
+    driver.log    what a detached driver wrote
+
+On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from rankzero import store
+from rankzero.errors import RunNotFoundError
+from rankzero.job import Job
+from rankzero.values.envelope import Part
+
+_REMOVAL = b"removal"
+"""In the claim of whoever removes an old run, so that the next one can tell and finish."""
+
+EVENTS = "events.jsonl"
+
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run's state at one moment.
+
+    Attributes:
+        state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
+            ``"cancelled"``.
+        attempt: Number of the current attempt, from 0.
+        submission: How often the run id was submitted before.
+        heartbeat: Unix time at which the driver last wrote.
+        driver_host: Host of the driver, or None before it started.
+        driver_pid: Its process id.
+        driver_namespace: The process namespace in which that id means something.
+        driver_start: When that process started, in ticks since the boot.
+        started: Unix time at which every rank had started, or None.
+        ended: Unix time of the end, or None.
+        error: The error of a run that did not succeed, as JSON.
+        result: The handle of the value, as JSON.
+        value: A small JSON value itself, in a list of one; else empty.
+        metrics: The last value of every metric that rank 0 reported.
+        checkpoint: Id of the newest committed checkpoint, or None.
+        engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
+    """
+
+    state: str = "pending"
+    attempt: int = 0
+    submission: int = 0
+    heartbeat: float = 0.0
+    driver_host: str | None = None
+    driver_pid: int | None = None
+    driver_namespace: str | None = None
+    driver_start: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    error: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
+    value: list[Any] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    engine_url: str | None = None
+
+    @property
+    def final(self) -> bool:
+        """True if the run has ended."""
+        return self.state in FINAL_STATES
+
+
+_STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
+
+
+class RunDirectory:
+    """Reads and writes one run directory. Holds nothing that is not on disk."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = store.normalize(directory)
+        self.is_remote = store.is_url(self.directory)
+
+    def path(self, *parts: str) -> str:
+        """A location inside."""
+        return store.join(self.directory, *parts)
+
+    def submission_path(self, submission: int, *parts: str) -> str:
+        """A location inside of one submission."""
+        return self.path("submissions", str(submission), *parts)
+
+    def claim(self, submission: int) -> bool:
+        """True for the one caller that may write this submission. Raises OSError."""
+        try:
+            return self._write_claim(submission)
+        except FileNotFoundError:
+            # An old run was removed between two steps; see `rankzero.run.retention`.
+            return self._write_claim(submission)
+
+    def _write_claim(self, submission: int) -> bool:
+        for part in ("", "logs", "result", "checkpoints", f"submissions/{submission}"):
+            store.make_directory(self.path(part).rstrip("/"))
+        return store.create(self.submission_path(submission, "claim"), secrets.token_hex(8).encode())
+
+    def claim_removal(self, submission: int) -> bool:
+        """True for the one caller that may remove this run, unless somebody claims a later submission."""
+        store.make_directory(self.submission_path(submission))
+        return store.create(self.submission_path(submission, "claim"), _REMOVAL)
+
+    def is_claimed(self, submission: int) -> bool:
+        """True if somebody claimed this submission (or the removal of the run before it)."""
+        return store.exists(self.submission_path(submission, "claim"))
+
+    def removal_claimed(self, submission: int) -> bool:
+        """True if this claim is one of `claim_removal`."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.submission_path(submission, "claim")) == _REMOVAL
+        return False
+
+    def claimed_at(self, submission: int) -> float | None:
+        """Unix time of a claim, by the store's clock; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.modified(self.submission_path(submission, "claim"))
+        return None
+
+    def release(self, submission: int) -> None:
+        """Gives a claim back, and what was written for it. Raises OSError."""
+        store.remove(self.submission_path(submission))
+
+    def claim_driver(self, submission: int) -> bool:
+        """True for the one driver of this submission."""
+        return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
+
+    def newest_claim(self) -> int:
+        """Number of the newest submission that somebody claimed; -1 if there is none."""
+        return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
+
+    def write_files(self, submission: int, private: dict[str, Any], files: dict[str, list[Part]]) -> None:
+        """Writes what a driver needs beside the job. For who `claim`ed the submission. Raises OSError."""
+        for name, parts in files.items():
+            store.write_parts(self.submission_path(submission, name), parts)
+        store.write_bytes(self.submission_path(submission, "private.json"), json.dumps(private).encode())
+
+    def write_submission(self, job: Job) -> None:
+        """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
+        if not store.exists(self.path("token")):
+            store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
+        for said_of_earlier_ones in ("cancel", "lease"):
+            store.remove(self.path(said_of_earlier_ones))
+        # Before job.json: nobody may take an earlier submission's end for this one's.
+        self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
+        store.write_bytes(self.path("job.json"), job.to_json())
+
+    def job(self) -> Job:
+        """What was asked for. Raises RunNotFoundError."""
+        try:
+            return Job.from_json(store.read_bytes(self.path("job.json")))
+        except FileNotFoundError:
+            raise RunNotFoundError(f"no run lives in {self.directory}") from None
+
+    def private(self) -> dict[str, Any]:
+        """The user's environment and the engine's private configuration."""
+        path = self.submission_path(self.job().submission, "private.json")
+        return cast("dict[str, Any]", json.loads(store.read_bytes(path)))
+
+    def token(self) -> str:
+        """What an agent compares to know that it sees this directory."""
+        return store.read_bytes(self.path("token")).decode()
+
+    def status(self) -> RunStatus:
+        """The last status written. Raises RunNotFoundError."""
+        try:
+            facts = json.loads(store.read_bytes(self.path("status.json")))
+        except FileNotFoundError:
+            raise RunNotFoundError(f"no run lives in {self.directory}") from None
+        # A driver of a later version may say more.
+        return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+
+    def write_status(self, status: RunStatus) -> None:
+        """Replaces the status."""
+        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode())
+
+    def request_cancel(self) -> None:
+        """Leaves the request; the driver acts on it."""
+        store.write_bytes(self.path("cancel"), b"")
+
+    def cancel_requested(self) -> bool:
+        """True if somebody asked for the end."""
+        return store.exists(self.path("cancel"))
+
+    def mark_delivered(self, submission: int) -> None:
+        """Notes that this submission's result was handed on."""
+        store.write_bytes(self.path("delivered"), str(submission).encode())
+
+    def is_delivered(self, submission: int) -> bool:
+        """True if `mark_delivered` was called for it."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.path("delivered")) == str(submission).encode()
+        return False
+
+    def renew_lease(self, bound: float | None = None) -> None:
+        """Says that somebody follows this run, and for how many seconds that holds; None for its ``orphan_timeout``."""
+        words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
+        store.write_bytes(self.path("lease"), " ".join(words).encode())
+
+    def lease(self) -> bytes:
+        """What the last follower wrote; empty if nobody has."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.path("lease"))
+        return b""
+
+
+def log_name(rank: int) -> str:
+    """Where a rank's lines are, within the run directory."""
+    return f"logs/rank-{rank}.log"

@@ -1,0 +1,89 @@
+"""Runs that end with the process that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.driver.main import Driver, DriverThread
+from rankzero.engines.base import Engine
+from rankzero.errors import InvalidJobError
+from rankzero.host.processes import this_process
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
+from rankzero.run.handle import RunHandle
+from rankzero.submit import drivers
+from rankzero.submit.prepare import Request, prepare
+
+Opened = tuple[RunHandle[Any], dict[int, Position]]
+"""A run, and where each rank's lines of earlier submissions end."""
+
+
+@contextlib.contextmanager
+def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Opened]:
+    """A run that ends with the block, however that ends, and with this process.
+
+    Yields:
+        The handle, to be followed until the run has ended, and where each rank's lines of earlier submissions end.
+
+    Raises:
+        InvalidJobError: refused before anything started.
+    """
+    engine = request.engine
+    patience = request.template.stop_grace + CANCEL_TIMEOUT
+    request = replace(request, template=replace(request.template, owner=this_process()))
+    run, started = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
+    since = RunHandle[Any](run.directory).ends()
+    if not started:
+        handle = RunHandle[Any](run.directory)
+        if not handle.status().final:
+            raise InvalidJobError(
+                f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
+                "another run_id"
+            )
+        # It succeeded, and whoever waited for it died before its result was delivered.
+        yield handle, since
+        return
+    driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
+    with driver as handle:
+        yield handle, since
+
+
+@contextlib.contextmanager
+def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[Any]]:
+    """A driver in a process of its own, which ends its run when this process, or the block, does."""
+    theirs, ours = os.pipe()
+    handle: RunHandle[Any] | None = None
+    try:
+        try:
+            handle = RunHandle(run.directory, drivers.start_driver(run, theirs))
+        finally:
+            os.close(theirs)
+        yield handle
+    finally:
+        # After an interrupt this is what ends the run, at once, wherever its directory lies.
+        os.close(ours)
+        if handle:
+            handle.wait(patience)
+
+
+@contextlib.contextmanager
+def _thread_driver(run: RunDirectory, engine: Engine, patience: float) -> Iterator[RunHandle[Any]]:
+    """A driver in a thread of this process, which ends its run when the block does."""
+    thread = DriverThread(Driver(run, engine))
+    thread.start()
+    try:
+        yield RunHandle(run.directory, thread)
+    except BaseException as interrupt:
+        thread.driver.inbox.interrupt(
+            f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
+        )
+        raise
+    finally:
+        thread.await_end(patience)
+    if thread.error:
+        raise thread.error

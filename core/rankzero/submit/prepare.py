@@ -1,0 +1,99 @@
+"""From what a launcher asks for, a function and its arguments to the run directory, with everything checked before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rankzero import job as jobs
+from rankzero import store
+from rankzero.engines.base import Engine
+from rankzero.errors import InvalidJobError
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
+from rankzero.submit import payload, submission
+from rankzero.submit.payload import Payload
+from rankzero.values.envelope import digest_of
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launcher asks for, whatever is trained.
+
+    Attributes:
+        engine: Where.
+        root: Of the run directories.
+        template: The job, without what depends on function and arguments; an empty ``run_id`` is made up.
+        env: Environment variables for the ranks. May hold secrets.
+    """
+
+    engine: Engine
+    root: str
+    template: Job
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+def prepare(
+    request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
+) -> tuple[RunDirectory, bool]:
+    """Checks everything, then writes the run directory. Nothing has started when this raises.
+
+    Args:
+        request: What the launcher asks for.
+        train: As for `Launcher.run`.
+        args: As for `Launcher.run`.
+        kwargs: As for `Launcher.run`.
+        detached: The driver is not in this process.
+
+    Returns:
+        The run, and whether the caller must start its driver (else somebody did).
+
+    Raises:
+        InvalidJobError: refused before anything started.
+    """
+    engine = request.engine
+    if detached and not engine.can_detach:
+        raise InvalidJobError(
+            "a run that outlives this process cannot use this process's SparkSession: "
+            "give SparkEngine(master=...) to submit(), or use run()"
+        )
+    parts = payload.build(train, args, kwargs)
+    spec, private = engine.to_spec()
+    run_id = request.template.run_id or jobs.new_run_id(parts.name)
+    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
+    engine.check(job)
+    files = {"payload.pkl": parts.data}
+    if parts.modules is not None:
+        files["modules.zip"] = [parts.modules]
+    run = RunDirectory(store.join(request.root, run_id))
+    arguments = _describe_arguments(parts)
+
+    def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
+        described = {
+            name: {
+                "location": run.submission_path(number, name),
+                "size": sum(map(len, data)),
+                "absolute": False,
+                "digest": digest_of(data),
+            }
+            for name, data in files.items()
+        }
+        files_of_job = {**described, **arguments}
+        return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
+
+    return run, submission.submit(run, make_job, {"env": dict(request.env), "engine": private}, files)
+
+
+def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
+    """Files that arguments refer to. Raises InvalidJobError if one is gone."""
+    described: dict[str, dict[str, Any]] = {}
+    for number, ref in enumerate(parts.refs):
+        # A reference to an object store is opened there by the workers themselves.
+        if not store.is_url(ref.uri):
+            if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
+                raise InvalidJobError(f"the argument {ref.uri} is gone or not the {ref.size} bytes that were stored")
+            facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
+            described[f"ref-{number}"] = {**facts, "uri": ref.uri}
+    return described

@@ -1,0 +1,166 @@
+"""Submitting a run id: one submitter starts it, whatever else happens; an existing run is taken up.
+
+What dies where: after `RunDirectory.claim` and before ``job.json`` the claim is void after `CLAIM_TIMEOUT` and
+the next submitter takes the next number; after ``job.json`` and before the driver's first heartbeat the run
+counts as one whose driver died, and the next submission continues it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankzero import store
+from rankzero.bounds import CANCEL_TIMEOUT, DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL
+from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
+from rankzero.host.processes import is_gone
+from rankzero.job import Job
+from rankzero.run.checkpoints import FOLDER
+from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.handle import RunHandle
+from rankzero.run.reconcile import ATTACH, CONTINUE, FRESH, on_resubmit
+from rankzero.values.envelope import Part
+
+logger = logging.getLogger(__name__)
+
+CLAIM_TIMEOUT = 20.0
+"""Seconds after which a submitter that claimed a run and did not write it counts as dead."""
+
+_LOOK = 0.05
+
+
+@dataclass(frozen=True)
+class Existing:
+    """A run that is there already.
+
+    Attributes:
+        job: What its last submission asked for.
+        status: Its state now, ``"failed"`` if its driver died.
+        meaning: `ATTACH`, `CONTINUE` or `FRESH`.
+    """
+
+    job: Job
+    status: RunStatus
+    meaning: str
+
+
+def look(run: RunDirectory) -> Existing | None:
+    """What submitting this run id would mean now; None if there is no such run.
+
+    A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
+    """
+    try:
+        job = run.job()
+    except RunNotFoundError:
+        return None
+    handle: RunHandle[object] = RunHandle(run.directory)
+    status = handle.status()
+    seen, deadline = status.heartbeat, time.monotonic() + 2 * DRIVER_DEAD_AFTER
+    tick = threading.Event()
+    while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
+        if status.heartbeat != seen or time.time() - status.heartbeat < HEARTBEAT_INTERVAL:
+            break
+        tick.wait(_LOOK)
+        status = handle.status()
+    meaning = on_resubmit(status.state, run.is_delivered(job.submission))
+    if meaning == ATTACH and status.result and not store.exists(status.result["uri"]):
+        logger.warning("the result of run %s is gone, so it goes on from its last checkpoint", run.directory)
+        meaning = CONTINUE
+    return Existing(job, status, meaning)
+
+
+def submit(
+    run: RunDirectory,
+    make_job: Callable[[int, int, int], Job],
+    private: dict[str, object],
+    files: dict[str, list[Part]],
+) -> bool:
+    """Makes this the next submission of the run, unless there is one that lives or waits to be delivered.
+
+    Args:
+        run: Its directory, which may not be there yet.
+        make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
+        private: The user's environment and the engine's private configuration.
+        files: Payload and modules, by name: the parts of each.
+
+    Returns:
+        True if the caller must start a driver; False if somebody else did: attach.
+
+    Raises:
+        InvalidJobError: the store cannot be written.
+        EngineError: the run was cancelled and does not end.
+    """
+    try:
+        number, tick = 0, threading.Event()
+        while True:
+            existing = look(run)
+            if existing and _is_ending(run, existing):
+                _await_end(run, existing.job)
+                continue
+            if existing and existing.meaning == ATTACH:
+                state = existing.status.state
+                logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
+                return False
+            if existing:
+                number = max(number, existing.job.submission + 1)
+            if run.claim(number):
+                run.write_files(number, private, files)
+                if run.newest_claim() == number:
+                    break
+                # This took so long that another submitter thought us dead: it is its run now.
+                number += 1
+                continue
+            # Another submitter is at it, and writes job.json next, unless it died (or removed an old run).
+            deadline = time.monotonic() + CLAIM_TIMEOUT
+            while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
+                tick.wait(_LOOK)
+            if _submission_of(run) < number:
+                number += 1
+        first_attempt = fresh_since = 0
+        if existing:
+            first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
+            fresh_since = first_attempt if existing.meaning == FRESH else existing.job.fresh_since
+        run.write_submission(make_job(number, first_attempt, fresh_since))
+        return True
+    except (OSError, ImportError, ValueError) as error:
+        if isinstance(error, InvalidJobError):
+            raise
+        raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+
+
+def is_waiting(run: RunDirectory) -> bool:
+    """True if submitting the run would attach to it."""
+    existing = look(run)
+    return existing is not None and existing.meaning == ATTACH and not _is_ending(run, existing)
+
+
+def _is_ending(run: RunDirectory, existing: Existing) -> bool:
+    """True for a run that lives and was asked to end, or whose owner is gone: who submits it again wants another."""
+    owner = existing.job.owner
+    return not existing.status.final and (run.cancel_requested() or bool(owner and is_gone(owner)))
+
+
+def _await_end(run: RunDirectory, job: Job) -> None:
+    bound = job.stop_grace + CANCEL_TIMEOUT
+    deadline, tick = time.monotonic() + bound, threading.Event()
+    # Until it has ended, or somebody else who waited for that has submitted it again.
+    while (existing := look(run)) and _is_ending(run, existing):
+        if time.monotonic() > deadline:
+            raise EngineError(f"the run in {run.directory} is to end and has not ended after {bound:g} s")
+        tick.wait(_LOOK)
+
+
+def _last_attempt(run: RunDirectory) -> int:
+    """The highest attempt that left a checkpoint: a status that could not be written may lag behind."""
+    numbers = [name.partition("-")[0] for name in store.list_names(run.path(FOLDER))]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+
+def _submission_of(run: RunDirectory) -> int:
+    try:
+        return run.job().submission
+    except RunNotFoundError:
+        return -1

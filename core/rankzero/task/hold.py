@@ -1,0 +1,105 @@
+"""The engine's side of an agent: starts it, waits for it, and by dying takes it along.
+
+Like `start`, this runs in Spark's Python worker or in the driver, is pickled by value, and uses the standard library
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from rankzero.task.start import start_fresh, start_warm
+
+AGENT_EXIT_TIMEOUT = 3.0
+"""Seconds for an agent to end once whoever holds it lets go."""
+
+_MARKER = "RANKZERO_AGENT"
+"""Variable by which everything is found that an agent has started."""
+
+
+def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
+    """Runs one agent to its end.
+
+    Args:
+        config: What the agent reads from its standard input, and what starting it needs.
+        on_start: Gets the started process (a ``subprocess.Popen``, or a ``WarmAgent`` that is used like one).
+
+    The agent watches its standard input; when this process dies, however it dies, the agent
+    reads end of file and ends its workers.
+
+    Raises:
+        RuntimeError: the agent crashed; holds the end of what it wrote.
+    """
+    marker = secrets.token_hex(8)
+    scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
+    log = os.path.join(scratch, "agent.log")
+    config = {**config, "env": _with_defaults(config)}
+    # First, so that no long environment pushes the marker out of sight (see `forked`).
+    own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
+    env = {**own, **os.environ, **own}
+    try:
+        with open(log, "wb") as output:
+            agent: Any = start_warm(config, output.fileno(), env)
+            code = _place_code(config, scratch) if agent is None else ""
+            if agent is None:
+                agent = start_fresh(code, output.fileno(), env)
+        told = {key: value for key, value in config.items() if key != "code_zip"}
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.write(json.dumps({**told, "scratch": scratch, "code_path": code}).encode() + b"\n")
+                agent.stdin.flush()
+            if on_start:
+                on_start(agent)
+            code_of_agent = agent.wait()
+        finally:
+            # Reached early when this process is interrupted: end of file ends the agent.
+            with contextlib.suppress(OSError):
+                agent.stdin.close()
+            try:
+                agent.wait(AGENT_EXIT_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+            if agent.returncode != 0:
+                _kill_marked(f"{_MARKER}={marker}")
+        if code_of_agent != 0:
+            with open(log, "rb") as written:
+                tail = written.read()[-4096:].decode(errors="replace").strip()
+            how = f"signal {-code_of_agent}" if code_of_agent < 0 else f"exit code {code_of_agent}"
+            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {tail}")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
+    """The user's variables, and what a worker gets where neither they nor this host say otherwise."""
+    cores = config["cores"] or os.cpu_count() or 1
+    defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}
+    return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
+
+
+def _place_code(config: dict[str, Any], scratch: str) -> str:
+    """Where the agent's interpreter finds rankzero."""
+    if config["code_path"]:
+        return str(config["code_path"])
+    path = os.path.join(scratch, "rankzero.zip")
+    with open(path, "wb") as file:
+        file.write(config["code_zip"])
+    return path
+
+
+def _kill_marked(marker: str) -> None:
+    """Ends what an agent had started that was killed."""
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
+            if marker.encode() in file.read().split(b"\0"):
+                os.kill(int(name), signal.SIGKILL)

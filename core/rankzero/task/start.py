@@ -1,0 +1,341 @@
+"""Two ways to start an agent: a fork of a warm server that has torch loaded, or a fresh interpreter.
+
+Runs in Spark's Python worker or in the driver, where nothing of rankzero may be imported: this module is pickled by
+value, and uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import IO, Any
+
+LOCK_TIMEOUT = 3.0
+"""Seconds to wait for another task that starts the warm server."""
+
+ANSWER_TIMEOUT = 120.0
+"""Seconds for a warm server, which may be loading torch, to answer a request."""
+
+ORPHAN_TIMEOUT = 7.0
+"""Seconds for an agent to die with its warm server, and for that to say how an agent ended."""
+
+SOCKET_PATH_LIMIT = 100
+"""Characters that the path of a Unix socket may have."""
+
+_LOCK_INTERVAL = 0.005
+_NEW = ".new"
+
+# What torch and the libraries below it read while they are loaded; every other variable is set after a fork.
+_LOAD_TIME = re.compile(
+    r"(LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
+    r"PYTORCH|ATEN_|TRITON_|CUDA(?!_VISIBLE_DEVICES$)|CUBLAS|CUDNN|NVIDIA_|HIP|HSA_|ROC|MIOPEN_|DNNL_|ONEDNN_|IPEX_|XLA_|"
+    r"KINETO_|GFORTRAN_|I_MPI_|ACC_|INDUCTOR_|AOT|SYMPY_|MPMATH_|CUTLASS_|CUTEDSL_|ENABLE_|FX_|PARTITIONER_|COMPILE_|"
+    r"LOG_AUTOTUNE|LOG_TLPARSE|UNSAFE_SKIP_FSDP|DUMP_AOTI|FAKE_ALLOW_META|"
+    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV|CXX|CI"
+)
+
+_BOOTSTRAP = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
+_BOOTSTRAP += "sys.path.append(sys.path.pop(0)); from rankzero.{} import main; main()"
+
+
+class WarmAgent:
+    """An agent that a warm server forked: used like a `subprocess.Popen`."""
+
+    def __init__(self, connection: socket.socket, stdin: IO[bytes], pid: int) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.returncode: int | None = None
+        self._connection = connection
+        self._pidfd: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, minus the signal's number if one ended it. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not self._await_word(timeout):
+                raise subprocess.TimeoutExpired("agent", timeout or 0.0)
+            try:
+                self._connection.settimeout(ORPHAN_TIMEOUT)
+                self.returncode = os.waitstatus_to_exitcode(_hear(self._connection)["status"])
+            except (OSError, ValueError):
+                # The server was killed, and the kernel kills the agent for it.
+                if self._pidfd is not None:
+                    _await_readable([self._pidfd], ORPHAN_TIMEOUT)
+                self.returncode = -signal.SIGKILL
+            self._connection.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
+        return self.returncode
+
+    def _await_word(self, timeout: float | None) -> bool:
+        """True when the server says how the agent ended, or does not say it although the agent has."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        watched = [self._connection.fileno(), *([self._pidfd] if self._pidfd is not None else [])]
+        ready = _await_readable(watched, timeout)
+        if not ready or self._connection.fileno() in ready:
+            return bool(ready)
+        left = ORPHAN_TIMEOUT if deadline is None else min(ORPHAN_TIMEOUT, deadline - time.monotonic())
+        return bool(_await_readable(watched[:1], left)) or deadline is None or time.monotonic() < deadline
+
+    def kill(self) -> None:
+        """Sends SIGKILL, if it lives."""
+        with contextlib.suppress(OSError, TypeError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # type: ignore[arg-type]
+
+
+def start_fresh(code: str, log: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """An agent as a new interpreter, which starts its workers as new interpreters."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", _BOOTSTRAP.format("agent.supervise"), code],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env=env,
+    )
+
+
+def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAgent | None:
+    """An agent forked by this executor's warm server, which is started if there is none.
+
+    Returns:
+        None where that is not possible: the caller starts a fresh one.
+    """
+    if not (config["warm_start"] and hasattr(os, "pidfd_open") and sys.platform == "linux"):
+        return None
+    try:
+        # Kernels and sandboxes that do not have it say so now.
+        os.close(os.pidfd_open(os.getpid()))
+        owner = config.get("owner") or _executor()
+        loaded = {name: value for name, value in {**env, **config["env"]}.items() if _LOAD_TIME.fullmatch(name)}
+        path = _socket_path(_key(config, owner, loaded))
+        request = {"env": env, "title": f"task {config['task']}", **_surroundings()}
+        if connection := _connect(path):
+            # A server that has just ended by itself hangs up.
+            with contextlib.suppress(ConnectionError):
+                return _ask(connection, request, log)
+        return _ask(_serve(path, config, owner, loaded), request, log)
+    except Exception:
+        # No place for its socket, a torch that cannot be imported, no Linux as we know it: a fresh one says it better.
+        return None
+
+
+def _surroundings() -> dict[str, Any]:
+    """What a started process has from its parent, and a fork of another process has not."""
+    with open("/proc/self/status") as file:
+        mask = next(line.split()[1] for line in file if line.startswith("Umask:"))
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        "directory": os.getcwd(),
+        "umask": int(mask, 8),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+
+
+def _ask(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAgent:
+    read, write = os.pipe()
+    stdin = open(write, "wb")
+    try:
+        connection.settimeout(ANSWER_TIMEOUT)
+        data = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(connection, [data], [read, log])
+        connection.sendall(data[sent:])
+        return WarmAgent(connection, stdin, _hear(connection)["pid"])
+    except BaseException:
+        stdin.close()
+        connection.close()
+        raise
+    finally:
+        os.close(read)
+
+
+def tell(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Sends one line of JSON."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _hear(connection: socket.socket) -> dict[str, Any]:
+    """Receives one line of JSON, byte by byte: what follows belongs to the next call."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ConnectionError("the warm server is gone")
+        line += byte
+    message: dict[str, Any] = json.loads(line)
+    return message
+
+
+def _executor() -> int:
+    """The process with which everything on this executor ends: its JVM."""
+    pid = os.getppid()
+    while pid > 1:
+        with open(f"/proc/{pid}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+        if name == "java":
+            return pid
+        pid = int(rest.split()[1])
+    return os.getppid()
+
+
+def start_time(pid: int) -> str:
+    """When a process was started, in the kernel's words: with its id that names it for good."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[19]
+
+
+def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
+    """Names everything on which the state of a warm server depends."""
+    places: list[list[Any]] = []
+    for place in sys.path:
+        # Installing or removing a package changes the directory it is in.
+        if os.path.basename(place) in ("site-packages", "dist-packages"):
+            with contextlib.suppress(OSError):
+                places.append([place, os.stat(place).st_mtime_ns])
+    torch = importlib.util.find_spec("torch")
+    if torch and torch.origin:
+        version = os.path.join(os.path.dirname(torch.origin), "version.py")
+        with contextlib.suppress(OSError):
+            places.append([version, os.stat(version).st_mtime_ns])
+    if not all(map(os.path.isabs, loaded.get("PYTHONPATH", "/").split(os.pathsep))):
+        places.append([os.getcwd(), 0])
+    code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    facts = [sys.executable, sys.version, namespace, owner, start_time(owner), code, places, loaded]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _socket_path(key: str) -> str:
+    """The server's socket in a directory that is this user's alone. Raises OSError if that cannot be had."""
+    for temporary in (tempfile.gettempdir(), "/tmp"):
+        base = os.path.join(temporary, f"rankzero-warm-{os.geteuid()}")
+        path = os.path.join(base, f"{key}.socket")
+        if len(path) + len(_NEW) <= SOCKET_PATH_LIMIT:
+            break
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(base, 0o700)
+    found = os.lstat(base)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o170077 != 0o040000:
+        raise PermissionError(f"{base} is not a directory of this user alone")
+    return path
+
+
+def _connect(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(LOCK_TIMEOUT)
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def _serve(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> socket.socket:
+    """Starts the server, unless another task was faster, and connects. Raises OSError."""
+    base = os.path.dirname(path)
+    # One lock for all servers, which stays: who removes one that is held by somebody makes two of it.
+    lock = os.open(os.path.join(base, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        while not _locks(lock):
+            if time.monotonic() > deadline:
+                raise TimeoutError("another warm server is being started, and that takes too long")
+            time.sleep(_LOCK_INTERVAL)
+        if connection := _connect(path):
+            return connection
+        _remove_dead(base)
+        _start_server(path, config, owner, loaded)
+    finally:
+        os.close(lock)
+    if connection := _connect(path):
+        return connection
+    raise ConnectionError("the warm server ended at once")
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> None:
+    directory = tempfile.mkdtemp(prefix="server-", dir=os.path.dirname(path))
+    code = config["code_path"]
+    if code is None:
+        code = os.path.join(directory, "rankzero.zip")
+        with open(code, "wb") as file:
+            file.write(config["code_zip"])
+    # Its forks show their environment in the place that its own takes.
+    room = sum(len(name) + len(value) + 2 for name, value in {**os.environ, **config["env"]}.items())
+    env = {**loaded, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANKZERO_ROOM": "." * min(room + 8192, 100_000)}
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        open(os.path.join(directory, "log"), "wb") as log,
+        open(os.path.join(directory, "alive"), "wb") as alive,
+    ):
+        # Held by the server as long as it lives.
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path + _NEW)
+        listener.bind(path + _NEW)
+        listener.listen(128)
+        os.rename(path + _NEW, path)
+        arguments = [directory, path, *map(str, (listener.fileno(), alive.fileno(), owner)), start_time(owner)]
+        server = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP.format("warm.server"), code, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            pass_fds=[listener.fileno(), alive.fileno()],
+            env=env,
+        )
+    # Collects its exit status, should it end before this process does.
+    threading.Thread(target=server.wait, name="rankzero-warm", daemon=True).start()
+
+
+def _remove_dead(base: str) -> None:
+    """Removes what servers left that were killed. For who holds the lock."""
+    for path in glob.glob(os.path.join(glob.escape(base), "*.socket")):
+        if connection := _connect(path):
+            connection.close()
+        else:
+            os.unlink(path)
+    for directory in glob.glob(os.path.join(glob.escape(base), "server-*")):
+        with contextlib.suppress(OSError):
+            alive = os.open(os.path.join(directory, "alive"), os.O_RDWR)
+            try:
+                if _locks(alive):
+                    shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(alive)
+
+
+def _await_readable(descriptors: list[int], timeout: float | None) -> list[int]:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poll.poll(None if timeout is None else max(0.0, timeout) * 1000)]

@@ -1,0 +1,318 @@
+"""The warm server: a process with torch loaded that forks agents, which fork their workers.
+
+One for each executor (or local driver process) and each environment that matters when torch is loaded. It never
+runs user code, touches no GPU, and what a run does in its forks cannot come back here: so nothing leaks from one
+run into the next. It ends with its executor, or after `IDLE_TIMEOUT` without a run.
+
+    -> {"env": {...}, "directory": "...", ...}    with two descriptors: the agent's standard input, its log
+    <- {"pid": 4711}
+    <- {"status": 0}                          of waitpid, when the agent has ended
+    end of file: whoever holds the agent is gone
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.machinery
+import json
+import logging
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from rankzero.agent import supervise
+from rankzero.host import descendants, forked
+from rankzero.task import start
+from rankzero.warm import hugepages
+
+IDLE_TIMEOUT = 300.0
+"""Seconds without an agent after which the server ends."""
+
+CHORE_AFTER = 0.5
+"""Seconds without a request after which it does what makes later ones cheaper: loads, gathers its memory."""
+
+OWNER_INTERVAL = 0.5
+"""Seconds between two looks whether the owner lives, while something is imported."""
+
+REQUEST_TIMEOUT = 5.0
+"""Seconds for a client to send its request once it has connected."""
+
+PRELOADED = (
+    "encodings.idna",
+    "torch",
+    "torch.distributed",
+    "rankzero.worker.main",
+    "rankzero.values.envelope",
+    "rankzero.values.formats",
+    "rankzero.values.ref",
+    "rankzero.train",
+)
+PRELOADED_LATER = ("torch._dynamo",)
+
+_READ = 1 << 16
+_CREDENTIALS = struct.Struct("3i")
+
+
+class WarmServer:
+    """Forks an agent for each connection."""
+
+    def __init__(self, path: str, listener: socket.socket, owner: int) -> None:
+        """Prepares the server.
+
+        Args:
+            path: Where its socket is.
+            listener: That socket, listening.
+            owner: Descriptor of the process (a pidfd) with which the server ends.
+        """
+        self._path = path
+        self._inode = _inode(path)
+        self._listener = listener
+        self._agents: dict[int, socket.socket] = {}
+        self._idle_since = time.monotonic()
+        self._chores = [self._load_later, self._gather]
+        self._ending = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(owner, selectors.EVENT_READ, self._on_owner_gone)
+        self._owner = owner
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)
+        self._woken, self._wake = woken, wake
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        self._selector.register(woken, selectors.EVENT_READ, self._on_child)
+
+    def run(self) -> None:
+        """Serves until the owner is gone, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents."""
+        while not (self._ending and not self._agents):
+            events = self._selector.select(self._time_left())
+            for act in [key.data for key, _ in events] or [self._use_the_pause]:
+                try:
+                    act()
+                except Exception:
+                    # Agents live and die with this process: nothing that one client or a chore does may end it.
+                    traceback.print_exc()
+
+    def _time_left(self) -> float | None:
+        if self._agents:
+            return None
+        if self._chores and not self._ending:
+            return CHORE_AFTER
+        return max(0.0, self._idle_since + IDLE_TIMEOUT - time.monotonic())
+
+    def _use_the_pause(self) -> None:
+        if self._chores:
+            self._chores.pop(0)()
+        elif not self._agents and time.monotonic() - self._idle_since >= IDLE_TIMEOUT:
+            self.end()
+
+    def _load_later(self) -> None:
+        try:
+            with ending_with(self._owner):
+                load(PRELOADED_LATER)
+                settle_dynamo()
+                # What the imports left lying about.
+                gc.unfreeze()
+                gc.collect()
+                gc.freeze()
+        except Exception:
+            # Half of it would be in every fork.
+            self.end()
+            raise
+        if touches_gpu():
+            self.end()
+
+    def _gather(self) -> None:
+        hugepages.gather(lambda: not self._selector.select(0))
+        if self._selector.select(0):
+            # Somebody came meanwhile. What is gathered already costs next to nothing the next time.
+            self._chores.append(self._gather)
+
+    def _on_owner_gone(self) -> None:
+        self._selector.unregister(self._owner)
+        self.end()
+
+    def end(self) -> None:
+        """From here on nobody finds this server; who had connected already is told by the end of the connection."""
+        if not self._ending:
+            self._ending = True
+            self._selector.unregister(self._listener)
+            # Another server may have taken the place.
+            if self._inode == _inode(self._path):
+                os.unlink(self._path)
+            self._listener.close()
+
+    def _accept(self) -> None:
+        if self._ending:
+            return
+        connection, _ = self._listener.accept()
+        try:
+            pid = self._serve(connection)
+        except Exception as error:
+            sys.stderr.write(f"a request failed: {error}\n")
+            connection.close()
+            return
+        self._agents[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_holder(pid, connection))
+
+    def _serve(self, connection: socket.socket) -> int:
+        connection.settimeout(REQUEST_TIMEOUT)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
+            raise PermissionError(f"user {user} has no business here")
+        data, descriptors, _, _ = socket.recv_fds(connection, _READ, 2)
+        try:
+            while not data.endswith(b"\n"):
+                more = connection.recv(_READ)
+                if not more:
+                    raise ConnectionError("it ended in the middle")
+                data += more
+            request: dict[str, Any] = json.loads(data)
+            standard_input, log = descriptors
+            if select.select([connection], [], [], 0)[0]:
+                raise ConnectionError("the client has given up")
+            pid = forked.fork(
+                supervise.main,
+                title=f"rankzero.agent.supervise {request['title']}",
+                env=request["env"],
+                stdio=(standard_input, log, log),
+                surroundings=request,
+            )
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        # Nobody holds it if this fails: it reads the end of its standard input, and is reaped like the others.
+        with contextlib.suppress(OSError):
+            start.tell(connection, {"pid": pid})
+        return pid
+
+    def _on_holder(self, pid: int, connection: socket.socket) -> None:
+        """A client never says anything again: this is its end. A stopped agent would not read it."""
+        if self._agents.get(pid) is connection:
+            self._selector.unregister(connection)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _on_child(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(_READ)
+        for pid, status in descendants.ended_children():
+            if connection := self._agents.pop(pid, None):
+                self._idle_since = time.monotonic()
+                # What a killed agent left comes to this process; its holder hears of the end when that has gone too.
+                descendants.kill_all(but=set(self._agents))
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(connection)
+                with contextlib.suppress(OSError):
+                    start.tell(connection, {"status": status})
+                connection.close()
+
+
+def load(names: tuple[str, ...]) -> None:
+    """Imports modules, which forks share.
+
+    The user's own directories are not searched, unless torch itself is there.
+    """
+    # To look for cycles in what stays anyway took a tenth of the time.
+    gc.disable()
+    path = sys.path
+    own = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    installed = [place for place in path if place not in own]
+    if importlib.machinery.PathFinder.find_spec("torch", installed):
+        sys.path = installed
+    try:
+        for name in names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        sys.path = path
+        forked.prepare()
+    finally:
+        sys.path = path
+        gc.enable()
+
+
+def settle_dynamo() -> None:
+    """Does once what torch._dynamo would do in every fork, though nobody has compiled anything there."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if clear := getattr(rules, "clear_lru_cache", None):
+        # As init_process_group does: what it had looked up while it was imported may be wrong.
+        clear()
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    dump, log = getattr(utils, "dump_compile_times", None), getattr(utils, "log", None)
+    if dump and isinstance(log, logging.Logger):
+        # At exit it formats a table, and then looks whether somebody logs it.
+        atexit.unregister(dump)
+        atexit.register(lambda: dump() if log.isEnabledFor(logging.INFO) else None)
+
+
+@contextlib.contextmanager
+def ending_with(owner: int) -> Iterator[None]:
+    """Meanwhile this process ends when its owner (a pidfd) does: an import may take long, and runs no loop."""
+
+    def look(*_: object) -> None:
+        if select.select([owner], [], [], 0)[0]:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, OWNER_INTERVAL, OWNER_INTERVAL)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel")
+
+
+def touches_gpu() -> bool:
+    """True if something here has opened a GPU: its forks could not use it any more."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
+                return True
+    return False
+
+
+def main() -> None:
+    """Entry point of the server.
+
+    Arguments: its own directory, the path of its socket, descriptors of that socket and of a lock that shows that it
+    lives, process id and start time of its owner.
+    """
+    directory, path, listener, _, owner, started = sys.argv[1:]
+    descendants.become_subreaper()
+    watched = os.pidfd_open(int(owner))
+    if start.start_time(int(owner)) != started:
+        raise SystemExit("whoever started this server is gone")
+    with ending_with(watched):
+        load(PRELOADED)
+    os.environ.pop(forked.ROOM, None)
+    server = WarmServer(path, socket.socket(fileno=int(listener)), watched)
+    if "torch" in sys.modules and not touches_gpu():
+        server.run()
+    server.end()
+    # Its forks may have imported from there to the last.
+    shutil.rmtree(directory, ignore_errors=True)
+    # What the libraries would undo now is switched off, and they would complain (see `forked.prepare`).
+    os._exit(0)

@@ -1,0 +1,4 @@
+"""One rank's process: environment and rendezvous, the call of the user's code, what it reports to its agent.
+
+Imports the standard library, torch, and what pyspark bundles.
+"""

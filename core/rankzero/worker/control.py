@@ -1,0 +1,184 @@
+"""A worker's end of its socket to the agent: messages out by a thread of their own, messages in by another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from rankzero.channel import frames, pace
+from rankzero.channel.frames import Message
+
+MAX_OUTGOING = 10_000
+"""Messages that may wait for the agent before the next one has to."""
+
+ROOM_INTERVAL = 0.1
+"""Seconds between two looks whether there is room for the next."""
+
+MAX_PATIENT = 1000
+"""Messages in line from which on a report does not wait for the next delivery (see `pace`)."""
+
+LARGE_REPORT = 64 << 10
+"""Characters of a report that does not wait either."""
+
+MESSAGE_SIZE = 1 << 20
+"""Characters of reports in one message, and bytes that are handed to the socket at a time, unless one has more."""
+
+
+class Control:
+    """The worker's end of its socket to the agent."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._decoder = frames.Decoder()
+        self._decoder.trust(None)
+        self._outgoing: queue.SimpleQueue[str | bytes | threading.Event] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_called = False
+        threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
+        self.ended = threading.Event()
+        """The agent said that every rank has committed."""
+
+    def send(self, message: Message) -> None:
+        """Sends a message; safe from any thread, and from a signal handler that interrupts this very call."""
+        self._await_room()
+        self._put(frames.encode(message))
+
+    def report(self, row: str) -> None:
+        """Sends metrics and their time, as JSON, together with those that follow shortly. As safe as `send`."""
+        self._await_room()
+        self._put(row, patient=len(row) < LARGE_REPORT and self._outgoing.qsize() < MAX_PATIENT)
+
+    def _await_room(self) -> None:
+        while self._outgoing.qsize() > MAX_OUTGOING:
+            # No lock that a signal handler could find taken.
+            time.sleep(ROOM_INTERVAL)
+
+    def flush(self) -> None:
+        """Waits until everything was sent. A dead agent ends this process anyway."""
+        sent = threading.Event()
+        self._put(sent)
+        sent.wait()
+
+    def _put(self, item: str | bytes | threading.Event, *, patient: bool = False) -> None:
+        """Puts it in line, and calls the sender only if it must: each call takes the training's interpreter lock."""
+        self._outgoing.put(item)
+        # After the item: the sender takes the call back before it looks at the items.
+        if not patient or not self._is_called:
+            self._is_called = True
+            self._calls.put(patient)
+
+    def _write(self) -> None:
+        try:
+            self._write_for_ever()
+        except BaseException:
+            # Nobody would hear of this rank any more.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _write_for_ever(self) -> NoReturn:
+        earliest = 0.0
+        while True:
+            patient = self._calls.get()
+            with contextlib.suppress(queue.Empty):
+                while patient:
+                    patient = self._calls.get(timeout=max(0.0, earliest - time.monotonic()))
+            self._is_called = False
+            self._deliver_all()
+            earliest = pace.next_delivery()
+
+    def _deliver_all(self) -> None:
+        batch = _Batch()
+        # What is put in line from here on has a call of its own.
+        for _ in range(self._outgoing.qsize()):
+            item = self._outgoing.get()
+            if isinstance(item, str):
+                batch.add_report(item)
+            elif isinstance(item, bytes):
+                batch.add(item)
+            else:
+                self._deliver(batch.take())
+                item.set()
+            if batch.size > MESSAGE_SIZE:
+                self._deliver(batch.take())
+        self._deliver(batch.take())
+
+    def _deliver(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if data:
+                self._socket.sendall(data)
+
+    def receive(self) -> Message:
+        """Waits for the agent's next message; the agent's death ends this process."""
+        while True:
+            for message in self._decoder:
+                assert isinstance(message, dict)
+                return message
+            data = self._socket.recv(frames.CHUNK)
+            if not data:
+                os._exit(1)
+            self._decoder.feed(data)
+
+    def listen(self, on_checkpoint: Callable[[Message], None]) -> None:
+        """From here on a thread takes the agent's messages."""
+
+        def take() -> None:
+            while True:
+                message = self.receive()
+                if message["type"] == "end":
+                    self.ended.set()
+                else:
+                    on_checkpoint(message)
+
+        threading.Thread(target=take, name="rankzero-control", daemon=True).start()
+
+    def beat(self, interval: float, progress: Callable[[], int]) -> None:
+        """From here on a thread tells the agent how far this rank is.
+
+        It stays silent while native code holds the interpreter's lock.
+        """
+
+        def tell() -> None:
+            while not self.ended.is_set():
+                self.send({"type": "beat", "progress": progress()})
+                self.ended.wait(interval)
+
+        threading.Thread(target=tell, name="rankzero-heartbeat", daemon=True).start()
+
+
+class _Batch:
+    """Frames in their order; reports that follow each other are one."""
+
+    def __init__(self) -> None:
+        self._frames: list[bytes] = []
+        self._rows: list[str] = []
+        self.size = 0
+
+    def add(self, frame: bytes) -> None:
+        self._join_reports()
+        self._frames.append(frame)
+        self.size += len(frame)
+
+    def add_report(self, row: str) -> None:
+        self._rows.append(row)
+        self.size += len(row)
+
+    def take(self) -> bytes:
+        """All of it; what is added from here on is another batch."""
+        self._join_reports()
+        data = b"".join(self._frames)
+        self._frames.clear()
+        self.size = 0
+        return data
+
+    def _join_reports(self) -> None:
+        if self._rows:
+            body = '{"type":"metric","rows":[' + ",".join(self._rows) + "]}"
+            self._frames.append(frames.pack(b"J" + body.encode()))
+            self._rows.clear()
