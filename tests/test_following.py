@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rankzero import Launcher
+from rankzero.run import growing
 from rankzero.run import handle as runs
-from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 
 PATIENCE = 30.0
@@ -37,7 +37,7 @@ def follow(launcher: Launcher, folder: Path) -> list[str]:
 def test_sizes_that_are_told_late_cost_no_line(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunDirectory, "grown_logs", lambda *_: set())
+    monkeypatch.setattr(growing, "has_grown", lambda *_: False)
     monkeypatch.setattr(runs, "THOROUGH_INTERVAL", 0.2)
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
@@ -49,12 +49,11 @@ def test_a_log_that_has_grown_is_read_at_the_next_look(
     assert follow(launcher, tmp_path) == ["[0] one", "[0] two", "[1] one", "[1] two"]
 
 
-def test_logs_that_have_grown(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path))
-    positions = {0: Position(0, 4), 1: Position(0, 3), 2: Position(), 3: Position()}
-    assert run.grown_logs(positions) == set()
-    (tmp_path / "logs").mkdir()
-    for rank, text in enumerate(["one\n", "one\n", ""]):
-        (tmp_path / f"logs/rank-{rank}.log").write_text(text)
-    assert run.grown_logs(positions) == {1}
-    assert run.grown_logs({2: Position()}) == set()
+def test_a_log_that_is_longer_than_what_was_read_has_grown(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    assert not growing.has_grown(str(log), Position())
+    log.write_text("")
+    assert not growing.has_grown(str(log), Position())
+    log.write_text("one\n")
+    assert growing.has_grown(str(log), Position(0, 3))
+    assert not growing.has_grown(str(log), Position(0, 4))

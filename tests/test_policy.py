@@ -2,8 +2,10 @@
 
 import pytest
 
+from rankzero import errors
 from rankzero.driver import policy
 from rankzero.driver.policy import Failure
+from rankzero.run import liveness, reconcile
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
 ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
@@ -88,11 +90,11 @@ def test_the_message_leads_with_rank_host_and_cause() -> None:
     [
         (RAISED, None),
         (Failure(0, "a", exit_code=9), None),
-        (Failure(0, "a", exception_type="rankzero.errors.RetryableError", retryable=True), policy.RETRYABLE),
-        (KILLED, policy.KILLED),
-        (Failure(0, "a", signal="SIGSEGV"), policy.KILLED),
-        (Failure(0, "a", signal="SIGTERM"), policy.PREEMPTED),
-        (ECHO, policy.LOST),
+        (Failure(0, "a", exception_type="rankzero.errors.RetryableError", retryable=True), errors.RETRYABLE),
+        (KILLED, errors.KILLED),
+        (Failure(0, "a", signal="SIGSEGV"), errors.KILLED),
+        (Failure(0, "a", signal="SIGTERM"), errors.PREEMPTED),
+        (ECHO, errors.LOST),
     ],
 )
 def test_what_a_restart_is_decided_by(failure: Failure, cause: str | None) -> None:
@@ -123,16 +125,16 @@ def test_restarts_and_preemptions_have_budgets_of_their_own(
 @pytest.mark.parametrize(
     ("state", "delivered", "meaning"),
     [
-        ("pending", False, policy.ATTACH),
-        ("running", False, policy.ATTACH),
-        ("succeeded", False, policy.ATTACH),
-        ("succeeded", True, policy.FRESH),
-        ("failed", False, policy.CONTINUE),
-        ("cancelled", False, policy.CONTINUE),
+        ("pending", False, reconcile.ATTACH),
+        ("running", False, reconcile.ATTACH),
+        ("succeeded", False, reconcile.ATTACH),
+        ("succeeded", True, reconcile.FRESH),
+        ("failed", False, reconcile.CONTINUE),
+        ("cancelled", False, reconcile.CONTINUE),
     ],
 )
 def test_what_submitting_an_existing_run_means(state: str, delivered: bool, meaning: str) -> None:
-    assert policy.on_resubmit(state, delivered) == meaning
+    assert reconcile.on_resubmit(state, delivered) == meaning
 
 
 def test_a_run_hangs_when_its_last_progress_is_too_old() -> None:
@@ -170,4 +172,4 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
     ],
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert policy.driver_is_dead(1000.0, 1000.0 + age, unchanged) is dead
+    assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged) is dead
