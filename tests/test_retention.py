@@ -49,7 +49,7 @@ def make_run(root: str, run_id: str, status: RunStatus) -> RunDirectory:
     """A run directory as a submission and a driver leave it."""
     run = RunDirectory(store.join(root, run_id))
     assert run.claim(0)
-    run.write_files(0, {"env": {}}, {"payload.pkl": [b"p" * 1000]})
+    run.write_files(0, {"payload.pkl": [b"p" * 1000]})
     run.write_submission(make_job(run_id))
     run.write_status(status)
     store.write_bytes(run.path("logs", "rank-0.log"), b"l" * 100)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
@@ -211,8 +213,9 @@ class Launcher:
             InvalidJobError: refused before anything started.
             EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
-        run, started = _prepare(self, _engine_of(self), train, args, kwargs, detached=True)
-        return RunHandle(run.directory, _start_driver(run, None) if started else None)
+        engine = _engine_of(self)
+        run, started = _prepare(self, engine, train, args, kwargs, detached=True)
+        return RunHandle(run.directory, _start_driver(run, _private(self, engine), None) if started else None)
 
 
 def start_owned(
@@ -285,19 +288,23 @@ def open_owned(
         # It succeeded, and whoever waited for it died before it could hand the result on.
         yield handle, since
         return
-    driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
+    private = _private(launcher, engine)
+    if engine.prefers_own_process:
+        driver = _process_driver(run, private, patience)
+    else:
+        driver = _thread_driver(run, engine, private["env"], patience)
     with driver as handle:
         yield handle, since
 
 
 @contextlib.contextmanager
-def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[Any]]:
+def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a process of its own, which ends its run when this process, or the block, does."""
     theirs, ours = os.pipe()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(run.directory, _start_driver(run, theirs))
+            handle = RunHandle(run.directory, _start_driver(run, private, theirs))
         finally:
             os.close(theirs)
         yield handle
@@ -309,11 +316,11 @@ def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[An
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, engine: Engine, patience: float) -> Iterator[RunHandle[Any]]:
+def _thread_driver(run: RunDirectory, engine: Engine, env: dict[str, str], patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a thread of this process, which ends its run when the block does."""
     from rankzero.driver import Driver, DriverThread
 
-    thread = DriverThread(Driver(run, engine))
+    thread = DriverThread(Driver(run, engine, env))
     thread.start()
     try:
         yield RunHandle(run.directory, thread)
@@ -369,7 +376,7 @@ def _prepare(
             "give SparkEngine(master=...) to submit(), or use run()"
         )
     parts = payload.build(train, args, kwargs)
-    spec, private = engine.to_spec()
+    spec, _ = engine.to_spec()
     restarts = launcher.max_restarts
     job = Job(
         run_id=launcher.run_id or jobs.new_run_id(parts.name),
@@ -412,8 +419,12 @@ def _prepare(
         files_of_job = {**described, **arguments}
         return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
 
-    env = jobs.check_strings("env", launcher.env)
-    return run, submission.submit(run, make_job, {"env": env, "engine": private}, files)
+    return run, submission.submit(run, make_job, files)
+
+
+def _private(launcher: Launcher, engine: Engine) -> dict[str, Any]:
+    """What may hold secrets, and so goes to the driver directly and into no file: environment and engine settings."""
+    return {"env": jobs.check_strings("env", launcher.env), "engine": engine.to_spec()[1]}
 
 
 def _directory(launcher: Launcher, run_id: str) -> str:
@@ -449,7 +460,7 @@ _drivers: list[DriverProcess] = []
 _drivers_lock = threading.Lock()
 
 
-def _start_driver(run: RunDirectory, owner: int | None) -> DriverProcess:
+def _start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None) -> DriverProcess:
     """Starts a detached driver in its own session, with its output in ``driver.log``."""
     import rankzero
 
@@ -460,10 +471,13 @@ def _start_driver(run: RunDirectory, owner: int | None) -> DriverProcess:
     command = [sys.executable, "-c", program, package_root, run.directory, "--submission", str(submission)]
     if owner is not None:
         command += ["--owner", str(owner)]
-    with _open_driver_log(run) as log:
+    # A file without a name: nothing of it is left, whoever dies when, and unlike a pipe it holds nobody up.
+    with _open_driver_log(run) as log, tempfile.TemporaryFile() as private_file:
+        private_file.write(json.dumps(private).encode())
+        private_file.seek(0)
         driver = DriverProcess(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=private_file,
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=[owner] if owner is not None else [],

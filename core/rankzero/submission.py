@@ -73,7 +73,6 @@ def look(run: RunDirectory) -> Existing | None:
 def submit(
     run: RunDirectory,
     make_job: Callable[[int, int, int], Job],
-    private: dict[str, object],
     files: dict[str, list[Part]],
 ) -> bool:
     """Makes this the next submission of the run, unless there is one that lives or waits to be delivered.
@@ -81,7 +80,6 @@ def submit(
     Args:
         run: Its directory, which may not be there yet.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
-        private: The user's environment and the engine's private configuration.
         files: Payload and modules, by name: the parts of each.
 
     Returns:
@@ -105,7 +103,7 @@ def submit(
             if existing:
                 number = max(number, existing.job.submission + 1)
             if run.claim(number):
-                run.write_files(number, private, files)
+                run.write_files(number, files)
                 if run.newest_claim() == number:
                     break
                 # This took so long that another submitter thought us dead: it is its run now.
