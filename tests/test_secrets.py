@@ -116,3 +116,21 @@ def test_spark_settings(launcher: Launcher, tmp_path: Path) -> None:
 
     assert launcher.options(num_processes=1, engine=engine).submit(abs, -1).result(WAIT) == 1
     assert files_with_the_secret(tmp_path) == []
+
+
+def test_a_person_can_read_which_modules_a_submission_shipped(launcher: Launcher, tmp_path: Path) -> None:
+    package = tmp_path / "acme"
+    package.mkdir()
+    for name, text in {"__init__.py": "RATE = 0.5\n", "table.txt": "42", ".env": f"KEY={SECRET}"}.items():
+        (package / name).write_text(text)
+    script = tmp_path / "train_it.py"
+    script.write_text("import acme\nimport rankzero.train as rt\nrt.set_result(acme.RATE)\n")
+    handle = launcher.options(num_processes=1).submit(script)
+    assert handle.result(WAIT) == 0.5
+    shipped = Path(handle.directory, "submissions", "0", "modules.txt").read_text().splitlines()
+    assert [line.split() for line in shipped] == [
+        ["11", "acme/__init__.py"],
+        ["2", "acme/table.txt"],
+        ["left", "out", "acme/.env"],
+    ]
+    assert files_with_the_secret(tmp_path) == []

@@ -4,7 +4,8 @@
     status.json   state, heartbeat, error, result: replaced atomically by the driver
     submissions/  0, 1, ...: what one submission gave
         claim         whose submission this is: made once, so that a run id submitted twice starts once
-        payload.pkl   function or script and arguments;  modules.zip  the user's modules
+        payload.pkl   function or script and arguments
+        modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line

@@ -26,6 +26,7 @@ from rankzero.run import CANCEL_TIMEOUT, RunHandle
 
 if TYPE_CHECKING:
     from rankzero.engines.base import Engine
+    from rankzero.envelope import Part
     from rankzero.payload import Payload
 
 P = ParamSpec("P")
@@ -401,8 +402,10 @@ def _prepare(
     )
     engine.check(job)
     files = {"payload.pkl": parts.data}
+    listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
-        files["modules.zip"] = [parts.modules]
+        files["modules.zip"] = [parts.modules.data]
+        listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
     run = RunDirectory(_directory(launcher, job.run_id))
     arguments = _describe_arguments(parts)
 
@@ -419,7 +422,7 @@ def _prepare(
         files_of_job = {**described, **arguments}
         return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
 
-    return run, submission.submit(run, make_job, files)
+    return run, submission.submit(run, make_job, files | listings)
 
 
 def _private(launcher: Launcher, engine: Engine) -> dict[str, Any]:

@@ -29,7 +29,15 @@ import cloudpickle
 
 from rankzero.envelope import Part, beside, reduce_tensor, seal
 from rankzero.errors import InvalidJobError
-from rankzero.modules import imports_of_code, imports_of_tree, is_user_module, parse, travels_as_source, zip_modules
+from rankzero.modules import (
+    Shipped,
+    imports_of_code,
+    imports_of_tree,
+    is_user_module,
+    parse,
+    travels_as_source,
+    zip_modules,
+)
 from rankzero.result import ResultRef, map_refs
 
 # cloudpickle's registry of by-value modules is global to the process.
@@ -43,13 +51,13 @@ class Payload:
     Attributes:
         name: Of the function or script, for people.
         data: The pickle of function or script and arguments, as `envelope.seal` makes it.
-        modules: A zip of user modules, or None.
+        modules: The user modules that travel with it, or None.
         refs: The `ResultRef` objects among the arguments.
     """
 
     name: str
     data: list[Part]
-    modules: bytes | None = None
+    modules: Shipped | None = None
     refs: list[ResultRef] = field(default_factory=list)
 
 
@@ -143,7 +151,7 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
     return Payload(os.path.basename(path), data, modules, refs)
 
 
-def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], bytes | None]:
+def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], Shipped | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
     pickler = _Pickler(buffer, beside(buffers))

@@ -80,7 +80,7 @@ def submit(
     Args:
         run: Its directory, which may not be there yet.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
-        files: Payload and modules, by name: the parts of each.
+        files: Payload, modules and their list, by name: the parts of each.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.
