@@ -234,7 +234,7 @@ class Shipped:
 def zip_modules(names: Iterable[str]) -> Shipped | None:
     """The user modules among ``names``, and those that they import in turn; None if there are none.
 
-    Hidden files and folders (``.env``, ``.ssh``), and files whose names say that they hold keys or passwords, stay here.
+    Hidden files and folders (``.env``, ``.ssh``), and what is named like a key or a password, stay here.
     """
     waiting = {name.partition(".")[0] for name in names}
     seen: set[str] = set()
