@@ -22,7 +22,7 @@ from rankzero.hang import HangWatch
 from rankzero.job import Job
 from rankzero.policy import Failure
 from rankzero.record import Recorder
-from rankzero.result import ResultRef, seal
+from rankzero.result import ResultRef, fingerprint_of
 from rankzero.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 
 logger = logging.getLogger(__name__)
@@ -432,7 +432,7 @@ class Attempt:
 
         def put() -> None:
             error = _upload(path, uri)
-            fingerprint = None if error else seal(uri, result["format"], result["size"])
+            fingerprint = None if error else fingerprint_of(uri, result["format"])
             stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
             self._messages.put((DRIVER, {**stored, "fingerprint": fingerprint}))
 
