@@ -369,7 +369,7 @@ def _prepare(
         The run, and whether the caller must start its driver (else somebody did).
     """
     from rankzero import payload, submission
-    from rankzero.envelope import digest_of
+    from rankzero.envelope import checksum
 
     if detached and not engine.can_detach:
         raise InvalidJobError(
@@ -415,7 +415,7 @@ def _prepare(
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
                 "absolute": False,
-                "digest": digest_of(data),
+                "checksum": checksum(data),
             }
             for name, data in files.items()
         }

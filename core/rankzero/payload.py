@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.envelope import Part, beside, reduce_tensor, seal
+from rankzero.envelope import Part, beside, pack, reduce_tensor
 from rankzero.errors import InvalidJobError
 from rankzero.modules import (
     Shipped,
@@ -50,7 +50,7 @@ class Payload:
 
     Attributes:
         name: Of the function or script, for people.
-        data: The pickle of function or script and arguments, as `envelope.seal` makes it.
+        data: The pickle of function or script and arguments, as `envelope.pack` makes it.
         modules: The user modules that travel with it, or None.
         refs: The `ResultRef` objects among the arguments.
     """
@@ -145,7 +145,7 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
         raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
     shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
     parts = {"kind": "script", "path": absolute, "source": source, "args": shipped}
-    data = seal(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
+    data = pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
     with _search_path(os.path.dirname(absolute)):
         modules = zip_modules(imports_of_tree(tree))
     return Payload(os.path.basename(path), data, modules, refs)
@@ -159,7 +159,7 @@ def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[lis
         pickler.dump(parts)
     except Exception as error:
         raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
-    return seal(buffer.getvalue(), buffers), zip_modules(pickler.needed)
+    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed)
 
 
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
