@@ -12,14 +12,14 @@ import pytest
 from rankzero import Launcher
 from rankzero.submit import payload
 from rankzero.values import envelope
-from rankzero.values.envelope import LARGE, beside, digest_of, digest_of_file, open_sealed, reduce_tensor, seal
+from rankzero.values.envelope import LARGE, beside, checksum, checksum_of_file, open_packed, pack, reduce_tensor
 
 
 def sealed(value: object, path: Path) -> list[memoryview]:
     """Writes a value; the buffers that lie beside the pickle."""
     stream, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
     pickle.Pickler(stream, protocol=5, buffer_callback=beside(buffers)).dump(value)
-    path.write_bytes(b"".join(seal(stream.getvalue(), buffers)))
+    path.write_bytes(b"".join(pack(stream.getvalue(), buffers)))
     return buffers
 
 
@@ -38,7 +38,7 @@ ARRAYS = {
 def test_arrays_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     array = ARRAYS[name]
     sealed({"a": array, "b": [array, 1]}, tmp_path / "file")
-    loaded = open_sealed(str(tmp_path / "file"))
+    loaded = open_packed(str(tmp_path / "file"))
     numpy.testing.assert_array_equal(loaded["a"], array)
     assert loaded["a"].dtype == array.dtype
     assert loaded["a"].flags.f_contiguous >= array.flags.f_contiguous
@@ -56,17 +56,17 @@ def test_what_is_loaded_can_be_written_to_and_the_file_stays(tmp_path: Path) -> 
     path = tmp_path / "file"
     sealed(ARRAYS["large"], path)
     before = path.read_bytes()
-    loaded = open_sealed(str(path))
+    loaded = open_packed(str(path))
     loaded += 1
     assert loaded[0] == 1
     assert path.read_bytes() == before
-    assert open_sealed(str(path))[0] == 0
+    assert open_packed(str(path))[0] == 0
 
 
 def test_many_small_values_need_no_buffers(tmp_path: Path) -> None:
     value = {"a": [1, "x", None, b"y"] * 1000}
     assert sealed(value, tmp_path / "file") == []
-    assert open_sealed(str(tmp_path / "file")) == value
+    assert open_packed(str(tmp_path / "file")) == value
 
 
 def test_the_digest_is_one_of_blocks_wherever_the_parts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,26 +76,26 @@ def test_the_digest_is_one_of_blocks_wherever_the_parts_end(tmp_path: Path, monk
     expected = hashlib.sha256(b"".join(blocks)).hexdigest()
     path = tmp_path / "file"
     path.write_bytes(data)
-    assert digest_of_file(str(path)) == expected
+    assert checksum_of_file(str(path)) == expected
     for cut in range(48):
-        assert digest_of([data[:cut], memoryview(data)[cut:]]) == expected
+        assert checksum([data[:cut], memoryview(data)[cut:]]) == expected
 
 
 @pytest.mark.parametrize("place", [9, 200, LARGE // 2, -1])
 def test_one_changed_bit_anywhere_is_noticed(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envelope, "_BLOCK", LARGE // 5)
-    parts = seal(pickle.dumps("x" * 100), [memoryview(numpy.arange(LARGE + 1, dtype=numpy.uint8))])
+    parts = pack(pickle.dumps("x" * 100), [memoryview(numpy.arange(LARGE + 1, dtype=numpy.uint8))])
     path = tmp_path / "file"
     path.write_bytes(b"".join(parts))
-    digest = digest_of(parts)
-    assert digest_of_file(str(path)) == digest
+    digest = checksum(parts)
+    assert checksum_of_file(str(path)) == digest
     changed = bytearray(path.read_bytes())
     changed[place] ^= 1
     path.write_bytes(changed)
-    assert digest_of_file(str(path)) != digest
+    assert checksum_of_file(str(path)) != digest
     changed[place] ^= 1
     path.write_bytes(changed[:-1])
-    assert digest_of_file(str(path)) != digest
+    assert checksum_of_file(str(path)) != digest
 
 
 def tensors() -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_tensors_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     tensor, path = tensors()[name], tmp_path / "file"
     parts = payload.build(len, ([tensor, tensor],), {}).data
     path.write_bytes(b"".join(parts))
-    first, second = open_sealed(str(path))["args"][0]
+    first, second = open_packed(str(path))["args"][0]
     assert first is second
     assert (type(first), first.dtype, first.requires_grad) == (type(tensor), tensor.dtype, tensor.requires_grad)
     pairs = zip(first.unbind(), tensor.unbind(), strict=True) if tensor.is_nested else [(first, tensor)]
@@ -159,7 +159,7 @@ def test_a_tensor_that_gets_other_numbers_meanwhile_is_written_as_it_was(tmp_pat
     parts = payload.build(len, ([tensor],), {}).data
     tensor.data = torch.zeros(1)
     path.write_bytes(b"".join(parts))
-    (loaded,) = open_sealed(str(path))["args"][0]
+    (loaded,) = open_packed(str(path))["args"][0]
     assert float(loaded.min()) == 7.0
 
 
@@ -168,7 +168,7 @@ def test_a_loaded_tensor_cannot_be_resized_and_its_clone_can(tmp_path: Path) -> 
 
     path = tmp_path / "file"
     path.write_bytes(b"".join(payload.build(len, ([torch.ones(LARGE)],), {}).data))
-    (loaded,) = open_sealed(str(path))["args"][0]
+    (loaded,) = open_packed(str(path))["args"][0]
     assert loaded.clone().resize_(2 * LARGE).numel() == 2 * LARGE
     with pytest.raises(RuntimeError, match="not resizable"):
         loaded.resize_(2 * LARGE)
@@ -181,7 +181,7 @@ def test_the_numbers_of_a_module_lie_beside_the_pickle(tmp_path: Path) -> None:
     parts = payload.build(len, ([model],), {}).data
     assert len(parts[1]) < LARGE // 8
     path.write_bytes(b"".join(parts))
-    (loaded,) = open_sealed(str(path))["args"][0]
+    (loaded,) = open_packed(str(path))["args"][0]
     loaded.weight.data += 1
     torch.testing.assert_close(loaded.weight - 1, model.weight)
     assert torch.equal(loaded(torch.zeros(1024)), model(torch.zeros(1024)))

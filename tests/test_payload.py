@@ -104,14 +104,14 @@ def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:
     (tmp_path / "payload.pkl").write_bytes(b"".join(built.data))
     extra = []
     if built.modules:
-        with zipfile.ZipFile(io.BytesIO(built.modules)) as archive:
+        with zipfile.ZipFile(io.BytesIO(built.modules.data)) as archive:
             archive.extractall(tmp_path / "modules")
         extra = [str(tmp_path / "modules")]
     program = f"""
         import sys
-        from rankzero.values.envelope import open_sealed
+        from rankzero.values.envelope import open_packed
         sys.path[:0] = {extra!r}
-        payload = open_sealed({str(tmp_path / "payload.pkl")!r})
+        payload = open_packed({str(tmp_path / "payload.pkl")!r})
         print(payload["function"](*payload["args"], **payload["kwargs"]))
     """
     done = subprocess.run(
@@ -327,6 +327,55 @@ def test_data_files_of_a_user_package_come_along(user_package: Any, tmp_path: Pa
     assert run_elsewhere(payload.build(user_package.data_file, (), {}), tmp_path) == "42"
 
 
+SECRETS = [
+    ".env",
+    ".env.production",
+    ".netrc",
+    ".aws/credentials",
+    ".ssh/known_hosts",
+    "settings.env",
+    "tls/server.pem",
+    "tls/SERVER.KEY",
+    "keys/id_ed25519",
+    "keys/id_rsa.pub",
+    "credentials.json",
+    "google_credentials.json",
+    "service-account-prod.json",
+    "secrets.toml",
+]
+HARMLESS = ["table.txt", "credentials.py", "secrets/__init__.py", "keyboard.json", "environment.yaml", "monkey.txt"]
+
+
+def test_keys_and_passwords_in_a_user_package_stay_here(
+    user_package: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = Path(user_package.__file__).parent
+    for name in SECRETS + HARMLESS[1:]:
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text("# hunter2")
+    built = payload.build(user_package.by_value, (), {})
+    assert built.modules
+    names = zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()
+    assert [name for name in SECRETS if f"acme_models/{name}" in names] == []
+    assert [name for name in HARMLESS if f"acme_models/{name}" not in names] == []
+    # A person can read what travelled and what did not; what may be missed is said at once.
+    listing = dict(line.rsplit(maxsplit=1)[::-1] for line in built.modules.listing.splitlines())
+    assert {name for name, what in listing.items() if what.strip() != "left out"} == set(names)
+    assert listing["acme_models/table.txt"].strip() == "2"
+    assert listing["acme_models/.env"].strip() == listing["acme_models/tls/server.pem"].strip() == "left out"
+    assert "acme_models/tls/server.pem" in caplog.text
+    assert run_elsewhere(built, tmp_path) == "8"
+
+
+def test_of_a_folder_without_init_only_sources_travel(tmp_path: Path) -> None:
+    for name in ("train_it.py", "folder/part.py", "folder/data.txt", "folder/.env"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import folder.part\n" if name == "train_it.py" else "")
+    built = payload.build(tmp_path / "train_it.py", (), {})
+    assert built.modules
+    assert zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist() == ["folder/part.py"]
+
+
 def test_installed_packages_do_not_travel() -> None:
     def uses_torch() -> str:
         import torch
@@ -352,7 +401,7 @@ def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
     built = payload.build(tmp_path / "train_it.py", (1, 2.5), {})
     assert sys.path == before
     assert built.modules is not None
-    assert zipfile.ZipFile(io.BytesIO(built.modules)).namelist() == ["beside_it.py", "further.py"]
+    assert zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist() == ["beside_it.py", "further.py"]
 
 
 def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

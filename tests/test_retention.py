@@ -49,7 +49,7 @@ def make_run(root: str, run_id: str, status: RunStatus) -> RunDirectory:
     """A run directory as a submission and a driver leave it."""
     run = RunDirectory(store.join(root, run_id))
     assert run.claim(0)
-    run.write_files(0, {"env": {}}, {"payload.pkl": [b"p" * 1000]})
+    run.write_files(0, {"payload.pkl": [b"p" * 1000]})
     run.write_submission(make_job(run_id))
     run.write_status(status)
     store.write_bytes(run.path("logs", "rank-0.log"), b"l" * 100)
@@ -224,9 +224,7 @@ def test_a_submission_of_the_same_run_id_gets_a_directory_of_its_own(
     def make(number: int, first_attempt: int, fresh_since: int) -> Job:
         return replace(make_job("same", number), first_attempt=first_attempt)
 
-    submitter = threading.Thread(
-        target=lambda: started.append(submit(run, make, {"env": {}}, {"payload.pkl": [b"new"]}))
-    )
+    submitter = threading.Thread(target=lambda: started.append(submit(run, make, {"payload.pkl": [b"new"]})))
     submitter.start()
     time.sleep(0.2)
     assert started == [], "the claim of the collector is respected"

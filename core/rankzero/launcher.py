@@ -215,8 +215,9 @@ class Launcher:
         from rankzero.submit import drivers
         from rankzero.submit.prepare import prepare
 
-        run, started = prepare(self._request(), train, args, kwargs, detached=True)
-        return RunHandle(run.directory, drivers.start_driver(run, None) if started else None)
+        request = self._request()
+        run, started = prepare(request, train, args, kwargs, detached=True)
+        return RunHandle(run.directory, drivers.start_driver(run, request.private()) if started else None)
 
     def owned(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Opened]:
         """A run that ends with the block, however that ends, and with this process; what `run` stands on.

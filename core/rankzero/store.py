@@ -16,11 +16,6 @@ from typing import IO, Any, TypeVar
 
 PRIVATE_DIRECTORY = 0o700
 
-SEAL_TIMEOUT = 0.05
-"""Seconds for a file system's clock to tick."""
-
-_SEAL_INTERVAL = 0.001
-
 T = TypeVar("T")
 
 
@@ -132,7 +127,8 @@ def fingerprint(file: str | int) -> str:
     """What the file system says of a local file's content without reading it: inode, size, times of its last changes.
 
     The last of these times changes with anything that is done to the file (written, renamed, linked), and only the
-    kernel sets it.
+    kernel sets it, in ticks of some milliseconds. It saves a reader the sha256 of tensors: 3.2 s for 4 GB, 0.2 s for
+    256 MB (with sha_ni; three to five times that without), where mapping them takes less than 1 ms.
 
     Args:
         file: Path or descriptor.
@@ -142,33 +138,6 @@ def fingerprint(file: str | int) -> str:
     """
     found = os.stat(file)
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
-
-
-def seal(path: str, size: int) -> str | None:
-    """The `fingerprint` of a local file that was written just now, once any later change would show in it.
-
-    File systems tell times in ticks, and the clock of a file server is its own: so a new file beside it is looked at
-    until its time is a later one.
-
-    Args:
-        path: The file.
-        size: Bytes that it must have.
-
-    Returns:
-        None if that takes longer than `SEAL_TIMEOUT`, nothing can be written there, or it has another size.
-    """
-    deadline = time.monotonic() + SEAL_TIMEOUT
-    with contextlib.suppress(OSError):
-        found, changed = fingerprint(path), os.stat(path).st_ctime_ns
-        while os.path.getsize(path) == size:
-            is_last = time.monotonic() >= deadline
-            with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), prefix=".clock-") as clock:
-                if os.fstat(clock.fileno()).st_ctime_ns > changed:
-                    return found
-            if is_last:
-                break
-            time.sleep(_SEAL_INTERVAL)
-    return None
 
 
 def list_names(location: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rankzero import ResultError, ResultRef, store
 from rankzero.values import formats
-from rankzero.values.ref import seal
+from rankzero.values.ref import fingerprint_of
 
 MANIFEST = "manifest.json"
 
@@ -109,7 +109,7 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
         is_known = _take(ref, path, target) if ref else True
     before = _previous(directory)
     superseded, obsolete = _retire(before, name)
-    fingerprint = seal(target, file_format, size) if is_known else None
+    fingerprint = fingerprint_of(target, file_format) if is_known else None
     manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded, fingerprint)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
     if obsolete is not None:

@@ -15,7 +15,7 @@ import pytest
 from rankzero.host import network
 from rankzero.host.network import first_reachable, interface_of, socket_environment
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed by Linux's netlink")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed as Linux does")
 
 BOUND = 1.0
 MARGIN = 0.5
@@ -115,7 +115,7 @@ def test_a_link_local_address_belongs_to_its_scope() -> None:
     assert in_namespace(f"interface_of({text} + '%wire0')") is None
 
 
-def test_a_system_without_netlink_has_no_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_does_not_list_them_has_no_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> socket.socket:
         raise PermissionError
 

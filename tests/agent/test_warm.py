@@ -283,7 +283,10 @@ def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> No
 @pytest.fixture
 def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A server that is content with little idling."""
-    program = "import sys; from rankzero.warm import server as warm; warm.IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = (); warm.main()"
+    program = (
+        "import sys; from rankzero.warm import server as warm\n"
+        "warm.IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = (); warm.main()"
+    )
     owner = os.getpid()
     started = start_time(owner)
     directory = tmp_path / "server"

@@ -29,6 +29,9 @@ BATCH = 256 << 10
 SPOOL_LIMIT = 8 << 30
 """Bytes of one rank's lines on disk above which lines are dropped and counted."""
 
+PUMP_INTERVAL = 0.05
+"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what it is told."""
+
 _BLOCK = 1 << 20
 
 QUIET_BYTES = 40 << 10

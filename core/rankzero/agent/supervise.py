@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -20,35 +19,18 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
+from rankzero.agent.ending import Ending
 from rankzero.agent.inputs import Inputs
+from rankzero.agent.output import PUMP_INTERVAL
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
-from rankzero.errors import LOST, PREEMPTED
+from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
-from rankzero.worker.main import EXIT_HANDLERS_TIMEOUT
-
-END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
-"""Seconds that committed workers get to run their exit handlers."""
-
-FAREWELL_PATIENCE = 15.0
-"""Seconds without any line taken by the driver after which the rest is given up, after a success."""
-
-FAREWELL_LIMIT = 600.0
-"""Seconds for all of them."""
-
-STOP_FAREWELL_TIMEOUT = 1.5
-"""Seconds to hand over the last lines after a failure or a cancel."""
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
-
-PUMP_INTERVAL = 0.05
-"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what it is told."""
-
-FIRST_LOOK = 0.001
-"""Seconds to the first of these looks at the end of a run; the pauses double."""
 
 DRAIN_READS = 16
 """Reads that empty a pipe of what was written before; a child may go on writing for ever."""
@@ -65,12 +47,9 @@ class Agent:
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
         self._client = ChannelClient(hosts, port, config["secret"], config["task"])
+        self._ending = Ending(self._ranks, self._client, config["grace"], config["scratch"])
         self._inputs: Inputs | None = None
-        self._stopping = False
-        self._stopped_early = False
-        self._orphaned = False
         self._lost: str | None = None
-        self._kill_at: float | None = None
         self._stacks_at: float | None = None
         self._quiet: list[Rank] = []
         self._listen_at: float | None = None
@@ -94,11 +73,11 @@ class Agent:
             self._client.start()
             self._watch(self._client.fileno(), self._on_driver)
             self._join()
-            while not self._finished():
+            while not self._ending.is_complete:
                 self._step()
         finally:
             self._end_everything()
-        if self._lost and not self._orphaned:
+        if self._lost and not self._ending.is_orphaned:
             sys.exit(f"the driver is lost: {self._lost}")
 
     # -- the loop ------------------------------------------------------------------------------
@@ -110,14 +89,14 @@ class Agent:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
-    def _step(self) -> None:
-        for key, _ in self._selector.select(self._time_left()):
+    def _look(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
             key.data()
+
+    def _step(self) -> None:
+        self._look(self._time_left())
         now = time.monotonic()
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
-            for rank in self._ranks:
-                rank.kill(signal.SIGKILL)
+        self._ending.kill_overdue(now)
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             for rank in self._ranks:
@@ -132,13 +111,11 @@ class Agent:
             rank.flush()
 
     def _time_left(self) -> float | None:
-        times = [at - time.monotonic() for at in (self._kill_at, self._stacks_at, self._listen_at) if at is not None]
+        moments = (self._ending.kill_at, self._stacks_at, self._listen_at)
+        times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
             times.append(PUMP_INTERVAL)
         return max(0.0, min(times)) if times else None
-
-    def _finished(self) -> bool:
-        return self._stopping and not any(rank.alive for rank in self._ranks)
 
     # -- the driver ----------------------------------------------------------------------------
 
@@ -164,7 +141,7 @@ class Agent:
         except ChannelClosed as error:
             self._lost = str(error)
             self._unwatch(self._client.fileno())
-            self._stop(self._config["grace"])
+            self._ending.stop()
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -182,9 +159,9 @@ class Agent:
                 rank.ask_for_stack()
             self._stacks_at = time.monotonic() + STACKS_WAIT
         elif kind == "stop":
-            self._stop(message["grace"])
+            self._ending.stop(message["grace"])
         elif kind == "end":
-            self._await_exits()
+            self._ending.await_exits()
 
     def _on_fetched(self, message: Message) -> None:
         assert self._inputs is not None
@@ -258,7 +235,7 @@ class Agent:
             self._drain(rank, self._on_output)
             message["log_tail"] = rank.output.tail
             # What a rank does when it is told to go explains nothing.
-            message["collateral"] = message["collateral"] or self._stopped_early
+            message["collateral"] = message["collateral"] or self._ending.is_early
         elif kind == "checkpoint" and not message["shared"]:
             name = f"checkpoint-{message['index']}-{rank.local_rank}"
             self._client.send_file(name, message["path"], {**message, "upload": name})
@@ -313,7 +290,7 @@ class Agent:
     def _on_signal(self, wakeup: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             if signal.SIGTERM in wakeup.recv(_READ):
-                self._leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
+                self._ending.leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
         for pid, status in descendants.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
@@ -324,7 +301,7 @@ class Agent:
         self._drain(rank, self._on_control)
         self._drain(rank, self._on_output)
         code = os.waitstatus_to_exitcode(status)
-        if rank.outcome is None and not self._stopping:
+        if rank.outcome is None and not self._ending.has_begun:
             self._client.queue(
                 {
                     "type": "failure",
@@ -339,30 +316,7 @@ class Agent:
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), _READ):
             self._unwatch(sys.stdin.fileno())
-            self._orphaned = True
-            self._leave("the process that held its ranks died (executor, driver or JVM)", LOST)
-
-    def _leave(self, why: str, cause: str) -> None:
-        if not self._stopping:
-            self._client.queue({"type": "leaving", "why": why, "cause": cause})
-        self._stop(self._config["grace"])
-
-    def _stop(self, grace: float) -> None:
-        """SIGTERM now, SIGKILL after ``grace`` seconds; a second call can only hurry."""
-        deadline = time.monotonic() + grace
-        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
-        self._stopped_early = True
-        if not self._stopping:
-            self._stopping = True
-            for rank in self._ranks:
-                rank.kill(signal.SIGTERM)
-
-    def _await_exits(self) -> None:
-        """All ranks have committed: let them run their exit handlers, and rank 0 go."""
-        for rank in self._ranks:
-            rank.tell({"type": "end"})
-        self._stopping = True
-        self._kill_at = time.monotonic() + END_GRACE
+            self._ending.orphan()
 
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -372,41 +326,8 @@ class Agent:
             with contextlib.suppress(Exception):
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
-            self._say_goodbye()
-        if self._orphaned or self._holder_is_gone():
-            # Whoever holds this agent would read its log and then remove the directory.
-            shutil.rmtree(self._config["scratch"], ignore_errors=True)
-
-    @staticmethod
-    def _holder_is_gone() -> bool:
-        """True if standard input has ended by now."""
-        readable, _, _ = select.select([sys.stdin], [], [], 0)
-        return bool(readable) and not os.read(sys.stdin.fileno(), _READ)
-
-    def _say_goodbye(self) -> None:
-        """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped."""
-        deadline = progress_at = now = time.monotonic()
-        deadline += STOP_FAREWELL_TIMEOUT if self._stopped_early else FAREWELL_LIMIT
-        left, pause = self._waiting(), FIRST_LOOK
-        while left and now < min(deadline, progress_at + FAREWELL_PATIENCE):
-            for rank in self._ranks:
-                rank.output.pump()
-            for key, _ in self._selector.select(pause):
-                key.data()
-            pause = min(2 * pause, PUMP_INTERVAL)
-            now = time.monotonic()
-            if self._stopped_early:
-                # A stop, or the end of who holds this agent, may come meanwhile.
-                deadline = min(deadline, now + STOP_FAREWELL_TIMEOUT)
-            if (waiting := self._waiting()) != left:
-                left, progress_at = waiting, now
-        for rank in self._ranks:
-            rank.output.drop_rest()
-        self._client.close(STOP_FAREWELL_TIMEOUT)
-
-    def _waiting(self) -> int:
-        """Bytes of lines that the driver has not taken."""
-        return self._client.bulk_bytes + sum(rank.output.waiting for rank in self._ranks)
+            self._ending.say_goodbye(self._look)
+        self._ending.remove_scratch_of_orphan()
 
 
 def _signal_name(number: int) -> str:

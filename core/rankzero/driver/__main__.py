@@ -1,4 +1,4 @@
-"""``python -m rankzero.driver RUN_DIR --submission N``: the detached driver."""
+"""``python -m rankzero.driver.main RUN_DIR --submission N``: the detached driver."""
 
 from rankzero.driver.main import main
 

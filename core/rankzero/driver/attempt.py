@@ -6,28 +6,25 @@ import logging
 import queue
 import tempfile
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import LOG_TAIL_WIDTH
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.frames import Message
 from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
 from rankzero.driver.hang import HangWatch
-from rankzero.driver.policy import Failure
+from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.roster import Member, Roster
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import LOST as LOST_AGENT
-from rankzero.errors import EngineError, RankZeroError, RunCancelledError, RunTimeoutError, StartTimeoutError
-from rankzero.host.network import is_loopback
+from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
-from rankzero.values.ref import ResultRef, seal
+from rankzero.values.ref import ResultRef, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +35,6 @@ ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
 CHECKPOINT_LOST = "checkpoint-lost"
 RESULT_STORED = "result-stored"
-
-
-@dataclass
-class _AgentState:
-    """What the driver knows of one agent."""
-
-    join: Message
-    first_rank: int | None = None
-    disconnected_at: float | None = None
-    left_at: float | None = None
-    why_left: str = ""
-    cause: str = LOST_AGENT
-
-    @property
-    def name(self) -> str:
-        return str(self.join["hostname"])
-
-    def leave(self, why: str, cause: str = LOST_AGENT) -> None:
-        """Notes that this agent has gone before it was told to; the first reason counts."""
-        if self.left_at is None:
-            self.left_at, self.why_left, self.cause = time.monotonic(), why, cause
 
 
 class Attempt:
@@ -81,21 +57,14 @@ class Attempt:
         self._session = session
         self._messages = inbox.renew()
         self._watch = watch
-        self._agents: dict[int, _AgentState] = {}
-        self._failures: list[Failure] = []
-        self._first_failure_at = 0.0
-        self._committed: set[int] = set()
-        self._result: ResultRef | None = None
+        self._roster = Roster(session.num_agents, job.processes_per_task)
+        self._outcome = Outcome(job.num_processes)
         self._uploads: dict[tuple[int, str], Message] = {}
-        self._value: list[Any] = []
-        self._returned: set[int] = set()
-        self._ready: set[tuple[int, int]] = set()
         self._rendezvous = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
-        self._broken: RankZeroError | None = None
         self.started_at: float | None = None
         """Monotonic time at which every rank had started."""
 
@@ -182,9 +151,7 @@ class Attempt:
 
         Whatever happens after that loses nothing.
         """
-        if self._result is None or len(self._committed) < self._job.num_processes:
-            return None
-        return self._result, self._value
+        return self._outcome.success
 
     def _follow(self, group: AgentGroup) -> None:
         try:
@@ -268,11 +235,11 @@ class Attempt:
             self._handle_own(kind, message)
         elif kind == "join":
             self._on_join(task, message)
-        elif agent := self._agents.get(task):
+        elif member := self._roster.get(task):
             if "local_rank" in message:
-                self._handle_rank(self._rank(agent, task, message), agent, task, message)
+                self._handle_rank(self._roster.rank(member, message["local_rank"]), member, message)
             else:
-                self._handle_agent(agent, task, message)
+                self._handle_agent(member, message)
 
     def _handle_own(self, kind: str, message: Message) -> None:
         if kind == ENGINE_ENDED:
@@ -291,22 +258,23 @@ class Attempt:
         else:
             assert kind == INTERRUPT
 
-    def _handle_agent(self, agent: _AgentState, task: int, message: Message) -> None:
+    def _handle_agent(self, member: Member, message: Message) -> None:
         kind = message["type"]
         if kind == "rendezvous":
-            self._on_rendezvous(agent, message)
+            self._on_rendezvous(member, message)
         elif kind == "uploaded":
-            self._uploads[task, message["name"]] = message
+            self._uploads[member.task, message["name"]] = message
         elif kind == "leaving":
-            agent.leave(message["why"], message["cause"])
+            member.leave(message["why"], time.monotonic(), message["cause"])
         elif kind == DISCONNECTED:
-            agent.disconnected_at = time.monotonic()
+            member.disconnected_at = time.monotonic()
         elif kind == RECONNECTED:
-            agent.disconnected_at = None
+            member.disconnected_at = None
         elif kind == LOST:
-            agent.leave("it was not heard of any more: its host died or the network to it is cut")
+            why = "it was not heard of any more: its host died or the network to it is cut"
+            member.leave(why, time.monotonic())
 
-    def _handle_rank(self, rank: int, agent: _AgentState, task: int, message: Message) -> None:
+    def _handle_rank(self, rank: int, member: Member, message: Message) -> None:
         kind = message["type"]
         if kind == "log":
             self._recorder.log(rank, message["lines"])
@@ -315,56 +283,38 @@ class Attempt:
         elif kind == "beat":
             self._hang.on_beat(rank, message["progress"], time.monotonic())
         elif kind == "ready":
-            self._ready.add((task, message["local_rank"]))
+            self._roster.note_ready(member.task, message["local_rank"])
             self._note_start()
         elif kind == "checkpoint":
-            self._on_checkpoint_part(rank, task, message)
+            self._on_checkpoint_part(rank, member.task, message)
         elif kind == "checkpoint-failed":
             self._committer.drop(message["index"])
         elif kind == "returned":
-            self._returned.add(rank)
+            self._outcome.note_returned(rank)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
         elif kind == "commit":
-            self._on_commit(rank, task, message)
+            self._on_commit(rank, member.task, message)
         elif kind == "failure":
-            self._on_failure(rank, agent, message)
-
-    def _rank(self, agent: _AgentState, task: int, message: Message) -> int:
-        first = agent.first_rank
-        if first is None:
-            first = task * self._job.processes_per_task
-        return first + int(message["local_rank"])
+            self._on_failure(rank, member, message)
 
     def _on_join(self, task: int, message: Message) -> None:
-        if task in self._agents:
-            # Restarts are ours to decide: ranks of two tries must never mix.
-            self._agents[task].leave("another agent joined in its place")
+        member = self._roster.join(task, message, time.monotonic())
+        if member is None:
             return
-        agent = self._agents[task] = _AgentState(message)
         if self._stopping:
             self._server.send(task, {"type": "stop", "grace": 0.0})
-            return
-        python = ".".join(message["python"].split(".")[:2])
-        if python != self._job.python:
-            self._broken = EngineError(
-                f"the function was pickled by Python {self._job.python}, but task {task} on {agent.name} "
-                f"runs Python {message['python']}: point spark.pyspark.python to a Python {self._job.python}"
-            )
-        elif self._job.use_gpu and len(message["gpus"]) < message["workers"]:
-            self._broken = EngineError(
-                f"task {task} on {agent.name} was given the GPUs {message['gpus']} for "
-                f"{message['workers']} ranks; each rank needs one of its own"
-            )
-        elif len(self._agents) == self._session.num_agents:
+        elif why := member.why_unfit(self._job.python, self._job.use_gpu):
+            self._outcome.refusal = EngineError(why)
+        elif self._roster.is_complete:
             self._assign_ranks()
 
     def _assign_ranks(self) -> None:
-        order = policy.order_tasks([self._agents[task].join["host"] for task in range(len(self._agents))])
+        members = self._roster.number_ranks()
         # What is the same for all: of a thousand agents each would look at the thousand.
         same = {
             "type": "start",
-            "master_addr": self._rendezvous_hosts(self._agents[order[0]])[0],
+            "master_addr": self._roster.rendezvous_hosts(members[0])[0],
             "run_directory": None if self._run.is_remote else self._run.directory,
             "run_token": self._run.token(),
             "files": self._files,
@@ -377,34 +327,20 @@ class Attempt:
                 "backend": self._job.resolved_backend(),
             },
         }
-        first_rank = 0
-        for node_rank, task in enumerate(order):
-            agent = self._agents[task]
-            agent.first_rank = first_rank
-            first_rank += agent.join["workers"]
-            self._server.send(task, {**same, "first_rank": agent.first_rank, "node_rank": node_rank})
+        for node_rank, member in enumerate(members):
+            self._server.send(member.task, {**same, "first_rank": member.first_rank, "node_rank": node_rank})
 
-    def _is_on_one_host(self) -> bool:
-        return len({agent.name for agent in self._agents.values()}) == 1
-
-    def _rendezvous_hosts(self, agent: _AgentState) -> list[str]:
-        """Where the ranks of all hosts may reach an agent's, the best first."""
-        hosts = list(dict.fromkeys([agent.join["host"], agent.join["address"]]))
-        if not self._is_on_one_host():
-            # A loopback address stands for another host on every other one.
-            hosts = [host for host in hosts if not is_loopback(host)] or hosts
-        return hosts
-
-    def _on_rendezvous(self, agent: _AgentState, message: Message) -> None:
-        hosts = self._rendezvous_hosts(agent)
-        where = {"master_hosts": hosts, "master_port": message["port"], "one_host": self._is_on_one_host()}
+    def _on_rendezvous(self, member: Member, message: Message) -> None:
+        hosts, one_host = self._roster.rendezvous_hosts(member), self._roster.is_on_one_host()
+        where = {"master_hosts": hosts, "master_port": message["port"], "one_host": one_host}
         self._server.broadcast({"type": "go", **where})
         self._rendezvous = True
         self._note_start()
 
     def _note_start(self) -> None:
         """The attempt has started when every rank has imported torch and rank 0 has opened the rendezvous."""
-        if self._rendezvous and len(self._ready) == self._job.num_processes and self.started_at is None:
+        is_complete = self._rendezvous and self._roster.num_ready == self._job.num_processes
+        if is_complete and self.started_at is None:
             self.started_at = time.monotonic()
             self._recorder.update(state="running", started=self._recorder.status.started or time.time())
 
@@ -422,21 +358,21 @@ class Attempt:
 
     def _on_commit(self, rank: int, task: int, message: Message) -> None:
         if "result" not in message:
-            self._committed.add(rank)
+            self._outcome.note_committed(rank)
             return
-        self._returned.add(rank)
+        self._outcome.note_returned(rank)
         result = message["result"]
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.get("sha256") != result["sha256"]:
-                self._broken = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
+                self._outcome.refusal = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
                 return
             path = uploaded["path"]
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
 
         def put() -> None:
             error = _upload(path, uri)
-            fingerprint = None if error else seal(uri, result["format"], result["size"])
+            fingerprint = None if error else fingerprint_of(uri, result["format"])
             stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
             self._messages.put((DRIVER, {**stored, "fingerprint": fingerprint}))
 
@@ -448,36 +384,27 @@ class Attempt:
 
     def _on_result_stored(self, message: Message) -> None:
         if message["error"]:
-            self._broken = verdict.not_stored(message["error"])
+            self._outcome.refusal = verdict.not_stored(message["error"])
             return
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
-        self._result = ResultRef(
+        ref = ResultRef(
             message["uri"], result["format"], result["sha256"], result["size"], summary, message["fingerprint"]
         )
-        self._value = [result["value"]] if "value" in result else []
-        self._committed.add(message["rank"])
+        self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
 
-    def _on_failure(self, rank: int, agent: _AgentState, message: Message) -> None:
-        if rank in self._committed:
-            return
-        facts = {key: message[key] for key in _FAILURE_FACTS if message.get(key) is not None}
-        if agent.left_at is not None:
-            # Its ranks were told to end, and may do that by an exception of their own.
-            facts["collateral"] = True
-        tail = tuple(line[:LOG_TAIL_WIDTH] for line in message.get("log_tail", ()))
-        failure = Failure(rank=rank, host=agent.name, order=len(self._failures), log_tail=tail, **facts)
-        if not self._failures:
-            self._first_failure_at = time.monotonic()
-        self._failures.append(failure)
-        self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
+    def _on_failure(self, rank: int, member: Member, message: Message) -> None:
+        left = member.left_at is not None
+        failure = self._outcome.note_failure(rank, member.name, message, time.monotonic(), was_told_to=left)
+        if failure:
+            self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
 
     # -- deadlines -----------------------------------------------------------------------------
 
     def _look(self, group: AgentGroup) -> None:
         """Raises the typed error if the attempt cannot succeed any more."""
         now = time.monotonic()
-        self._look_at_failures(group, now)
+        self._look_at_outcome(group, now)
         self._watch.check()
         if self.started_at is None:
             if now > self._start_deadline:
@@ -486,61 +413,33 @@ class Attempt:
         timeout = self._job.timeout
         if timeout and now - (self._run_started_at or self.started_at) > timeout:
             raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
-        bound, storing = self._job.hang_timeout, bool(self._returned - self._committed)
+        bound, storing = self._job.hang_timeout, self._outcome.is_storing
         if bound is not None and (stacks := self._hang.look(now, bound, storing=storing)):
             raise verdict.hung(bound, stacks, self._run.directory)
 
-    def _look_at_failures(self, group: AgentGroup, now: float) -> None:
-        gone = [(task, agent) for task, agent in self._agents.items() if agent.left_at or agent.disconnected_at]
-        waited = now - self._first_failure_at
-        if self._failures and policy.is_settled(self._failures, waited):
-            if gone and all(failure.collateral for failure in self._failures):
-                # The peers of a lost host see broken connections only.
-                raise self._lost(*gone[0], group)
-            raise verdict.failed(self._failures, self._recorder.tail, self._run.directory)
-        if self._broken:
-            raise self._broken
-        if self._engine_ended and not self._failures:
-            left = [(task, agent) for task, agent in gone if agent.left_at is not None]
-            # An agent that was told to go by somebody else ends as quietly as one that the driver told.
-            raise self._lost(*left[0], group) if left else self._engine_failed(group)
-        for task, agent in gone:
-            if agent.left_at is not None and now - agent.left_at > policy.AGENT_LOST_WINDOW:
-                raise self._lost(task, agent, group)
+    def _look_at_outcome(self, group: AgentGroup, now: float) -> None:
+        reason = self._outcome.reason(now, self._roster.gone(), engine_ended=self._engine_ended)
+        if isinstance(reason, Member):
+            raise self._lost(reason, group)
+        if reason is Reason.RANKS_FAILED:
+            raise verdict.failed(self._outcome.failures, self._recorder.tail, self._run.directory)
+        if reason is Reason.ENGINE_ENDED:
+            error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
+            raise group.explain(error)
+        if self._outcome.refusal and reason is Reason.REFUSED:
+            raise self._outcome.refusal
 
-    def _engine_failed(self, group: AgentGroup) -> RankZeroError:
-        error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
-        return group.explain(error)
-
-    def _lost(self, task: int, agent: _AgentState, group: AgentGroup) -> EngineError:
-        first = agent.first_rank or 0
-        ranks = range(first, first + agent.join["workers"])
-        why = agent.why_left or "its connection broke and did not come back"
+    def _lost(self, member: Member, group: AgentGroup) -> EngineError:
+        first = member.first_rank or 0
+        ranks = range(first, first + member.workers)
+        why = member.why_left or "its connection broke and did not come back"
         explained = group.explain(self._engine_error) if self._engine_ended and self._engine_error else None
-        return verdict.lost(f"task {task} on {agent.name}", ranks, why, agent.cause, explained, self._failures)
+        task = f"task {member.task} on {member.name}"
+        return verdict.lost(task, ranks, why, member.restart_cause, explained, self._outcome.failures)
 
     def _start_timeout(self) -> StartTimeoutError:
-        tasks = self._session.num_agents
-        ranks = [
-            self._rank(agent, task, {"local_rank": local_rank})
-            for task, agent in self._agents.items()
-            for local_rank in range(agent.join["workers"])
-            if (task, local_rank) not in self._ready
-        ]
-        missing_tasks = [task for task in range(tasks) if task not in self._agents]
-        return verdict.start_timeout(self._job.start_timeout, tasks, missing_tasks, ranks)
-
-
-_FAILURE_FACTS = (
-    "exception_type",
-    "message",
-    "traceback",
-    "exit_code",
-    "signal",
-    "collateral",
-    "cause",
-    "retryable",
-)
+        missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
+        return verdict.start_timeout(self._job.start_timeout, self._session.num_agents, missing, ranks)
 
 
 RESULT_PATIENCE = 30.0

@@ -1,13 +1,15 @@
 """The driver: owns the engine and decides about attempts. In the caller's process or in its own.
 
-``python -m rankzero.driver RUN_DIR --submission N`` is the detached form; everything it needs is in the run
-directory. Both forms run `Driver.run`.
+``python -m rankzero.driver RUN_DIR --submission N`` is the detached form; what it needs is in the run directory, except
+what may hold secrets, which is in no file: its submitter gives it the user's environment and the engine's private
+configuration on standard input, as JSON. Both forms run `Driver.run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -48,18 +50,19 @@ T = TypeVar("T")
 class Driver:
     """Runs one submission of a run to its end and writes the outcome into the run directory."""
 
-    def __init__(self, run: RunDirectory, engine: Engine, *, leased: bool = False) -> None:
+    def __init__(self, run: RunDirectory, engine: Engine, env: dict[str, str], *, leased: bool = False) -> None:
         """Reads what is to be run.
 
         Args:
             run: The run.
             engine: Where.
+            env: The user's environment for the ranks.
             leased: True if the run ends when nobody follows it (`Job.orphan_timeout`).
         """
         self._run = run
         self._engine = engine
         self._job = run.job()
-        self._private = run.private()
+        self._env = env
         self._recorder = Recorder(run, self._job.submission, self._job.first_attempt)
         self.inbox = Inbox()
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
@@ -106,7 +109,7 @@ class Driver:
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, self._session, self.inbox, self._watch
                     )
-                    attempt.run(deadline, self._private["env"], self._started_at)
+                    attempt.run(deadline, self._env, self._started_at)
                     return attempt
                 except BaseException as error:
                     if attempt and attempt.outcome:
@@ -247,7 +250,7 @@ def _watch_owner(fd: int, inbox: Inbox) -> None:
 
 def main() -> None:
     """Entry point of the detached driver."""
-    parser = argparse.ArgumentParser(prog="python -m rankzero.driver", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
     parser.add_argument("--owner", type=int, help="file descriptor of a pipe; its end cancels the run")
@@ -261,8 +264,9 @@ def main() -> None:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     if not run.claim_driver(job.submission):
         sys.exit(f"{run.directory} has a driver already")
-    engine = engine_from_spec(job.engine, run.private()["engine"])
-    driver = Driver(run, engine, leased=arguments.owner is None)
+    private = json.load(sys.stdin)
+    engine = engine_from_spec(job.engine, private["engine"])
+    driver = Driver(run, engine, private["env"], leased=arguments.owner is None)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     if arguments.owner is not None:

@@ -5,7 +5,9 @@ Standard library only: this module travels to executors.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import ipaddress
 import queue
 import socket
@@ -19,29 +21,24 @@ from typing import Any, NamedTuple
 HEAD_START = 0.25
 """Seconds by which a host is tried before the next one, so that the order is a preference."""
 
-NETLINK_TIMEOUT = 2.0
-"""Seconds for the kernel to list this host's addresses."""
-
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# linux/netlink.h and linux/rtnetlink.h
-_NETLINK_ROUTE = 0
-_RTM_NEWADDR, _RTM_GETADDR = 20, 22
-_NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_NLM_F_REQUEST, _NLM_F_DUMP = 0x001, 0x300
-_IFA_ADDRESS, _IFA_LOCAL, _IFA_LABEL = 1, 2, 3
-_HEADER = struct.Struct("=IHHII")
-_ADDRESS = struct.Struct("=BBBBI")
-_ATTRIBUTE = struct.Struct("=HH")
-_DUMP_SIZE = 1 << 16
+# netdevice(7)
+_SIOCGIFCONF = 0x8912
+_IFCONF = struct.Struct("iP")
+_IFREQ = struct.Struct("16s4x4s16x")
+_IFCONF_SIZE = 1 << 16
 
 
 class _Assigned(NamedTuple):
-    """An address of this host. ``label`` is the name that C's ``getifaddrs`` has for its interface."""
+    """An address of this host. ``label`` is the name that C's ``getifaddrs`` has for its interface: ``eth0:1``."""
 
     address: _IPAddress
-    interface: int
-    label: str | None
+    label: str
+
+    @property
+    def interface(self) -> str:
+        return self.label.partition(":")[0]
 
 
 def interface_of(host: str) -> str | None:
@@ -149,14 +146,10 @@ def _find(host: str) -> tuple[str, str] | None:
         return None
     try:
         infos = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-        assigned = list(_assigned())
-        found = next(_matches(infos, assigned), None)
-        if found is None:
-            return None
-        name = socket.if_indextoname(found.interface)
+        found = next(_matches(infos, list(_assigned())), None)
     except (OSError, UnicodeError):
         return None
-    return name, found.label or name
+    return (found.interface, found.label) if found else None
 
 
 def _matches(infos: Iterable[tuple[Any, ...]], assigned: list[_Assigned]) -> Iterator[_Assigned]:
@@ -166,7 +159,8 @@ def _matches(infos: Iterable[tuple[Any, ...]], assigned: list[_Assigned]) -> Ite
         for candidate in assigned:
             # All of 127.0.0.0/8 is this host, though the interface shows one address of it.
             loopback = address.is_loopback and candidate.address.is_loopback
-            if (loopback or candidate.address == address) and scope in (0, candidate.interface):
+            is_same = loopback or candidate.address == address
+            if is_same and (not scope or scope == socket.if_nametoindex(candidate.interface)):
                 yield candidate
 
 
@@ -177,45 +171,22 @@ def _plain(text: str) -> _IPAddress:
 
 
 def _assigned() -> Iterator[_Assigned]:
-    """Every address of every interface, as the kernel lists them (rtnetlink(7), RTM_GETADDR)."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
-        kernel.settimeout(NETLINK_TIMEOUT)
-        request = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-        flags = _NLM_F_REQUEST | _NLM_F_DUMP
-        kernel.send(_HEADER.pack(_HEADER.size + len(request), _RTM_GETADDR, flags, 1, 0) + request)
-        while True:
-            data = kernel.recv(_DUMP_SIZE)
-            offset = 0
-            while offset < len(data):
-                length, kind, _, _, _ = _HEADER.unpack_from(data, offset)
-                if kind == _NLMSG_DONE:
-                    return
-                if kind == _NLMSG_ERROR:
-                    raise OSError("the kernel refused to list this host's addresses")
-                if kind == _RTM_NEWADDR and (found := _parse(data[offset + _HEADER.size : offset + length])):
-                    yield found
-                offset += _aligned(length)
+    """Every address of every interface, as the kernel lists them.
 
-
-def _parse(message: bytes) -> _Assigned | None:
-    _, _, _, _, interface = _ADDRESS.unpack_from(message)
-    attributes: dict[int, bytes] = {}
-    offset = _ADDRESS.size
-    while offset + _ATTRIBUTE.size <= len(message):
-        length, kind = _ATTRIBUTE.unpack_from(message, offset)
-        attributes[kind] = message[offset + _ATTRIBUTE.size : offset + length]
-        offset += _aligned(max(length, _ATTRIBUTE.size))
-    # On a point-to-point link IFA_ADDRESS is the other end's.
-    raw = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))
-    if raw is None:
-        return None
-    label = attributes.get(_IFA_LABEL)
-    return _Assigned(ipaddress.ip_address(raw), interface, label.rstrip(b"\0").decode() if label else None)
-
-
-def _aligned(length: int) -> int:
-    """Netlink pads everything to 4 bytes."""
-    return (length + 3) & ~3
+    Not by the package ifaddr, which would save ten of these lines: importing it takes 40 ms and starts ldconfig, and
+    where that does not help gcc, in a process that collects its children itself. Nor by rtnetlink(7): 60 lines.
+    """
+    buffer = array.array("B", bytes(_IFCONF_SIZE))
+    request = _IFCONF.pack(_IFCONF_SIZE, buffer.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
+        used, _ = _IFCONF.unpack(fcntl.ioctl(kernel, _SIOCGIFCONF, request))
+    for label, address in _IFREQ.iter_unpack(buffer[:used].tobytes()):
+        yield _Assigned(ipaddress.IPv4Address(address), label.partition(b"\0")[0].decode())
+    # Not there if IPv6 is switched off.
+    with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6") as table:
+        for line in table:
+            raw, *_, label = line.split()
+            yield _Assigned(ipaddress.IPv6Address(bytes.fromhex(raw)), label)
 
 
 def address_towards(hosts: Sequence[str], port: int) -> str | None:

@@ -4,8 +4,8 @@
     status.json   state, heartbeat, error, result: replaced atomically by the driver
     submissions/  0, 1, ...: what one submission gave
         claim         whose submission this is: made once, so that a run id submitted twice starts once
-        payload.pkl   function or script and arguments;  modules.zip  the user's modules
-        private.json  environment and engine configuration of the user (may hold secrets)
+        payload.pkl   function or script and arguments
+        modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
@@ -28,7 +28,7 @@ import json
 import secrets
 import time
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 from rankzero import store
 from rankzero.errors import RunNotFoundError
@@ -154,11 +154,10 @@ class RunDirectory:
         """Number of the newest submission that somebody claimed; -1 if there is none."""
         return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
 
-    def write_files(self, submission: int, private: dict[str, Any], files: dict[str, list[Part]]) -> None:
+    def write_files(self, submission: int, files: dict[str, list[Part]]) -> None:
         """Writes what a driver needs beside the job. For who `claim`ed the submission. Raises OSError."""
         for name, parts in files.items():
             store.write_parts(self.submission_path(submission, name), parts)
-        store.write_bytes(self.submission_path(submission, "private.json"), json.dumps(private).encode())
 
     def write_submission(self, job: Job) -> None:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
@@ -176,11 +175,6 @@ class RunDirectory:
             return Job.from_json(store.read_bytes(self.path("job.json")))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
-
-    def private(self) -> dict[str, Any]:
-        """The user's environment and the engine's private configuration."""
-        path = self.submission_path(self.job().submission, "private.json")
-        return cast("dict[str, Any]", json.loads(store.read_bytes(path)))
 
     def token(self) -> str:
         """What an agent compares to know that it sees this directory."""

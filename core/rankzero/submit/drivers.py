@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
-from typing import IO
+from typing import IO, Any
 
 from rankzero.run.directory import RunDirectory
 
@@ -27,21 +29,30 @@ _drivers: list[DriverProcess] = []
 _drivers_lock = threading.Lock()
 
 
-def start_driver(run: RunDirectory, owner: int | None) -> DriverProcess:
-    """Starts a detached driver in its own session, with its output in ``driver.log``."""
+def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None = None) -> DriverProcess:
+    """Starts a driver in its own session, with its output in ``driver.log``.
+
+    Args:
+        run: What it drives.
+        private: `Request.private`, for its standard input.
+        owner: File descriptor of a pipe, with whose end the run ends; None for a run that outlives this process.
+    """
     import rankzero
 
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
-    # As `python -m rankzero.driver`, also where rankzero is found through this process's path only.
+    # As `python -m rankzero.driver.main`, also where rankzero is found through this process's path only.
     program = "import sys; sys.path.append(sys.argv.pop(1)); from rankzero.driver.main import main; main()"
     submission = run.job().submission
     command = [sys.executable, "-c", program, package_root, run.directory, "--submission", str(submission)]
     if owner is not None:
         command += ["--owner", str(owner)]
-    with _open_driver_log(run) as log:
+    # A file without a name: nothing of it is left, whoever dies when, and unlike a pipe it holds nobody up.
+    with _open_driver_log(run) as log, tempfile.TemporaryFile() as private_file:
+        private_file.write(json.dumps(private).encode())
+        private_file.seek(0)
         driver = DriverProcess(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=private_file,
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=[owner] if owner is not None else [],

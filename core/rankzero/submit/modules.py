@@ -13,16 +13,21 @@ import functools
 import gc
 import io
 import itertools
+import logging
 import os
+import re
 import site
 import sys
 import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+
+logger = logging.getLogger(__name__)
 
 MODULES_LIMIT = 64 << 20
 """Bytes of user modules that travel with a job."""
@@ -31,7 +36,14 @@ _OUR_PACKAGES = frozenset({"rankzero", "airflow_rankzero", "dagster_rankzero"})
 _ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
 _NEVER_SHIPPED = _OUR_PACKAGES | {"pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__"}
-_SKIPPED_DIRECTORIES = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
+_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
+
+_SECRETS = re.compile(
+    r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
+    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kubeconfig",
+    re.IGNORECASE,
+)
+"""Names of data files that hold keys or passwords. Sources travel whatever they are called: they are imported."""
 
 
 _PARSING = threading.Lock()
@@ -206,11 +218,28 @@ def _imports_of_file(path: str, _size: int, _modified: int) -> set[str]:
             return set()
 
 
-def zip_modules(names: Iterable[str]) -> bytes | None:
-    """The user modules among ``names``, and those that they import in turn, as a zip of sources."""
+@dataclass(frozen=True)
+class Shipped:
+    """User modules that travel with a job.
+
+    Attributes:
+        data: A zip of their sources, and of what else lies in a package of theirs.
+        listing: For people: a line for each file with its size, and for each that was left out.
+    """
+
+    data: bytes
+    listing: str
+
+
+def zip_modules(names: Iterable[str]) -> Shipped | None:
+    """The user modules among ``names``, and those that they import in turn; None if there are none.
+
+    Hidden files and folders (``.env``, ``.ssh``), and what is named like a key or a password, stay here.
+    """
     waiting = {name.partition(".")[0] for name in names}
     seen: set[str] = set()
     files: dict[str, str] = {}
+    left_out: list[str] = []
     while waiting - seen:
         root = (waiting - seen).pop()
         seen.add(root)
@@ -218,6 +247,9 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
         if spec is None:
             continue
         for archive_name, path in _files_of(root, spec):
+            if _is_private(os.path.basename(path)):
+                left_out.append(archive_name)
+                continue
             files[archive_name] = path
             if path.endswith(".py"):
                 with contextlib.suppress(OSError):
@@ -226,7 +258,10 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
                     waiting |= {name.partition(".")[0] for name in imported}
     if not files:
         return None
-    total = sum(os.path.getsize(path) for path in files.values())
+    if named := [name for name in left_out if not os.path.basename(name).startswith(".")]:
+        logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
+    sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
+    total = sum(sizes.values())
     if total > MODULES_LIMIT:
         raise InvalidJobError(
             f"the user modules {', '.join(sorted(seen))} hold {total >> 20} MiB, over the limit of "
@@ -238,7 +273,13 @@ def zip_modules(names: Iterable[str]) -> bytes | None:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
         for archive_name, path in sorted(files.items()):
             archive.write(path, archive_name)
-    return buffer.getvalue()
+    lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
+    lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
+    return Shipped(buffer.getvalue(), "\n".join(lines) + "\n")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
 
 
 def _files_of(root: str, spec: Any) -> Iterator[tuple[str, str]]:
@@ -247,7 +288,7 @@ def _files_of(root: str, spec: Any) -> Iterator[tuple[str, str]]:
         return
     for base in spec.submodule_search_locations:
         for directory, children, names in os.walk(base):
-            children[:] = [name for name in children if name not in _SKIPPED_DIRECTORIES]
+            children[:] = [name for name in children if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES]
             # A folder without __init__.py may be anything that happens to have the name.
             for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)

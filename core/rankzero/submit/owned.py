@@ -48,19 +48,22 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         # It succeeded, and whoever waited for it died before its result was delivered.
         yield handle, since
         return
-    driver = _process_driver(run, patience) if engine.prefers_own_process else _thread_driver(run, engine, patience)
+    if engine.prefers_own_process:
+        driver = _process_driver(run, request.private(), patience)
+    else:
+        driver = _thread_driver(run, engine, dict(request.env), patience)
     with driver as handle:
         yield handle, since
 
 
 @contextlib.contextmanager
-def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[Any]]:
+def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a process of its own, which ends its run when this process, or the block, does."""
     theirs, ours = os.pipe()
     handle: RunHandle[Any] | None = None
     try:
         try:
-            handle = RunHandle(run.directory, drivers.start_driver(run, theirs))
+            handle = RunHandle(run.directory, drivers.start_driver(run, private, theirs))
         finally:
             os.close(theirs)
         yield handle
@@ -72,9 +75,9 @@ def _process_driver(run: RunDirectory, patience: float) -> Iterator[RunHandle[An
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, engine: Engine, patience: float) -> Iterator[RunHandle[Any]]:
+def _thread_driver(run: RunDirectory, engine: Engine, env: dict[str, str], patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a thread of this process, which ends its run when the block does."""
-    thread = DriverThread(Driver(run, engine))
+    thread = DriverThread(Driver(run, engine, env))
     thread.start()
     try:
         yield RunHandle(run.directory, thread)

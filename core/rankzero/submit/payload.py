@@ -29,6 +29,7 @@ import cloudpickle
 
 from rankzero.errors import InvalidJobError
 from rankzero.submit.modules import (
+    Shipped,
     imports_of_code,
     imports_of_tree,
     is_user_module,
@@ -36,7 +37,7 @@ from rankzero.submit.modules import (
     travels_as_source,
     zip_modules,
 )
-from rankzero.values.envelope import Part, beside, reduce_tensor, seal
+from rankzero.values.envelope import Part, beside, pack, reduce_tensor
 from rankzero.values.ref import ResultRef, map_refs
 
 # cloudpickle's registry of by-value modules is global to the process.
@@ -49,14 +50,14 @@ class Payload:
 
     Attributes:
         name: Of the function or script, for people.
-        data: The pickle of function or script and arguments, as `envelope.seal` makes it.
-        modules: A zip of user modules, or None.
+        data: The pickle of function or script and arguments, as `envelope.pack` makes it.
+        modules: The user modules that travel with it, or None.
         refs: The `ResultRef` objects among the arguments.
     """
 
     name: str
     data: list[Part]
-    modules: bytes | None = None
+    modules: Shipped | None = None
     refs: list[ResultRef] = field(default_factory=list)
 
 
@@ -144,13 +145,13 @@ def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs
         raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
     shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
     parts = {"kind": "script", "path": absolute, "source": source, "args": shipped}
-    data = seal(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
+    data = pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
     with _search_path(os.path.dirname(absolute)):
         modules = zip_modules(imports_of_tree(tree))
     return Payload(os.path.basename(path), data, modules, refs)
 
 
-def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], bytes | None]:
+def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], Shipped | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
     pickler = _Pickler(buffer, beside(buffers))
@@ -158,7 +159,7 @@ def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[lis
         pickler.dump(parts)
     except Exception as error:
         raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
-    return seal(buffer.getvalue(), buffers), zip_modules(pickler.needed)
+    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed)
 
 
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

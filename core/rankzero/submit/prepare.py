@@ -15,7 +15,7 @@ from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import payload, submission
 from rankzero.submit.payload import Payload
-from rankzero.values.envelope import digest_of
+from rankzero.values.envelope import Part, checksum
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Request:
     root: str
     template: Job
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def private(self) -> dict[str, Any]:
+        """What may hold secrets, and so goes to the driver directly and into no file: environment, engine settings."""
+        return {"env": dict(self.env), "engine": self.engine.to_spec()[1]}
 
 
 def prepare(
@@ -60,13 +64,15 @@ def prepare(
             "give SparkEngine(master=...) to submit(), or use run()"
         )
     parts = payload.build(train, args, kwargs)
-    spec, private = engine.to_spec()
+    spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
     engine.check(job)
     files = {"payload.pkl": parts.data}
+    listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
-        files["modules.zip"] = [parts.modules]
+        files["modules.zip"] = [parts.modules.data]
+        listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
     run = RunDirectory(store.join(request.root, run_id))
     arguments = _describe_arguments(parts)
 
@@ -76,14 +82,14 @@ def prepare(
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
                 "absolute": False,
-                "digest": digest_of(data),
+                "checksum": checksum(data),
             }
             for name, data in files.items()
         }
         files_of_job = {**described, **arguments}
         return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
 
-    return run, submission.submit(run, make_job, {"env": dict(request.env), "engine": private}, files)
+    return run, submission.submit(run, make_job, files | listings)
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:

@@ -75,7 +75,6 @@ def look(run: RunDirectory) -> Existing | None:
 def submit(
     run: RunDirectory,
     make_job: Callable[[int, int, int], Job],
-    private: dict[str, object],
     files: dict[str, list[Part]],
 ) -> bool:
     """Makes this the next submission of the run, unless there is one that lives or waits to be delivered.
@@ -83,8 +82,7 @@ def submit(
     Args:
         run: Its directory, which may not be there yet.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
-        private: The user's environment and the engine's private configuration.
-        files: Payload and modules, by name: the parts of each.
+        files: Payload, modules and their list, by name: the parts of each.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.
@@ -107,7 +105,7 @@ def submit(
             if existing:
                 number = max(number, existing.job.submission + 1)
             if run.claim(number):
-                run.write_files(number, private, files)
+                run.write_files(number, files)
                 if run.newest_claim() == number:
                     break
                 # This took so long that another submitter thought us dead: it is its run now.

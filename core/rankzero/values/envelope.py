@@ -4,7 +4,7 @@
     header    JSON: offset and size of the pickle, then of each of its out-of-band buffers (pickle protocol 5)
     content   each part at a multiple of 64 bytes
 
-Its digest is one of blocks: as many cores as there are compute and compare it.
+Its checksum is one of blocks: as many cores as there are compute and compare it.
 
 Runs inside workers too: standard library and torch only.
 """
@@ -29,7 +29,7 @@ LARGE = 1 << 20
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _BLOCK = 8 << 20
-"""Bytes of a block, of which one core computes the digest."""
+"""Bytes of a block, of which one core computes the checksum."""
 
 Part = bytes | memoryview
 
@@ -94,7 +94,7 @@ def make_tensor(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...], 
     return torch.frombuffer(buffer, dtype=dtype).reshape(shape).requires_grad_(requires_grad)
 
 
-def seal(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
+def pack(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
     """The parts of the file, one after the other; the buffers are not copied."""
     contents: list[Part] = [pickled, *buffers]
     sizes = [len(content) for content in contents]
@@ -111,7 +111,7 @@ def seal(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
     return parts
 
 
-def digest_of(parts: Sequence[Part]) -> str:
+def checksum(parts: Sequence[Part]) -> str:
     """The sha256, hex, of the sha512 of every block of a file, which the parts make one after the other.
 
     Without instructions for either in the processor sha512 is half as fast again as sha256.
@@ -119,22 +119,22 @@ def digest_of(parts: Sequence[Part]) -> str:
     blocks = list(_blocks(parts))
     cores = min(len(blocks), len(os.sched_getaffinity(0)))
     if cores < 2:
-        return hashlib.sha256(b"".join(map(_digest_of_block, blocks))).hexdigest()
+        return hashlib.sha256(b"".join(map(_hash_block, blocks))).hexdigest()
     from concurrent.futures import ThreadPoolExecutor
 
     # Large updates leave the interpreter's lock.
     with ThreadPoolExecutor(cores, "rankzero-digest") as pool:
-        return hashlib.sha256(b"".join(pool.map(_digest_of_block, blocks))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(_hash_block, blocks))).hexdigest()
 
 
-def digest_of_file(path: str) -> str:
-    """What `digest_of` gave of its parts. Raises OSError; ValueError for an empty file."""
+def checksum_of_file(path: str) -> str:
+    """What `checksum` gave of its parts. Raises OSError; ValueError for an empty file."""
     with (
         open(path, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
     ):
-        return digest_of([view])
+        return checksum([view])
 
 
 def _blocks(parts: Sequence[Part]) -> Iterator[list[memoryview]]:
@@ -152,15 +152,15 @@ def _blocks(parts: Sequence[Part]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _digest_of_block(block: list[memoryview]) -> bytes:
+def _hash_block(block: list[memoryview]) -> bytes:
     digest = hashlib.sha512()
     for piece in block:
         digest.update(piece)
     return digest.digest()
 
 
-def open_sealed(path: str) -> Any:
-    """Loads what `seal` made: arrays are mapped copy-on-write, and read when they are used."""
+def open_packed(path: str) -> Any:
+    """Loads what `pack` made: arrays are mapped copy-on-write, and read when they are used."""
     with open(path, "rb") as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     (length,) = _LENGTH.unpack_from(mapped)

@@ -6,6 +6,7 @@ another run it is opened inside the workers, so the bytes pass through no orches
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -75,7 +76,7 @@ class ResultRef:
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, sha256, size, formats.summarize(value), seal(uri, file_format, size))
+        return ResultRef(uri, file_format, sha256, size, formats.summarize(value), fingerprint_of(uri, file_format))
 
     def load(self, *, verify: bool = False) -> Any:
         """Opens the value, if it is what was written.
@@ -134,9 +135,13 @@ class ResultRef:
         return ResultRef.from_json(data)
 
 
-def seal(uri: str, file_format: str, size: int) -> str | None:
-    """The ``fingerprint`` of a file that was written just now; None for what needs none, or shall have none."""
-    return store.seal(uri, size) if file_format == formats.SAFETENSORS and not store.is_url(uri) else None
+def fingerprint_of(uri: str, file_format: str) -> str | None:
+    """The ``fingerprint`` of a file that was written just now; None for what is always read for its checksum."""
+    if file_format == formats.SAFETENSORS and not store.is_url(uri):
+        # Without one its readers compute the checksum.
+        with contextlib.suppress(OSError):
+            return store.fingerprint(uri)
+    return None
 
 
 _COPY_CHUNK = 8 << 20

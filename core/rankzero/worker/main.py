@@ -131,14 +131,14 @@ def _count_optimizer_steps(session: Any) -> None:
 
 def _call(start: Message) -> object:
     """Loads the payload, opens references and calls the user's code."""
-    from rankzero.values.envelope import open_sealed
+    from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
 
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
     # The agent has compared its checksum with what the driver recorded.
-    payload = open_sealed(start["payload"])
+    payload = open_packed(start["payload"])
 
     def open_ref(ref: ResultRef) -> object:
         path = start["refs"].get(ref.uri)

@@ -1,0 +1,142 @@
+"""How the ranks of one task end, and with them their agent: told to go, then killed, their last lines handed over."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rankzero.agent.output import PUMP_INTERVAL
+from rankzero.agent.ranks import Rank
+from rankzero.channel.agent_end.client import ChannelClient
+from rankzero.errors import LOST
+from rankzero.worker.main import EXIT_HANDLERS_TIMEOUT
+
+END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
+"""Seconds that committed workers get to run their exit handlers."""
+
+FAREWELL_PATIENCE = 15.0
+"""Seconds without any line taken by the driver after which the rest is given up, after a success."""
+
+FAREWELL_LIMIT = 600.0
+"""Seconds for all of them."""
+
+STOP_FAREWELL_TIMEOUT = 1.5
+"""Seconds to hand over the last lines after a failure or a cancel."""
+
+FIRST_LOOK = 0.001
+"""Seconds to the first of the looks whether the driver has taken the last lines; the pauses double."""
+
+_READ = 1 << 10
+
+
+class Ending:
+    """The end of the ranks of one task.
+
+    Attributes:
+        has_begun: The ranks were told to go.
+        is_early: They were told before all had committed.
+        is_orphaned: The process that held the agent is gone.
+        kill_at: Monotonic time at which those that live are killed; None if they may go on.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float, scratch: str) -> None:
+        """Nothing ends yet.
+
+        Args:
+            ranks: Those of the task, also those that are started later.
+            client: Where last words and lines go.
+            grace: Seconds between SIGTERM and SIGKILL where nobody asks for others.
+            scratch: The task's directory.
+        """
+        self._ranks = ranks
+        self._client = client
+        self._grace = grace
+        self._scratch = scratch
+        self.has_begun = False
+        self.is_early = False
+        self.is_orphaned = False
+        self.kill_at: float | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the ranks were told to go and have gone."""
+        return self.has_begun and not any(rank.alive for rank in self._ranks)
+
+    def stop(self, grace: float | None = None) -> None:
+        """SIGTERM now, SIGKILL after ``grace`` seconds; a second call can only hurry."""
+        deadline = time.monotonic() + (self._grace if grace is None else grace)
+        self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
+        self.is_early = True
+        if not self.has_begun:
+            self.has_begun = True
+            for rank in self._ranks:
+                rank.kill(signal.SIGTERM)
+
+    def leave(self, why: str, cause: str) -> None:
+        """Stops, and tells the driver why: it did not ask for that."""
+        if not self.has_begun:
+            self._client.queue({"type": "leaving", "why": why, "cause": cause})
+        self.stop()
+
+    def orphan(self) -> None:
+        """Leaves, because standard input has ended."""
+        self.is_orphaned = True
+        self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
+
+    def await_exits(self) -> None:
+        """All ranks have committed: lets them run their exit handlers, and rank 0 go."""
+        for rank in self._ranks:
+            rank.tell({"type": "end"})
+        self.has_begun = True
+        self.kill_at = time.monotonic() + END_GRACE
+
+    def kill_overdue(self, now: float) -> None:
+        """SIGKILL to all ranks, once their time is over."""
+        if self.kill_at is not None and now >= self.kill_at:
+            self.kill_at = None
+            for rank in self._ranks:
+                rank.kill(signal.SIGKILL)
+
+    def say_goodbye(self, look: Callable[[float], None]) -> None:
+        """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped.
+
+        Args:
+            look: Handles what comes within so many seconds.
+        """
+        deadline = progress_at = now = time.monotonic()
+        deadline += STOP_FAREWELL_TIMEOUT if self.is_early else FAREWELL_LIMIT
+        left, pause = self._waiting(), FIRST_LOOK
+        while left and now < min(deadline, progress_at + FAREWELL_PATIENCE):
+            for rank in self._ranks:
+                rank.output.pump()
+            look(pause)
+            pause = min(2 * pause, PUMP_INTERVAL)
+            now = time.monotonic()
+            if self.is_early:
+                # A stop, or the end of who holds this agent, may come meanwhile.
+                deadline = min(deadline, now + STOP_FAREWELL_TIMEOUT)
+            if (waiting := self._waiting()) != left:
+                left, progress_at = waiting, now
+        for rank in self._ranks:
+            rank.output.drop_rest()
+        self._client.close(STOP_FAREWELL_TIMEOUT)
+
+    def _waiting(self) -> int:
+        """Bytes of lines that the driver has not taken."""
+        return self._client.bulk_bytes + sum(rank.output.waiting for rank in self._ranks)
+
+    def remove_scratch_of_orphan(self) -> None:
+        """Removes the task's directory if nobody else will: whoever holds this agent would read its log there first."""
+        if self.is_orphaned or _holder_is_gone():
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _holder_is_gone() -> bool:
+    """True if standard input has ended by now."""
+    readable, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(readable) and not os.read(sys.stdin.fileno(), _READ)

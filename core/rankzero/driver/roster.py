@@ -1,0 +1,163 @@
+"""`Roster`: the agents of one attempt, which ranks are theirs, and who of them is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rankzero.channel.frames import Message
+from rankzero.driver import policy
+from rankzero.errors import LOST
+from rankzero.host.network import is_loopback
+
+
+@dataclass
+class Member:
+    """An agent, as its driver knows it.
+
+    Attributes:
+        task: Its number.
+        host: The name or address under which its engine knows its host.
+        address: The one from which it reaches the driver.
+        name: What its host calls itself.
+        python: Its Python's version.
+        gpus: Addresses of the GPUs that its task was given.
+        workers: Number of its ranks.
+        first_rank: Of its ranks; None until all agents have joined.
+        disconnected_at: Monotonic time since when its connection is broken; None if it is not.
+        left_at: Monotonic time at which it went before it was told to; None if it did not.
+        why_left: The reason, in words.
+        restart_cause: What a restart is decided by then.
+    """
+
+    task: int
+    host: str
+    address: str
+    name: str
+    python: str
+    gpus: Sequence[str]
+    workers: int
+    first_rank: int | None = None
+    disconnected_at: float | None = None
+    left_at: float | None = None
+    why_left: str = ""
+    restart_cause: str = LOST
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it went, or its connection is broken."""
+        return self.left_at is not None or self.disconnected_at is not None
+
+    def leave(self, why: str, now: float, restart_cause: str = LOST) -> None:
+        """Notes that it has gone before it was told to; the first reason counts."""
+        if self.left_at is None:
+            self.left_at, self.why_left, self.restart_cause = now, why, restart_cause
+
+    def why_unfit(self, python: str, use_gpu: bool) -> str | None:
+        """Why it cannot run ranks of this job, in words; None if it can.
+
+        Args:
+            python: ``major.minor`` of the Python that pickled the function.
+            use_gpu: Each rank needs a GPU.
+        """
+        if ".".join(self.python.split(".")[:2]) != python:
+            return (
+                f"the function was pickled by Python {python}, but task {self.task} on {self.name} "
+                f"runs Python {self.python}: point spark.pyspark.python to a Python {python}"
+            )
+        if use_gpu and len(self.gpus) < self.workers:
+            return (
+                f"task {self.task} on {self.name} was given the GPUs {self.gpus} for "
+                f"{self.workers} ranks; each rank needs one of its own"
+            )
+        return None
+
+
+class Roster:
+    """Who has joined, who is ready, who is gone."""
+
+    def __init__(self, num_agents: int, processes_per_task: int) -> None:
+        """Nobody has joined.
+
+        Args:
+            num_agents: Agents that are to join.
+            processes_per_task: Ranks of each, as far as its number tells before all have joined.
+        """
+        self._num_agents = num_agents
+        self._processes_per_task = processes_per_task
+        self._members: dict[int, Member] = {}
+        self._ready: set[tuple[int, int]] = set()
+
+    def join(self, task: int, message: Message, now: float) -> Member | None:
+        """The new member; None if the task has one already, which then counts as gone.
+
+        Restarts are the driver's to decide: ranks of two tries must never mix.
+        """
+        if task in self._members:
+            self._members[task].leave("another agent joined in its place", now)
+            return None
+        facts = {name: message[name] for name in ("host", "address", "python", "gpus", "workers")}
+        member = self._members[task] = Member(task, name=str(message["hostname"]), **facts)
+        return member
+
+    def get(self, task: int) -> Member | None:
+        """Who joined for a task; None if nobody did."""
+        return self._members.get(task)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every agent has joined."""
+        return len(self._members) == self._num_agents
+
+    def number_ranks(self) -> list[Member]:
+        """Gives each member its first rank; all of them, node by node. For a complete roster."""
+        tasks = policy.order_tasks([self._members[task].host for task in range(self._num_agents)])
+        ordered = [self._members[task] for task in tasks]
+        first_rank = 0
+        for member in ordered:
+            member.first_rank = first_rank
+            first_rank += member.workers
+        return ordered
+
+    def rank(self, member: Member, local_rank: int) -> int:
+        """The rank of a worker; before all have joined, the one it would have if tasks were in order."""
+        first = member.first_rank
+        return (member.task * self._processes_per_task if first is None else first) + local_rank
+
+    def note_ready(self, task: int, local_rank: int) -> None:
+        """A worker has imported torch and has its rank."""
+        self._ready.add((task, local_rank))
+
+    @property
+    def num_ready(self) -> int:
+        """Number of the ranks that are ready."""
+        return len(self._ready)
+
+    def ranks_not_ready(self) -> list[int]:
+        """The ranks of those that have joined which are not ready."""
+        return [
+            self.rank(member, local_rank)
+            for member in self._members.values()
+            for local_rank in range(member.workers)
+            if (member.task, local_rank) not in self._ready
+        ]
+
+    def missing_tasks(self) -> list[int]:
+        """The tasks whose agents have not joined."""
+        return [task for task in range(self._num_agents) if task not in self._members]
+
+    def gone(self) -> list[Member]:
+        """Those that went, or whose connection is broken."""
+        return [member for member in self._members.values() if member.is_gone]
+
+    def is_on_one_host(self) -> bool:
+        """True if all members are."""
+        return len({member.name for member in self._members.values()}) == 1
+
+    def rendezvous_hosts(self, member: Member) -> list[str]:
+        """Where the ranks of all hosts may reach a member's, the best first."""
+        hosts = list(dict.fromkeys([member.host, member.address]))
+        if not self.is_on_one_host():
+            # A loopback address stands for another host on every other one.
+            hosts = [host for host in hosts if not is_loopback(host)] or hosts
+        return hosts

@@ -1,0 +1,136 @@
+"""What a run's environment and engine settings hold reaches the ranks, and lies in no file, however the run ends."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+from rankzero import Launcher, RankZeroError, RunHandle
+from rankzero import launcher as launcher_module
+
+SECRET = "hunter2-of-the-user"
+WAIT = 60.0
+
+
+@pytest.fixture(params=["a directory", "an object store"])
+def secretive(request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path) -> Launcher:
+    # The object store's objects are files too, which can be looked into.
+    store = tmp_path / "store" if request.param == "a directory" else f"local://{tmp_path}/store"
+    env = {**(launcher.env or {}), "TOKEN": SECRET}
+    return launcher.options(num_processes=1, run_id="secret", store=store, env=env)
+
+
+def files_with_the_secret(tmp_path: Path) -> list[Path]:
+    paths = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert paths
+    return [path for path in paths if SECRET.encode() in path.read_bytes()]
+
+
+def is_there() -> bool:
+    return os.environ["TOKEN"].startswith("hunter2")
+
+
+def fail() -> None:
+    raise ValueError("wrong")
+
+
+def wait_for_ever() -> None:
+    print("waits")
+    time.sleep(600)
+
+
+def fail_once() -> bool:
+    import rankzero.train as rt
+
+    if rt.get_context().attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.environ["TOKEN"].startswith("hunter2")
+
+
+def running(launcher: Launcher) -> RunHandle[None]:
+    handle = launcher.submit(wait_for_ever)
+    until(lambda: handle.status().state == "running", WAIT, "a rank")
+    return handle
+
+
+@pytest.mark.parametrize("start", [lambda one: one.run(is_there), lambda one: one.submit(is_there).result(WAIT)])
+def test_a_run_that_succeeded(secretive: Launcher, tmp_path: Path, start: Callable[[Launcher], bool]) -> None:
+    assert start(secretive)
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_a_run_that_failed(secretive: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(RankZeroError, match="wrong"):
+        secretive.submit(fail).result(WAIT)
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_a_run_that_was_cancelled(secretive: Launcher, tmp_path: Path) -> None:
+    handle = running(secretive)
+    assert files_with_the_secret(tmp_path) == []
+    handle.cancel()
+    assert handle.wait(WAIT)
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_a_driver_that_was_killed(secretive: Launcher, tmp_path: Path) -> None:
+    handle = running(secretive)
+    driver = handle.status().driver_pid
+    assert driver
+    os.kill(driver, signal.SIGKILL)
+    assert handle.wait(WAIT)
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_a_submitter_that_dies_before_its_driver_starts(
+    secretive: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher_module, "DriverProcess", die)
+    with pytest.raises(KeyboardInterrupt):
+        secretive.submit(is_there)
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_every_attempt_of_a_run_has_it(secretive: Launcher, tmp_path: Path) -> None:
+    assert secretive.options(max_restarts=1).submit(fail_once).result(WAIT)
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_an_environment_larger_than_a_pipe(launcher: Launcher) -> None:
+    env = {**(launcher.env or {}), "LARGE": "x" * 100_000}
+    assert launcher.options(num_processes=1, env=env).submit(lambda: len(os.environ["LARGE"])).result(WAIT) == 100_000
+
+
+def test_spark_settings(launcher: Launcher, tmp_path: Path) -> None:
+    from rankzero import SparkEngine
+
+    engine = SparkEngine(master="local[1]", conf={"spark.hadoop.fs.s3a.secret.key": SECRET})
+
+    assert launcher.options(num_processes=1, engine=engine).submit(abs, -1).result(WAIT) == 1
+    assert files_with_the_secret(tmp_path) == []
+
+
+def test_a_person_can_read_which_modules_a_submission_shipped(launcher: Launcher, tmp_path: Path) -> None:
+    package = tmp_path / "acme"
+    package.mkdir()
+    for name, text in {"__init__.py": "RATE = 0.5\n", "table.txt": "42", ".env": f"KEY={SECRET}"}.items():
+        (package / name).write_text(text)
+    script = tmp_path / "train_it.py"
+    script.write_text("import acme\nimport rankzero.train as rt\nrt.set_result(acme.RATE)\n")
+    handle = launcher.options(num_processes=1).submit(script)
+    assert handle.result(WAIT) == 0.5
+    shipped = Path(handle.directory, "submissions", "0", "modules.txt").read_text().splitlines()
+    assert [line.split() for line in shipped] == [
+        ["11", "acme/__init__.py"],
+        ["2", "acme/table.txt"],
+        ["left", "out", "acme/.env"],
+    ]
+    assert files_with_the_secret(tmp_path) == []
