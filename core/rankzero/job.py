@@ -45,6 +45,7 @@ class Job:
         submission: How often this run id was submitted before.
         first_attempt: Number of this submission's first attempt.
         fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
+        identity: What makes this training the same as another one: `rankzero.submit.identity`.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of what the workers need.
         python: ``major.minor`` of the Python that made the payload.
@@ -73,6 +74,7 @@ class Job:
     submission: int = 0
     first_attempt: int = 0
     fresh_since: int = 0
+    identity: str = ""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
     created: float = field(default_factory=time.time)

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 from rankzero import job as jobs
 from rankzero import store
 from rankzero.bounds import STOP_GRACE
-from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.checkpoints import CheckpointConfig
-from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankzero.engines.base import Engine
+    from rankzero.submit import durable
+    from rankzero.submit.durable import Caller
     from rankzero.submit.owned import Opened
     from rankzero.submit.prepare import Request
 
@@ -69,6 +70,8 @@ class Launcher:
             outlive. False starts every rank as a new interpreter.
 
         labels: Words of yours about the run, kept in its ``job.json``: see `RunHandle.labels`.
+        code_version: What stands for the code in the identity of the training. None: the code by content, so that a
+            run id whose function, script or modules have changed begins from scratch.
 
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
@@ -106,6 +109,7 @@ class Launcher:
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: bool = True
     labels: Mapping[str, str] | None = None
+    code_version: str | None = None
 
     def __post_init__(self) -> None:
         jobs.check_counts(self.num_processes, self.processes_per_task)
@@ -124,6 +128,8 @@ class Launcher:
         jobs.check_ports(self.ports)
         jobs.check_flag("warm_start", self.warm_start)
         jobs.check_strings("labels", self.labels)
+        if self.code_version is not None and not isinstance(self.code_version, str):
+            raise InvalidJobError(f"code_version is {self.code_version!r}; it must be a string or None")
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
@@ -144,20 +150,10 @@ class Launcher:
         """
         if self.run_id is None:
             raise InvalidJobError("find() looks for the run that run_id names: give Launcher(run_id=...)")
-        directory = store.join(self._root(), self.run_id)
-        try:
-            return RunHandle.attach(directory)
-        except RunNotFoundError:
-            return None
-        except OSError as error:
-            raise InvalidJobError(f"the store cannot be read: {directory}: {error}") from error
-
-    def take_up(self) -> RunHandle[Any] | None:
-        """The run to which `submit` would attach: it lives, or its result waits. None if `submit` would start one."""
+        from rankzero.run.directory import RunDirectory
         from rankzero.submit import submission
 
-        handle = self.find()
-        return handle if handle and submission.is_waiting(RunDirectory(handle.directory)) else None
+        return submission.find(RunDirectory(store.join(self._root(), self.run_id)))
 
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -166,8 +162,9 @@ class Launcher:
     def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
 
-        The run ends with this call: an interrupt, or the death of this process, cancels it. Called again with the
-        same ``run_id`` after such an end it goes on from the last checkpoint; after a success it trains again.
+        The run ends with this call: an interrupt, or the death of this process, cancels it. Called again for the same
+        training with the same ``run_id`` after such an end it goes on from the last checkpoint; after a success it
+        trains again.
 
         Args:
             train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
@@ -187,10 +184,10 @@ class Launcher:
                 print_line(line)
         value = handle.result()
         try:
-            handle.mark_delivered()
+            handle.acknowledge()
         except Exception:
             # The value is here; the next run of this id may get it again instead of training.
-            logger.warning("run %s could not be marked as delivered", handle.id, exc_info=True)
+            logger.warning("the result of run %s could not be acknowledged", handle.id, exc_info=True)
         return value
 
     @overload
@@ -200,10 +197,11 @@ class Launcher:
     def submit(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Starts a run that belongs to its run directory and outlives this process.
 
-        Takes the arguments of `run`. Submitting one ``run_id`` again starts nothing while the run lives, and gives
-        the handle of the run and its result when it succeeded; after `RunHandle.mark_delivered` it trains from
-        scratch. A run that failed or was cancelled goes on from its last checkpoint, with the function and
-        arguments given now.
+        Takes the arguments of `run`. Submitting the same training under one ``run_id`` again starts nothing while
+        the run lives, and gives the handle of the run and its result when it succeeded; after
+        `RunHandle.acknowledge` it trains from scratch. A run that failed or was cancelled goes on from its last
+        checkpoint. Another training (other code or ``code_version``, other arguments, another world size) begins
+        from scratch, and is refused while the run lives.
 
         Returns:
             A `RunHandle`; any other process gets one with ``RunHandle.attach(handle.directory)``.
@@ -217,7 +215,9 @@ class Launcher:
 
         request = self._request()
         run, started = prepare(request, train, args, kwargs, detached=True)
-        return RunHandle(run.directory, drivers.start_driver(run, request.private()) if started else None)
+        if not started:
+            return RunHandle.attach(run.directory)
+        return RunHandle(run.directory, drivers.start_driver(run, request.private()))
 
     def owned(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Opened]:
         """A run that ends with the block, however that ends, and with this process; what `run` stands on.
@@ -237,6 +237,54 @@ class Launcher:
         from rankzero.submit.owned import open_owned
 
         return open_owned(self._request(), train, args, kwargs)
+
+    def durable(
+        self,
+        train: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        caller: Caller,
+        log: logging.Logger,
+        identity: str = "",
+    ) -> AbstractContextManager[durable.Opened]:
+        """The run of a pipeline step's training: a new one, or the one that an earlier try has left.
+
+        What the orchestrator packages stand on; `rankzero.submit.durable.open_durable` describes it.
+
+        Args:
+            train: As for `run`.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
+            caller: What the step knows of its orchestrator.
+            log: The step's.
+            identity: What `identity` says, where it was asked already.
+
+        Raises:
+            InvalidJobError: this launcher has no ``run_id``; on entering the block, what `submit` raises.
+        """
+        from rankzero.submit.durable import open_durable
+
+        if self.run_id is None:
+            raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
+        return open_durable(replace(self._request(), identity=identity), train, args, kwargs, caller, log)
+
+    def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What makes a training the same as another one: its code, its arguments, the number of ranks.
+
+        Args:
+            train: As for `run`.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            Hexadecimal digits, the same in every process; empty for what cannot be pickled.
+
+        Raises:
+            InvalidJobError: ``train`` names no script or function.
+        """
+        from rankzero.submit.identity import identity_of
+
+        return identity_of(train, args, kwargs, self.num_processes, self.code_version)
 
     def _request(self) -> Request:
         from rankzero.submit.prepare import Request
@@ -261,7 +309,8 @@ class Launcher:
             warm_start=self.warm_start,
             labels=jobs.check_strings("labels", self.labels),
         )
-        return Request(self._engine(), self._root(), template, jobs.check_strings("env", self.env))
+        env = jobs.check_strings("env", self.env)
+        return Request(self._engine(), self._root(), template, env, self.code_version)
 
     def _engine(self) -> Engine:
         from rankzero.engines.base import Engine

@@ -1,18 +1,18 @@
 """Everything that is taken from Dagster's inside. One place to look at when Dagster changes."""
 
-from collections.abc import Sequence
+import itertools
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import dagster as dg
 from dagster._core.errors import DagsterInvalidPropertyError, DagsterRunNotFoundError
-from dagster._core.storage.tags import (
-    ASSET_RESUME_RETRY_TAG,
-    MAX_RETRIES_TAG,
-    RESUME_RETRY_TAG,
-    RETRY_NUMBER_TAG,
-)
+from dagster._core.execution.stats import StepEventStatus
+from dagster._core.executor.in_process import InProcessExecutor
+from dagster._core.executor.multiprocess import MultiprocessExecutor
+from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster.components.core.context import ComponentDeclLoadContext
 
@@ -46,6 +46,10 @@ def dagster_type_of(annotation: Any) -> dg.DagsterType:
     return resolve_dagster_type(annotation)
 
 
+IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
+"""What runs a step: the process of its run, a child of that, or a place of its own such as a pod."""
+
+
 @dataclass(frozen=True)
 class StepFacts:
     """What Dagster knows of one try of a step.
@@ -56,7 +60,7 @@ class StepFacts:
         key: The step's key; of a mapped step with its index.
         number: Tries of the step before this one, in this run.
         policy: The step's retry policy; None also where the executor does not retry.
-        call: How many trainings this try has begun before.
+        executor: One of `EXECUTORS`.
     """
 
     run: dg.DagsterRun
@@ -64,32 +68,86 @@ class StepFacts:
     key: str
     number: int
     policy: dg.RetryPolicy | None
-    call: int
+    executor: str
 
 
-_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-
-def begin_call(context: Any) -> StepFacts | None:
-    """The try that a context belongs to, counting one more training of it; None outside of any step, as in a test.
+def facts_of(context: Any) -> StepFacts | None:
+    """The try that a context belongs to; None outside of any step, as in a test.
 
     Args:
         context: Of an asset or op.
     """
-    op_context = getattr(context, "op_execution_context", context)
-    step = getattr(op_context, "_step_execution_context", None)
+    step = _step_of(context)
     if step is None:
         return None
-    call = _calls.get(step, 0)
-    _calls[step] = call + 1
+    kinds: dict[type[Any], str] = {InProcessExecutor: IN_PROCESS, MultiprocessExecutor: MULTIPROCESS}
     return StepFacts(
         run=step.dagster_run,
         instance=step.instance,
         key=step.step.key,
         number=step.previous_attempt_count,
         policy=None if step.retry_mode.disabled else step.op_retry_policy,
-        call=call,
+        executor=kinds.get(type(step.executor), DELEGATED),
     )
+
+
+def _step_of(context: Any) -> Any:
+    op_context = getattr(context, "op_execution_context", context)
+    return getattr(op_context, "_step_execution_context", None)
+
+
+class Calls:
+    """Which of a step's trainings have begun in this try: calls in parallel find theirs by what they train."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claimed: set[int] = set()
+
+    def claim(self, identity: str, identity_of: Callable[[int], str | None]) -> int:
+        """A number for the training: that of an earlier try's run of the same one, else the first that is free.
+
+        Args:
+            identity: Of the training.
+            identity_of: Of the run that an earlier try has left under a number; None if there is none.
+        """
+        with self._lock:
+            free: int | None = None
+            for number in itertools.count():
+                if number in self._claimed:
+                    continue
+                found = identity_of(number)
+                if found is None or found == identity:
+                    break
+                free = number if free is None else free
+            if found is None and free is not None:
+                number = free
+            self._claimed.add(number)
+            return number
+
+
+_calls: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()
+
+
+def calls_of(context: Any) -> Calls:
+    """The trainings of the try that a context belongs to."""
+    return _calls.setdefault(_step_of(context), Calls())
+
+
+def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
+    """True if a step of a run has succeeded, its outputs stored."""
+    stats = instance.get_run_step_stats(run_id, [key])
+    return any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats)
+
+
+def signal_of(interrupt: BaseException) -> int | None:
+    """The signal that has interrupted a step, from the frame of the handler that raised; None if it does not tell."""
+    traceback = interrupt.__traceback__
+    while traceback is not None:
+        number = traceback.tb_frame.f_locals.get("_signo")
+        if isinstance(number, int):
+            return number
+        traceback = traceback.tb_next
+    return None
 
 
 def name_of(context: Any) -> str:
@@ -114,15 +172,6 @@ def assets_of(context: Any) -> Sequence[dg.AssetKey]:
 def is_automatic_retry(run: dg.DagsterRun) -> bool:
     """True for a run that Dagster started by itself after the failure of its parent."""
     return RETRY_NUMBER_TAG in run.tags and run.parent_run_id is not None
-
-
-def is_from_failure(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
-    """True for a run that repeats only what did not succeed in its parent."""
-    if "true" not in (run.tags.get(RESUME_RETRY_TAG), run.tags.get(ASSET_RESUME_RETRY_TAG)):
-        return False
-    # A re-execution of such a run has its tags, too.
-    parent = instance.get_run_by_id(run.parent_run_id) if run.parent_run_id else None
-    return parent is None or not parent.is_success
 
 
 def is_alone(run_id: str, instance: dg.DagsterInstance) -> bool:

@@ -8,14 +8,12 @@ import dagster as dg
 from rankzero import (
     HangError,
     InsufficientSlotsError,
-    InvalidJobError,
     RankZeroError,
-    RunCancelledError,
     RunHandle,
-    RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
 )
+from rankzero.run.retry import may_retry
 
 
 def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_user_errors: bool) -> dg.Failure:
@@ -38,25 +36,6 @@ def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_use
         metadata=entries,
         allow_retries=may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=retry_user_errors),
     )
-
-
-def may_retry(error: RankZeroError, *, has_checkpoint: bool, retry_user_errors: bool) -> bool:
-    """True unless the next try would end the same way, or somebody did not want it.
-
-    Args:
-        error: Why the run did not succeed.
-        has_checkpoint: The next try goes on from one.
-        retry_user_errors: Exceptions of the training function count as chance.
-    """
-    if isinstance(error, WorkerFailedError):
-        # Without an exception: killed, out of memory. With a cause: it lost its peers, or asked for another attempt.
-        return error.exception_type is None or error.cause is not None or retry_user_errors
-    if isinstance(error, InvalidJobError):
-        # A store that cannot be written now may be back; a wrong argument stays wrong.
-        return isinstance(error.__cause__, OSError)
-    if isinstance(error, RunTimeoutError):
-        return has_checkpoint
-    return not isinstance(error, RunCancelledError)
 
 
 def _describe(error: RankZeroError) -> dict[str, dg.MetadataValue[Any]]:

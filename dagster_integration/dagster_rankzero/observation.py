@@ -23,3 +23,21 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
     partition = context.partition_key if context.has_partition_key else None
     for key in assets_of(context):
         yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
+
+
+THINNING = 0.01
+"""Share of the time since the first observation that passes until the next one: a long training has no more rows."""
+
+
+def next_interval(interval: float, elapsed: float) -> float:
+    """Seconds until the next observation.
+
+    Args:
+        interval: Seconds between two of them at least.
+        elapsed: Seconds since the first.
+
+    Example:
+        >>> next_interval(5.0, 60.0), next_interval(5.0, 3600.0)
+        (5.0, 36.0)
+    """
+    return max(interval, THINNING * elapsed)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overlo
 import dagster as dg
 from pydantic import Field, ValidationError
 
-from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
 from rankzero.bounds import STOP_GRACE
 
@@ -103,9 +102,19 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         "dagster-pipes on the executors.",
     )
     retry_user_errors: bool = Field(
-        default=False,
+        default=True,
         description="Let a RetryPolicy apply to exceptions of the training function too, "
         "not only to killed ranks and errors of the infrastructure.",
+    )
+    log_ranks: list[int] | None = Field(
+        default=None,
+        description="Whose lines the step shows, such as [0]; left out: all. A rank whose failure ends the run is "
+        "shown as well, and every line is in the run directory.",
+    )
+    code_version: str | None = Field(
+        default=None,
+        description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
+        "step whose function, script or modules have changed begins from scratch.",
     )
 
     def options(self, **changes: Any) -> Self:
@@ -248,17 +257,18 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         from rankzero.launcher import print_line
 
         handle: RunHandle[Any] | None = None
-        step = Step.begin(context)
+        step = Step.of(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         with self._open_pipes(context) as call:
             on_line = call.passing(print_line) if call else print_line
             try:
                 launcher = self._launcher(call.env if call else {})
-                with step_run.open_run(launcher, step, name_of(context), *shipped, context.log) as (handle, since):
-                    for metrics in step_run.follow(handle, since, on_line, self.observation_interval):
+                with step_run.open_run(launcher, step, context, *shipped) as opened:
+                    handle = opened.handle
+                    for metrics in step_run.follow(opened, on_line, self.observation_interval, self.log_ranks):
                         yield from observe(context, metrics)
                 value = handle.result_ref() if self.by_reference else handle.result()
-                step_run.hand(handle, step)
+                step_run.offer(handle, step)
             except RankZeroError as error:
                 raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
         result = self._result(context, handle, value)
@@ -297,6 +307,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             max_restarts=self.max_restarts,
             stop_grace=self.stop_grace,
             store=self.store,
+            code_version=self.code_version,
         )
 
     def _engine(self) -> "Engine":

@@ -1,27 +1,24 @@
-"""`Step`: one try of a step, and what it shares with the tries before and after it.
+"""`Step`: one try of a step, and what it knows of Dagster for the run of its training.
 
-A training belongs to its run directory. A try that dies leaves it running if another will come, and that one takes
-it up; a try that a user ends, and the last one, take it along.
+What an existing run means is core's to decide (`rankzero.submit.durable`); a step answers its questions: will another
+try come, was this a user's doing, does Dagster have the result.
 """
 
 import hashlib
 import logging
+import os
 import re
+import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import dagster as dg
 
 from dagster_rankzero import _compat
+from rankzero.run import lease as leases
 
 logger = logging.getLogger(__name__)
-
-SCHEDULING_SLACK = 900.0
-"""Seconds between the moment at which a try is due and its first look at the run: a pool may be full, a run may wait
-in the queue, a deployment may take its time."""
-
-LONGEST_DELAY = 24 * 3600.0
-"""Seconds; bound of a retry's delay that grows."""
 
 _STEM_LIMIT = 100
 
@@ -36,9 +33,9 @@ class Step:
         generation: Id of the first of the runs that Dagster has started by itself after each other's failure.
         key: The step's key.
         number: Tries of the step before this one, in this run.
-        call: How many trainings this try has begun before.
-        from_failure: True if a user has re-executed from the failure.
-        another_follows: True if Dagster will come back by itself, should this try die.
+        executor: What runs the step: one of `_compat.EXECUTORS`.
+        is_retried: True if the retry policy of the step allows another try in this run.
+        run_is_retried: True if Dagster would start the run again, or resume it, should it fail now.
         lease: Seconds for which a training may go on without a follower.
     """
 
@@ -47,16 +44,16 @@ class Step:
     generation: str
     key: str
     number: int
-    call: int
-    from_failure: bool
-    another_follows: bool
+    executor: str
+    is_retried: bool
+    run_is_retried: bool
     lease: float
     instance: dg.DagsterInstance = field(repr=False)
 
     @classmethod
-    def begin(cls, context: Any) -> Self | None:
-        """The try that a context belongs to, with one more training; None outside of any step, as in a test."""
-        facts = _compat.begin_call(context)
+    def of(cls, context: Any) -> Self | None:
+        """The try that a context belongs to; None outside of any step, as in a test."""
+        facts = _compat.facts_of(context)
         if facts is None:
             return None
         run, instance = facts.run, facts.instance
@@ -66,22 +63,69 @@ class Step:
             generation=_generation(run, instance),
             key=facts.key,
             number=facts.number,
-            call=facts.call,
-            from_failure=_compat.is_from_failure(run, instance),
-            another_follows=tries_left(facts.policy, facts.number) or _compat.may_be_retried(run, instance),
+            executor=facts.executor,
+            is_retried=facts.policy is not None and facts.number < facts.policy.max_retries,
+            run_is_retried=_compat.may_be_retried(run, instance),
             lease=lease(facts.policy),
             instance=instance,
         )
 
-    def run_id(self, root: str) -> str:
-        """A name for the run of this training, the same in every try of the step."""
-        return run_id_of(root, self.key, self.call)
+    # -- what core asks ------------------------------------------------------------------------
 
-    def was_ended_by_a_user(self) -> bool:
-        """True if Dagster has been told to end the run: by a user, or by its own bound of a run's time.
+    @property
+    def receiver(self) -> dict[str, str]:
+        """Names this step to whoever asks later whether Dagster has its result."""
+        return {"dagster_run": self.dagster_run, "generation": self.generation, "step": self.key}
 
-        Else a process that is interrupted goes away with its host, and the run counts as started until that is over.
+    @property
+    def is_followed_by_another(self) -> bool:
+        """True if Dagster would come back by itself, should this process die."""
+        # With the only process of a run go the retries of its steps.
+        return self.run_is_retried or (self.is_retried and self.executor != _compat.IN_PROCESS)
+
+    @property
+    def lease_when_attached(self) -> float | None:
+        """Seconds for which a run that the last try has attached to outlives it."""
+        return None if self.is_followed_by_another else leases.LAST_LEASE
+
+    def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
+        """True if the step to which the result went has succeeded: its output is stored."""
+        return _compat.step_succeeded(self.instance, receiver["dagster_run"], receiver["step"])
+
+    def repeats(self, receiver: Mapping[str, Any]) -> bool:
+        """True if Dagster runs a step again by itself that has succeeded, as a retry of its whole run does."""
+        return bool(receiver.get("generation") == self.generation)
+
+    def detaches(self, error: BaseException) -> bool:
+        """True if the training goes on, for a try that Dagster starts by itself."""
+        if isinstance(error, (dg.DagsterExecutionInterruptedError, KeyboardInterrupt)):
+            return not self.is_terminating() and self._returns_after(_compat.signal_of(error))
+        return isinstance(error, Exception) and self.is_followed_by_another
+
+    def _returns_after(self, number: int | None) -> bool:
+        """True if another try comes by itself after a signal that ends this process.
+
+        SIGINT goes to a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may go
+        to a step's process alone.
         """
+        if is_at_terminal():
+            # Whoever sits there wants the end of it all.
+            return False
+        if self.run_is_retried:
+            return True
+        alone = self.executor == _compat.DELEGATED or (
+            self.executor == _compat.MULTIPROCESS and number == signal.SIGTERM
+        )
+        return self.is_retried and alone
+
+    # -- the run's name ------------------------------------------------------------------------
+
+    def run_id(self, root: str, call: int) -> str:
+        """A name for the run of a training, the same in every try of the step."""
+        return run_id_of(root, self.key, call)
+
+    def is_terminating(self) -> bool:
+        """True if Dagster has been told to end the run: by a user, or by its own bound of a run's time."""
         try:
             run = self.instance.get_run_by_id(self.dagster_run)
         except Exception:
@@ -109,7 +153,7 @@ def run_id_of(root: str, key: str, call: int) -> str:
 
     Example:
         >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]", 0)
-        '8f14e45f-train-3-1d0a9c2ea3d4fa4e'
+        '8f14e45f-train-3-8f1a2b6d7f1f5a4e'
     """
     digest = hashlib.sha256("\0".join([root, key, str(call)]).encode()).hexdigest()[:16]
     return f"{stem_of(root, key)}{f'-{call}' if call else ''}-{digest}"
@@ -121,45 +165,32 @@ def stem_of(run: str, key: str) -> str:
     return f"{run[:8]}-{named}"
 
 
-def goes_on(state: str, *, same_training: bool, same_generation: bool, from_failure: bool, handed: bool) -> bool:
-    """True if a try takes up what an earlier one has left, be it alive, failed, or a result; False: from scratch.
-
-    Tries that follow each other by themselves (of one generation) go on with each other's training, and so does a
-    re-execution by a user, except after a success: a result that was handed on is not handed to a re-execution that
-    trains again. "From failure" means that it did not get to where it was to be.
-
-    Args:
-        state: Of the run.
-        same_training: It had the same function and arguments.
-        same_generation: It was started by a try that this one follows by itself.
-        from_failure: A user has re-executed from the failure.
-        handed: Somebody got its result.
-    """
-    if not same_training:
-        return False
-    return state != "succeeded" or same_generation or from_failure or not handed
-
-
-def tries_left(policy: dg.RetryPolicy | None, number: int) -> bool:
-    """True if the policy allows another try after one with so many before it."""
-    return policy is not None and number < policy.max_retries
-
-
 def lease(policy: dg.RetryPolicy | None) -> float:
     """Seconds for which a training waits for the next try: the longest delay of the policy, and some slack."""
     if policy is None or not policy.delay:
-        return SCHEDULING_SLACK
-    longest = float(policy.delay)
-    try:
-        if policy.backoff is dg.Backoff.EXPONENTIAL:
-            longest *= 2.0**policy.max_retries - 1
-        elif policy.backoff is dg.Backoff.LINEAR:
-            longest *= policy.max_retries
-    except OverflowError:
-        longest = LONGEST_DELAY
+        return leases.lease(0.0)
+    growth = 1.0
+    if policy.backoff is dg.Backoff.EXPONENTIAL:
+        growth = leases.power(2.0, policy.max_retries) - 1
+    elif policy.backoff is dg.Backoff.LINEAR:
+        growth = policy.max_retries
     if policy.jitter is dg.Jitter.PLUS_MINUS:
-        longest *= 2
-    return max(float(policy.delay), min(longest, LONGEST_DELAY)) + SCHEDULING_SLACK
+        growth *= 2
+    return leases.lease(leases.longest_delay(policy.delay, growth))
+
+
+def is_at_terminal() -> bool:
+    """True if this process belongs to what a person runs in the foreground of a terminal, where Ctrl-C reaches it."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _generation(run: dg.DagsterRun, instance: dg.DagsterInstance) -> str:

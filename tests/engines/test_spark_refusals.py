@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
-from rankzero.engines.spark.engine import engine as spark_module
+from rankzero.engines.spark import engine as spark_module
 from rankzero.engines.spark.errors import explain
 
 

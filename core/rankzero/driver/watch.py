@@ -62,6 +62,7 @@ class Watch:
             leased: False if the driver's owner is known by other means.
         """
         self._run = run
+        self._submission = job.submission
         self._recorder = recorder
         self._inbox = inbox
         self._interval = REMOTE_TICK if run.is_remote else TICK
@@ -82,7 +83,7 @@ class Watch:
         if self._recorder.superseded:
             raise RunCancelledError("another submission of this run took over, since this driver seemed dead")
         try:
-            if self._run.cancel_requested():
+            if self._run.cancel_requested(self._submission):
                 raise RunCancelledError(_ON_REQUEST)
             if self._orphan_timeout:
                 self._check_lease(now, self._orphan_timeout)
@@ -94,7 +95,7 @@ class Watch:
 
     def _is_requested(self) -> bool:
         try:
-            return self._run.cancel_requested()
+            return self._run.cancel_requested(self._submission)
         except Exception:
             return False
 

@@ -1,32 +1,49 @@
-"""The note of who got a run's result: for those who may ask for it again."""
+"""The delivery of a run's result: to whom it was offered, and whether the receiver has acknowledged it.
+
+Until then the result belongs to whoever asks for it next: a receiver may die, or its orchestrator may fail to store
+what it got. One file, ``delivery``, of the last submission whose result was offered.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero import store
-from rankzero.run.handle import RunHandle
 
-_NOTE = "handed"
+_FILE = "delivery"
 
 
-def note(handle: RunHandle[Any], **taker: Any) -> None:
-    """Before the result is handed on: notes who gets it.
+@dataclass(frozen=True)
+class Delivery:
+    """What is known of the delivery of one submission's result.
 
-    Args:
-        handle: A run that has succeeded.
-        taker: What `taker_of` shall tell, JSON values by name.
+    Attributes:
+        submission: Number of the submission.
+        receiver: Who was offered the result, JSON values by name; what an orchestrator can be asked about later.
+        acknowledged: The receiver has it for good.
     """
-    facts = {"submission": handle.submission, **taker}
-    store.write_bytes(store.join(handle.directory, _NOTE), json.dumps(facts).encode())
+
+    submission: int
+    receiver: dict[str, Any] = field(default_factory=dict)
+    acknowledged: bool = False
 
 
-def taker_of(handle: RunHandle[Any]) -> dict[str, Any] | None:
-    """Who got the result of the last submission, as `note` was told; None if nobody did."""
+def read(directory: str, submission: int) -> Delivery:
+    """The delivery of a submission's result; nobody was offered it if there is no note.
+
+    Raises:
+        OSError: the store cannot be read (or an error of its fsspec driver).
+    """
     with contextlib.suppress(FileNotFoundError):
-        facts: dict[str, Any] = json.loads(store.read_bytes(store.join(handle.directory, _NOTE)))
-        if facts.get("submission") == handle.submission:
-            return facts
-    return None
+        found = Delivery(**json.loads(store.read_bytes(store.join(directory, _FILE))))
+        if found.submission == submission:
+            return found
+    return Delivery(submission)
+
+
+def write(directory: str, delivery: Delivery) -> None:
+    """Replaces the note. Raises OSError (or an error of the store's fsspec driver)."""
+    store.write_bytes(store.join(directory, _FILE), json.dumps(asdict(delivery)).encode())

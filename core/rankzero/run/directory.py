@@ -7,15 +7,14 @@
         payload.pkl   function or script and arguments
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
+        cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank
     checkpoints/  see `rankzero.run.checkpoints`
     result/       rank 0's value
-    cancel        a request to end
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
-    delivered     the submission whose result was handed on
-    handed        which try of an orchestrator got it; see `rankzero.run.delivery`
+    delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
     driver.log    what a detached driver wrote
 
 On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
@@ -163,8 +162,7 @@ class RunDirectory:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
         if not store.exists(self.path("token")):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
-        for said_of_earlier_ones in ("cancel", "lease"):
-            store.remove(self.path(said_of_earlier_ones))
+        store.remove(self.path("lease"))
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
         store.write_bytes(self.path("job.json"), job.to_json())
@@ -193,23 +191,13 @@ class RunDirectory:
         """Replaces the status."""
         store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode())
 
-    def request_cancel(self) -> None:
-        """Leaves the request; the driver acts on it."""
-        store.write_bytes(self.path("cancel"), b"")
+    def request_cancel(self, submission: int) -> None:
+        """Leaves the request for one submission; its driver acts on it."""
+        store.write_bytes(self.submission_path(submission, "cancel"), b"")
 
-    def cancel_requested(self) -> bool:
-        """True if somebody asked for the end."""
-        return store.exists(self.path("cancel"))
-
-    def mark_delivered(self, submission: int) -> None:
-        """Notes that this submission's result was handed on."""
-        store.write_bytes(self.path("delivered"), str(submission).encode())
-
-    def is_delivered(self, submission: int) -> bool:
-        """True if `mark_delivered` was called for it."""
-        with contextlib.suppress(FileNotFoundError):
-            return store.read_bytes(self.path("delivered")) == str(submission).encode()
-        return False
+    def cancel_requested(self, submission: int) -> bool:
+        """True if somebody asked for the end of this submission."""
+        return store.exists(self.submission_path(submission, "cancel"))
 
     def renew_lease(self, bound: float | None = None) -> None:
         """Says that somebody follows this run, and for how many seconds that holds; None for its ``orphan_timeout``."""

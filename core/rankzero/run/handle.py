@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -17,8 +17,10 @@ from rankzero import store
 from rankzero.bounds import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
 from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
 from rankzero.host.processes import STOPPED, process_namespace, process_state
+from rankzero.run import delivery as deliveries
 from rankzero.run import growing
 from rankzero.run.checkpoints import Manifest, list_committed
+from rankzero.run.delivery import Delivery
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, log_name
 from rankzero.run.growing import Position
 from rankzero.run.liveness import driver_is_dead
@@ -67,7 +69,7 @@ class RunHandle(Generic[R]):
     def __init__(self, directory: str, driver: OwnDriver | None = None) -> None:
         self._run = RunDirectory(directory)
         self._driver = driver
-        self._submission = self._run.job().submission if driver else -1
+        self._submission = self._bound if driver else -1
         self._delivered = -1
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
@@ -85,7 +87,8 @@ class RunHandle(Generic[R]):
             RunNotFoundError: no run lives there.
         """
         handle: RunHandle[Any] = RunHandle(os.fspath(directory))
-        handle._run.job()
+        # Raises where there is none, too.
+        handle._bound  # noqa: B018
         return handle
 
     @property
@@ -97,6 +100,11 @@ class RunHandle(Generic[R]):
     def world_size(self) -> int:
         """Number of ranks of the last submission."""
         return self._run.job().num_processes
+
+    @property
+    def identity(self) -> str:
+        """What makes the last submission's training the same as another one; see `Launcher.identity`."""
+        return self._run.job().identity
 
     @property
     def submission(self) -> int:
@@ -250,30 +258,58 @@ class RunHandle(Generic[R]):
         self._delivered = status.submission
         return status
 
-    def mark_delivered(self) -> None:
-        """Notes that the result was handed on, so that submitting this run id again trains from scratch.
+    def delivery(self) -> Delivery:
+        """To whom the last submission's result was offered, and whether they have acknowledged it."""
+        return deliveries.read(self.directory, self._ended_submission())
 
-        Until then another submission of the same id gets this result, and trains nothing.
+    def offer(self, receiver: Mapping[str, Any]) -> None:
+        """Notes to whom the result goes, before it goes there.
+
+        Args:
+            receiver: JSON values by name, by which an orchestrator can be asked later whether it got the result.
+
+        Raises:
+            OSError: the store cannot be written.
         """
-        number = self._delivered if self._delivered >= 0 else self._run.job().submission
-        self._run.mark_delivered(number)
+        deliveries.write(self.directory, Delivery(self._ended_submission(), dict(receiver)))
+
+    def acknowledge(self) -> None:
+        """Notes that the receiver has the result for good, so that submitting this run id again trains from scratch.
+
+        Until then another submission of the same training under this id gets this result, and trains nothing.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        deliveries.write(self.directory, replace(self.delivery(), acknowledged=True))
+
+    def _ended_submission(self) -> int:
+        return self._delivered if self._delivered >= 0 else self._run.job().submission
 
     def checkpoints(self) -> list[Manifest]:
         """The committed checkpoints, oldest first."""
         return list_committed(self._run, self._run.job().fresh_since)
 
     def cancel(self) -> None:
-        """Asks the driver to end the run; no error if it has ended, or was asked before. `wait` for the end."""
+        """Asks the driver to end the run; no error if it has ended, or was asked before. `wait` for the end.
+
+        The request belongs to the submission that this handle was made for: it does not reach a later one.
+        """
         status = self._run.status()
-        if not status.final:
-            self._run.request_cancel()
+        if not status.final and status.submission <= self._bound:
+            self._run.request_cancel(self._bound)
             if self._run.is_remote:
                 self._wake_driver(status)
+
+    @functools.cached_property
+    def _bound(self) -> int:
+        """The submission that this handle was made for."""
+        return self._run.job().submission
 
     def _wake_driver(self, status: RunStatus) -> None:
         """Tells a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""
         pid, job = status.driver_pid, self._run.job()
-        is_here = status.driver_namespace == process_namespace() and job.submission == status.submission
+        is_here = status.driver_namespace == process_namespace() and status.submission == self._bound == job.submission
         if pid and job.owner is None and is_here and process_state(pid, status.driver_start):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)

@@ -1,24 +1,49 @@
-"""What an existing run means to whoever comes back for it."""
+"""What an existing run means to whoever comes back for it: one decision, for launcher and orchestrators alike."""
 
 from __future__ import annotations
 
-ATTACH, CONTINUE, FRESH = "attach", "continue", "fresh"
+import enum
+
+from rankzero.run.directory import FINAL_STATES
 
 
-def on_resubmit(state: str, delivered: bool) -> str:
-    """What submitting an existing run id means.
+class Decision(enum.Enum):
+    """What to do about an existing run."""
+
+    ATTACH = "attach"
+    """It lives: follow it."""
+
+    DELIVER = "deliver"
+    """It has succeeded and its result waits: deliver that."""
+
+    RESUME = "resume"
+    """Submit it again, from its last checkpoint; one that is still ending is waited for."""
+
+    FRESH = "fresh"
+    """Submit it again, from scratch; one that lives is ended first."""
+
+
+def decide(
+    state: str, *, same_training: bool, acknowledged: bool, ending: bool = False, same_generation: bool = False
+) -> Decision:
+    """Decides what an existing run means.
 
     Args:
-        state: The run's state, ``"failed"`` if its driver died.
-        delivered: The result of the submission that ``job.json`` names was handed on.
+        state: Of the run; ``"failed"`` if its driver died.
+        same_training: It has the identity of the training that is asked for (`rankzero.submit.identity`).
+        acknowledged: Its result was delivered, and the receiver has it for good.
+        ending: It lives, and was asked to end, or the process that it was to end with is gone.
+        same_generation: No user stands between the delivery of its result and this: an orchestrator repeats by itself
+            what had succeeded.
 
-    Returns:
-        `ATTACH` to a run that lives or whose result waits; `CONTINUE` a failed or cancelled one from its last
-        checkpoint; train `FRESH` after a delivered one.
+    Example:
+        >>> decide("failed", same_training=True, acknowledged=False)
+        <Decision.RESUME: 'resume'>
     """
-    if state not in ("succeeded", "failed", "cancelled"):
-        return ATTACH
-    if delivered:
-        # Also if a submission after it died half-way.
-        return FRESH
-    return ATTACH if state == "succeeded" else CONTINUE
+    if not same_training:
+        return Decision.FRESH
+    if state not in FINAL_STATES:
+        return Decision.RESUME if ending else Decision.ATTACH
+    if state != "succeeded":
+        return Decision.RESUME
+    return Decision.FRESH if acknowledged and not same_generation else Decision.DELIVER

@@ -103,7 +103,7 @@ def is_user_module(module: types.ModuleType) -> bool:
     return isinstance(file, str) and _is_user_file(file)
 
 
-def _spec_of(root: str) -> Any:
+def spec_of(root: str) -> Any:
     """The spec of a top-level user module that can be found by name, else None."""
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return None
@@ -123,7 +123,7 @@ def _spec_of(root: str) -> Any:
 
 def travels_as_source(name: str) -> bool:
     """True for a user module that is found by name and imports without an orchestrator."""
-    spec = _spec_of(name.partition(".")[0])
+    spec = spec_of(name.partition(".")[0])
     return spec is not None and not _needs_orchestrator(name, frozenset())
 
 
@@ -132,7 +132,7 @@ def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
     root = name.partition(".")[0]
     if root in _ORCHESTRATORS:
         return True
-    if name in visiting or _spec_of(root) is None:
+    if name in visiting or spec_of(root) is None:
         return False
     # Importing a.b.c imports a and a.b first.
     imported_with_it = itertools.accumulate(name.split("."), "{}.{}".format)
@@ -243,7 +243,7 @@ def zip_modules(names: Iterable[str]) -> Shipped | None:
     while waiting - seen:
         root = (waiting - seen).pop()
         seen.add(root)
-        spec = _spec_of(root)
+        spec = spec_of(root)
         if spec is None:
             continue
         for archive_name, path in _files_of(root, spec):

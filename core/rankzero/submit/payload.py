@@ -75,14 +75,31 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paylo
     """
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs)], refs.append)
-    if isinstance(train, os.PathLike) or (isinstance(train, str) and not _is_module_reference(train)):
-        return _build_script(os.fspath(train), args, kwargs, refs)
-    function = _resolve(train) if isinstance(train, str) else train
+    function = resolve_training(train)
+    if isinstance(function, str):
+        return _build_script(function, args, kwargs, refs)
     _check_callable(function, args, kwargs)
     assert callable(function)
     parts = {"kind": "function", "name": _name_of(function), "function": function, "args": args, "kwargs": kwargs}
     data, modules = _pickle(parts, lambda: _find_culprit(function, args, kwargs))
     return Payload(_name_of(function), data, modules, refs)
+
+
+def resolve_training(train: object) -> Any:
+    """What is run: the absolute path of a script, else the object that shall be called.
+
+    Raises:
+        InvalidJobError: there is no such script, module or function.
+    """
+    if isinstance(train, os.PathLike) or (isinstance(train, str) and not _is_module_reference(train)):
+        path = os.fspath(train)
+        absolute = os.path.abspath(os.path.expanduser(path))
+        if os.path.isdir(absolute):
+            raise InvalidJobError(f"train={path!r} is a directory; give the script in it")
+        if not os.path.isfile(absolute):
+            raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})")
+        return absolute
+    return _resolve(train) if isinstance(train, str) else train
 
 
 def _is_module_reference(text: str) -> bool:
@@ -126,35 +143,30 @@ def _name_of(function: object) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
-def _build_script(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs: list[ResultRef]) -> Payload:
+def _build_script(absolute: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs: list[ResultRef]) -> Payload:
     if kwargs:
         raise InvalidJobError(
             f"a script takes positional arguments only, not {', '.join(sorted(kwargs))}: "
             f"write '--{next(iter(kwargs))}', value"
         )
-    absolute = os.path.abspath(os.path.expanduser(path))
-    if os.path.isdir(absolute):
-        raise InvalidJobError(f"train={path!r} is a directory; give the script in it")
-    if not os.path.isfile(absolute):
-        raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})")
     with open(absolute, "rb") as file:
         source = file.read()
     try:
         tree = parse(source, absolute)
     except (SyntaxError, ValueError) as error:
-        raise InvalidJobError(f"train={path!r} is not Python: {error}") from None
+        raise InvalidJobError(f"train={absolute!r} is not Python: {error}") from None
     shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
     parts = {"kind": "script", "path": absolute, "source": source, "args": shipped}
     data = pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
-    with _search_path(os.path.dirname(absolute)):
+    with search_path(os.path.dirname(absolute)):
         modules = zip_modules(imports_of_tree(tree))
-    return Payload(os.path.basename(path), data, modules, refs)
+    return Payload(os.path.basename(absolute), data, modules, refs)
 
 
 def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], Shipped | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
-    pickler = _Pickler(buffer, beside(buffers))
+    pickler = TrainingPickler(buffer, beside(buffers))
     try:
         pickler.dump(parts)
     except Exception as error:
@@ -172,20 +184,20 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     candidates = [*zip(names, args, strict=True), *kwargs.items()]
     for name, value in candidates:
         try:
-            _Pickler(io.BytesIO()).dump(value)
+            TrainingPickler(io.BytesIO()).dump(value)
         except Exception:
             return f"argument {name!r} (a {type(value).__name__})"
     return f"train={_name_of(function)}, or something it refers to,"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the user modules that must be importable where the pickle is loaded; others go by value."""
 
     def __init__(self, file: io.BytesIO, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needed: set[str] = set()
         self._by_value: list[Any] = []
-        self._travels = functools.cache(self._decide)
+        self.travels = functools.cache(self._decide)
 
     def dump(self, obj: object) -> None:
         """Pickles an object, one at a time in this process."""
@@ -217,10 +229,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._by_value.append(module)
 
     def reducer_override(self, obj: Any) -> Any:
+        """As cloudpickle; notes the modules that the object needs."""
         torch_tensor = getattr(sys.modules.get("torch"), "Tensor", None)
         if torch_tensor is not None and type(obj) is torch_tensor and (reduced := reduce_tensor(obj)):
             return reduced
-        if isinstance(obj, types.ModuleType) and self._travels(obj.__name__):
+        if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
             self.needed.add(obj.__name__)
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
@@ -228,7 +241,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         module = getattr(obj, "__module__", None)
         if module is None and isinstance(obj, (type, types.FunctionType)):
             module = cloudpickle.cloudpickle._whichmodule(obj, obj.__qualname__)
-        if isinstance(module, str) and self._travels(module) and _is_global(obj, module):
+        if isinstance(module, str) and self.travels(module) and _is_global(obj, module):
             self.needed.add(module)
         return super().reducer_override(obj)
 
@@ -242,8 +255,8 @@ def _is_global(obj: Any, module: str) -> bool:
 
 
 @contextlib.contextmanager
-def _search_path(directory: str) -> Iterator[None]:
-    """Modules beside a script are found first, as Python itself does."""
+def search_path(directory: str) -> Iterator[None]:
+    """In the block, modules beside a script are found first, as Python itself does."""
     sys.path.insert(0, directory)
     try:
         yield

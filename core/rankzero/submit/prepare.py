@@ -14,6 +14,7 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import payload, submission
+from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
 from rankzero.values.envelope import Part, checksum
 
@@ -27,12 +28,21 @@ class Request:
         root: Of the run directories.
         template: The job, without what depends on function and arguments; an empty ``run_id`` is made up.
         env: Environment variables for the ranks. May hold secrets.
+        code_version: What stands for the code in the identity of the training; None: the code itself.
+        identity: Of the training, where it is known already.
     """
 
     engine: Engine
     root: str
     template: Job
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    code_version: str | None = None
+    identity: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Where the run with the template's id lies."""
+        return store.join(self.root, self.template.run_id)
 
     def private(self) -> dict[str, Any]:
         """What may hold secrets, and so goes to the driver directly and into no file: environment, engine settings."""
@@ -66,7 +76,10 @@ def prepare(
     parts = payload.build(train, args, kwargs)
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
+    identity = request.identity or identity_of(
+        train, args, kwargs, request.template.num_processes, request.code_version
+    )
+    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}
     listings: dict[str, list[Part]] = {}
@@ -89,7 +102,7 @@ def prepare(
         files_of_job = {**described, **arguments}
         return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
 
-    return run, submission.submit(run, make_job, files | listings)
+    return run, submission.submit(run, identity, make_job, files | listings)
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:

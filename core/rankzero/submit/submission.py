@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rankzero import store
 from rankzero.bounds import CANCEL_TIMEOUT, DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
+from rankzero.run import delivery
 from rankzero.run.checkpoints import FOLDER
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.handle import RunHandle
-from rankzero.run.reconcile import ATTACH, CONTINUE, FRESH, on_resubmit
+from rankzero.run.reconcile import Decision, decide
 from rankzero.values.envelope import Part
 
 logger = logging.getLogger(__name__)
@@ -39,16 +41,32 @@ class Existing:
     Attributes:
         job: What its last submission asked for.
         status: Its state now, ``"failed"`` if its driver died.
-        meaning: `ATTACH`, `CONTINUE` or `FRESH`.
+        decision: What submitting a training under its id means.
+        ending: It lives, and was asked to end, or its owner is gone: who submits it again wants another.
     """
 
     job: Job
     status: RunStatus
-    meaning: str
+    decision: Decision
+    ending: bool
 
 
-def look(run: RunDirectory) -> Existing | None:
-    """What submitting this run id would mean now; None if there is no such run.
+def find(run: RunDirectory) -> RunHandle[Any] | None:
+    """The run in this directory; None if there is none yet. Starts nothing.
+
+    Raises:
+        InvalidJobError: the store cannot be read.
+    """
+    try:
+        return RunHandle.attach(run.directory)
+    except RunNotFoundError:
+        return None
+    except OSError as error:
+        raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
+
+
+def look(run: RunDirectory, identity: str) -> Existing | None:
+    """What submitting a training of this identity under this run id would mean now; None if there is no such run.
 
     A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
     """
@@ -56,7 +74,22 @@ def look(run: RunDirectory) -> Existing | None:
         job = run.job()
     except RunNotFoundError:
         return None
-    handle: RunHandle[object] = RunHandle(run.directory)
+    status = _await_certainty(RunHandle(run.directory))
+    ending = not status.final and (run.cancel_requested(job.submission) or bool(job.owner and is_gone(job.owner)))
+    decision = decide(
+        status.state,
+        same_training=bool(identity) and identity == job.identity,
+        acknowledged=status.state == "succeeded" and delivery.read(run.directory, job.submission).acknowledged,
+        ending=ending,
+    )
+    if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
+        logger.warning("the result of run %s is gone, so it goes on from its last checkpoint", run.directory)
+        decision = Decision.RESUME
+    return Existing(job, status, decision, ending)
+
+
+def _await_certainty(handle: RunHandle[object]) -> RunStatus:
+    """The status, once the driver has shown a heartbeat, or counts as dead."""
     status = handle.status()
     seen, deadline = status.heartbeat, time.monotonic() + 2 * DRIVER_DEAD_AFTER
     tick = threading.Event()
@@ -65,22 +98,17 @@ def look(run: RunDirectory) -> Existing | None:
             break
         tick.wait(_LOOK)
         status = handle.status()
-    meaning = on_resubmit(status.state, run.is_delivered(job.submission))
-    if meaning == ATTACH and status.result and not store.exists(status.result["uri"]):
-        logger.warning("the result of run %s is gone, so it goes on from its last checkpoint", run.directory)
-        meaning = CONTINUE
-    return Existing(job, status, meaning)
+    return status
 
 
 def submit(
-    run: RunDirectory,
-    make_job: Callable[[int, int, int], Job],
-    files: dict[str, list[Part]],
+    run: RunDirectory, identity: str, make_job: Callable[[int, int, int], Job], files: dict[str, list[Part]]
 ) -> bool:
-    """Makes this the next submission of the run, unless there is one that lives or waits to be delivered.
+    """Makes this the next submission of the run, unless the same training lives or waits to be delivered.
 
     Args:
         run: Its directory, which may not be there yet.
+        identity: Of the training.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         files: Payload, modules and their list, by name: the parts of each.
 
@@ -88,20 +116,26 @@ def submit(
         True if the caller must start a driver; False if somebody else did: attach.
 
     Raises:
-        InvalidJobError: the store cannot be written.
+        InvalidJobError: the store cannot be written, or another training lives under this run id.
         EngineError: the run was cancelled and does not end.
     """
     try:
         number, tick = 0, threading.Event()
         while True:
-            existing = look(run)
-            if existing and _is_ending(run, existing):
-                _await_end(run, existing.job)
+            existing = look(run, identity)
+            if existing and existing.ending:
+                await_end(run, existing.job)
                 continue
-            if existing and existing.meaning == ATTACH:
+            if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
                 return False
+            if existing and not existing.status.final:
+                raise InvalidJobError(
+                    f"run_id {existing.job.run_id!r} is running another training (other code, arguments or "
+                    f"num_processes): cancel it with RunHandle.attach({run.directory!r}).cancel(), or choose another "
+                    "run_id"
+                )
             if existing:
                 number = max(number, existing.job.submission + 1)
             if run.claim(number):
@@ -120,7 +154,7 @@ def submit(
         first_attempt = fresh_since = 0
         if existing:
             first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
-            fresh_since = first_attempt if existing.meaning == FRESH else existing.job.fresh_since
+            fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
         run.write_submission(make_job(number, first_attempt, fresh_since))
         return True
     except (OSError, ImportError, ValueError) as error:
@@ -129,23 +163,12 @@ def submit(
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
 
 
-def is_waiting(run: RunDirectory) -> bool:
-    """True if submitting the run would attach to it."""
-    existing = look(run)
-    return existing is not None and existing.meaning == ATTACH and not _is_ending(run, existing)
-
-
-def _is_ending(run: RunDirectory, existing: Existing) -> bool:
-    """True for a run that lives and was asked to end, or whose owner is gone: who submits it again wants another."""
-    owner = existing.job.owner
-    return not existing.status.final and (run.cancel_requested() or bool(owner and is_gone(owner)))
-
-
-def _await_end(run: RunDirectory, job: Job) -> None:
+def await_end(run: RunDirectory, job: Job) -> None:
+    """Waits for the end of a run that was asked to end. Raises EngineError if it does not come."""
     bound = job.stop_grace + CANCEL_TIMEOUT
     deadline, tick = time.monotonic() + bound, threading.Event()
     # Until it has ended, or somebody else who waited for that has submitted it again.
-    while (existing := look(run)) and _is_ending(run, existing):
+    while (existing := look(run, job.identity)) and existing.ending:
         if time.monotonic() > deadline:
             raise EngineError(f"the run in {run.directory} is to end and has not ended after {bound:g} s")
         tick.wait(_LOOK)

@@ -1,0 +1,166 @@
+"""A run that a pipeline step starts or comes back to: found by its id, reconciled, followed, and left or ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.errors import RankZeroError
+from rankzero.run.directory import RunDirectory
+from rankzero.run.growing import Position
+from rankzero.run.handle import RunHandle
+from rankzero.run.reconcile import Decision, decide
+from rankzero.submit import submission
+from rankzero.submit.drivers import start_driver
+from rankzero.submit.identity import identity_of
+from rankzero.submit.owned import open_owned
+from rankzero.submit.prepare import Request, prepare
+
+
+class Caller(Protocol):
+    """What one try of a pipeline step knows of its orchestrator."""
+
+    @property
+    def is_followed_by_another(self) -> bool:
+        """True if the orchestrator would start another try by itself, should this process die."""
+
+    @property
+    def lease_when_attached(self) -> float | None:
+        """Seconds for which a run that this try has attached to outlives it; None: as its submission says."""
+
+    def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
+        """True if the orchestrator has for good what `RunHandle.offer` offered to this receiver."""
+
+    def repeats(self, receiver: Mapping[str, Any]) -> bool:
+        """True if no user stands between this try and that receiver: the orchestrator repeats what had succeeded."""
+
+    def detaches(self, error: BaseException) -> bool:
+        """True if the run shall outlive the follower that this interrupts."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run to follow.
+
+    Attributes:
+        handle: The run.
+        since: Where each rank's lines of earlier submissions end.
+        attached: Another try has started it.
+    """
+
+    handle: RunHandle[Any]
+    since: dict[int, Position] = field(default_factory=dict)
+    attached: bool = False
+
+
+@contextlib.contextmanager
+def open_durable(
+    request: Request,
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: Caller,
+    log: logging.Logger,
+) -> Iterator[Opened]:
+    """The run of a step's training, to be followed in the block: a new one, or the one that an earlier try has left.
+
+    If another try of the step will come, the run outlives this process, and ends with the block only if `Caller` says
+    so of what interrupts it, from the first look at the store on; else it ends with the block and with this process.
+
+    Args:
+        request: What the launcher asks for, with a run id.
+        train: As for `Launcher.run`.
+        args: As for `Launcher.run`.
+        kwargs: As for `Launcher.run`.
+        caller: The step.
+        log: The step's.
+
+    Raises:
+        InvalidJobError: the job cannot be run as described, or the store cannot be used.
+        EngineError: an earlier run does not end.
+    """
+    run = RunDirectory(request.directory)
+    with _detaching(run, request, caller, log):
+        template = request.template
+        identity = request.identity or identity_of(train, args, kwargs, template.num_processes, request.code_version)
+        request = replace(request, identity=identity)
+        before = submission.find(run)
+        if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):
+            log.info("attached to the run in %s", before.directory)
+            if caller.lease_when_attached is not None and not before.status().final:
+                before.hold(caller.lease_when_attached)
+            yield Opened(before, attached=True)
+            return
+        since = before.ends() if before else {}
+        if caller.is_followed_by_another:
+            _, started = prepare(request, train, args, kwargs, detached=True)
+            driver = start_driver(run, request.private()) if started else None
+            log.info("started the run in %s; it outlives this process, for the next try", run.directory)
+            yield Opened(RunHandle(run.directory, driver), since, attached=not started)
+            return
+    with open_owned(request, train, args, kwargs) as (handle, _):
+        log.info("started the run in %s; it ends with this process", handle.directory)
+        yield Opened(handle, since)
+
+
+def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: logging.Logger) -> Decision:
+    """What the run is to this try, with what a submission would find made true: acknowledged, or ended."""
+    run = RunDirectory(before.directory)
+    existing = submission.look(run, identity)
+    assert existing
+    decision = existing.decision
+    if existing.status.state == "succeeded" and decision is not Decision.RESUME:
+        delivery = before.delivery()
+        accepted = delivery.acknowledged or (bool(delivery.receiver) and caller.has_accepted(delivery.receiver))
+        if accepted and not delivery.acknowledged:
+            before.acknowledge()
+        decision = decide(
+            existing.status.state,
+            same_training=identity == existing.job.identity,
+            acknowledged=accepted,
+            same_generation=accepted and caller.repeats(delivery.receiver),
+        )
+    if decision is Decision.FRESH:
+        same = identity == existing.job.identity
+        why = "its result was delivered" if same else "its code, arguments or world size have changed"
+        log.info("the training begins from scratch: %s", why)
+        if not existing.status.final:
+            before.cancel()
+            submission.await_end(run, existing.job)
+    return decision
+
+
+@contextlib.contextmanager
+def _detaching(run: RunDirectory, request: Request, caller: Caller, log: logging.Logger) -> Iterator[None]:
+    """Around a run that outlives this process: decides about it when its start or its following is interrupted."""
+    try:
+        yield
+    except RankZeroError:
+        # The run's own end, or nothing has begun.
+        raise
+    except BaseException as error:
+        # Found by its name: the interrupt may have come before there was a handle. What cannot be found or cancelled
+        # now is ended by its lease.
+        with contextlib.suppress(Exception):
+            if handle := submission.find(run):
+                if caller.detaches(error):
+                    log.warning("%s; the run in %s goes on for the next try", type(error).__name__, handle.directory)
+                else:
+                    end(handle, request.template.stop_grace)
+        raise
+
+
+def end(handle: RunHandle[Any], stop_grace: float) -> None:
+    """Cancels a run and waits for its end. What cannot be cancelled now is ended by its lease."""
+    with contextlib.suppress(OSError, RankZeroError):
+        try:
+            handle.cancel()
+        except BaseException:
+            # Who interrupts once more, as an impatient person does, wants it no less.
+            handle.cancel()
+            raise
+        handle.wait(stop_grace + CANCEL_TIMEOUT)
