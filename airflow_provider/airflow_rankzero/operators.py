@@ -16,8 +16,8 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
 )
 
-from airflow_rankzero import delivery, lineage, lines, log_groups, settings, tries
-from airflow_rankzero.call import check_early, plain
+from airflow_rankzero import delivery, lineage, lines, log_groups, settings, templates, tries
+from airflow_rankzero.call import keyword, positional
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
@@ -50,13 +50,13 @@ class TorchDistributorOperator(BaseOperator):
 
     Args:
         train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
-            or the path of a script.
+            or the path of a script (a string is templated).
         op_args: Positional arguments of the function, or the script's command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
-        num_processes: World size, the number of ranks.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``. None: what the connection says,
-            else 1.
+        num_processes: World size, the number of ranks (templated, like the numbers below that say so).
+        processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
+            connection says, else 1.
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
@@ -66,11 +66,12 @@ class TorchDistributorOperator(BaseOperator):
         store: Root of the run directories, a path or an fsspec URL that the next tasks can read
             (templated). None: what the connection says, else ``[rankzero] store`` of Airflow's configuration, else
             ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
-        timeout: Seconds the run may take once every rank has started; None for no bound.
-        start_timeout: Seconds until every rank must have started.
-        hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends.
+        timeout: Seconds the run may take once every rank has started (templated); None for no bound.
+        start_timeout: Seconds until every rank must have started (templated).
+        hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends
+            (templated).
         max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
-            lost host or executor, a hang, a `rankzero.RetryableError`.
+            lost host or executor, a hang, a `rankzero.RetryableError` (templated).
         max_preemptions: The same after the cluster took a place back; None for as many.
         checkpoints: Which checkpoints are kept; None for the newest two.
         ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
@@ -97,7 +98,7 @@ class TorchDistributorOperator(BaseOperator):
         ... )
     """
 
-    template_fields: Sequence[str] = ("op_args", "op_kwargs", "conn_id", "spark_conf", "env", "store")
+    template_fields: Sequence[str] = templates.TEMPLATE_FIELDS
     template_fields_renderers: ClassVar[dict[str, str]] = {
         "op_args": "py",
         "op_kwargs": "py",
@@ -115,18 +116,18 @@ class TorchDistributorOperator(BaseOperator):
         train: Callable[..., Any] | str | os.PathLike[str],
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
-        num_processes: int = 2,
-        processes_per_task: int | None = None,
+        num_processes: int | str = 2,
+        processes_per_task: int | str | None = None,
         use_gpu: bool | None = None,
         backend: str | None = "auto",
         conn_id: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         store: str | os.PathLike[str] | None = None,
-        timeout: float | None = None,
-        start_timeout: float = 600.0,
-        hang_timeout: float | None = None,
-        max_restarts: int = 0,
+        timeout: float | str | None = None,
+        start_timeout: float | str = 600.0,
+        hang_timeout: float | str | None = None,
+        max_restarts: int | str = 0,
         max_preemptions: int | None = None,
         checkpoints: CheckpointConfig | None = None,
         ports: tuple[int, int] | None = None,
@@ -136,7 +137,6 @@ class TorchDistributorOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_early(num_processes, processes_per_task, backend)
         self.train = train
         self.op_args = op_args
         self.op_kwargs: Mapping[str, Any] = op_kwargs or {}
@@ -159,13 +159,30 @@ class TorchDistributorOperator(BaseOperator):
         self.orphan_timeout = orphan_timeout
         self.deferrable = deferrable
         self._killed = False
-        self._facts = lineage.RunFacts(num_processes)
+        self._facts = lineage.RunFacts()
+        templates.check_early(self)
+
+    def _do_render_template_fields(
+        self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]
+    ) -> None:
+        # The one place through which mapped tasks and others go; Airflow stores what is there after it.
+        if parent is not self:
+            # A user's object with template fields of its own.
+            return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
+        fields = templates.fields_to_render(self, template_fields)
+        super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
+        try:
+            for name in fields:
+                setattr(self, name, templates.convert(name, getattr(self, name)))
+        except InvalidJobError as error:
+            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+        self._facts = replace(self._facts, world_size=self.num_processes)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
         ti = context["ti"]
         try:
-            args, kwargs = self._positional(), self._keyword()
+            args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
             launcher = self._launcher(context, digest_of(args, kwargs))
             run = TaskRun.start(launcher, self.train, args, kwargs, ti, lambda: self._killed, self.log)
         except InvalidJobError as error:
@@ -200,7 +217,7 @@ class TorchDistributorOperator(BaseOperator):
         if not handle.status().final:
             # The trigger has lost sight of it; its training has not.
             TaskRun(handle, handle.ends(), context["ti"], self.stop_grace, lambda: self._killed, self.log).follow()
-        return self._deliver(context, handle, (self._positional(), self._keyword()))
+        return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """As every operator; a deferral that has failed for good ends the run, as a failure in `execute` does."""
@@ -246,7 +263,7 @@ class TorchDistributorOperator(BaseOperator):
         except RankZeroError as error:
             self._facts = replace(self._facts, error=error)
             raise
-        described = delivery.describe(handle, self.num_processes)
+        described = delivery.describe(handle, handle.world_size)
         delivery.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
         log_groups.show(self.log, "Result", described)
@@ -265,43 +282,26 @@ class TorchDistributorOperator(BaseOperator):
             "goes on without a follower, s": launcher.orphan_timeout,
         }
 
-    def _positional(self) -> tuple[Any, ...]:
-        if isinstance(self.op_args, (str, bytes, Mapping)) or not isinstance(self.op_args, Iterable):
-            raise InvalidJobError(f"op_args is {self.op_args!r}; it must be a list of arguments")
-        return tuple(plain(list(self.op_args)))
-
-    def _keyword(self) -> dict[str, Any]:
-        if not isinstance(self.op_kwargs, Mapping):
-            raise InvalidJobError(f"op_kwargs is {self.op_kwargs!r}; it must map names to arguments")
-        return dict(plain(dict(self.op_kwargs)))
-
     def _launcher(self, context: Context, arguments: str) -> Launcher:
         target = Target.from_conn_id(self.conn_id)
         spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
         names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
+        options = {name: getattr(self, name) for name in templates.LAUNCHER_FIELDS}
+        if self.use_gpu is None:
+            options["use_gpu"] = target.use_gpu
+        if self.processes_per_task is None:
+            options["processes_per_task"] = target.processes_per_task or 1
+        if self.checkpoints is None:
+            options["checkpoints"] = CheckpointConfig()
+        if self.orphan_timeout is None:
+            options["orphan_timeout"] = tries.lease(self, ti, deferred=self.deferrable)
         return Launcher(
-            self.num_processes,
+            **options,
             engine=target.engine(spark_conf),
-            use_gpu=target.use_gpu if self.use_gpu is None else self.use_gpu,
-            processes_per_task=(target.processes_per_task or 1)
-            if self.processes_per_task is None
-            else self.processes_per_task,
-            backend=self.backend,
             env=as_text("env", self.env),
-            timeout=self.timeout,
-            start_timeout=self.start_timeout,
-            hang_timeout=self.hang_timeout,
-            max_restarts=self.max_restarts,
-            stop_grace=self.stop_grace,
             store=self.store or target.store or settings.store(),
-            max_preemptions=self.max_preemptions,
-            checkpoints=self.checkpoints or CheckpointConfig(),
-            ports=self.ports,
-            orphan_timeout=tries.lease(self, ti, deferred=self.deferrable)
-            if self.orphan_timeout is None
-            else self.orphan_timeout,
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
             labels={**names, "generation": tries.generation(ti), "arguments": arguments},
         )
