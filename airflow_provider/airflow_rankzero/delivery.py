@@ -1,17 +1,14 @@
-"""From a run that has ended to what Airflow passes on: the XCom, what assets say of it, the note of who got it."""
+"""From a run that has ended to what Airflow passes on: the XCom, and the note of who got it."""
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_rankzero import tries
+from airflow_rankzero.outlets import is_strict_json
 from rankzero import handover
 from rankzero.run import RunHandle
-
-if TYPE_CHECKING:
-    from airflow.sdk import Context
 
 logger = logging.getLogger(__name__)
 
@@ -24,40 +21,7 @@ def value_of(handle: RunHandle[Any]) -> Any:
     """
     ref = handle.result_ref()
     status = handle.status()
-    return status.value[0] if status.value and _is_strict_json(status.value[0]) else ref
-
-
-def _is_strict_json(value: Any) -> bool:
-    """False for a diverged loss: Airflow's API server refuses ``nan`` and ``inf``."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def describe(handle: RunHandle[Any], num_processes: int) -> dict[str, Any]:
-    """What an asset event says about the result: where it is, what it is, how it was made."""
-    ref, status = handle.result_ref(), handle.status()
-    return {
-        "uri": ref.uri,
-        "format": ref.format,
-        "size": ref.size,
-        "sha256": ref.sha256,
-        "world_size": num_processes,
-        "run_directory": handle.directory,
-        "metrics": {name: value for name, value in status.metrics.items() if _is_strict_json(value)},
-    }
-
-
-def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
-    """Adds the facts to the events of the task's assets; what the user's own code wrote there stays."""
-    from airflow.sdk import Asset
-
-    for outlet in context["outlets"]:
-        if isinstance(outlet, Asset):
-            event = context["outlet_events"][outlet]
-            event.extra = {**facts, **(event.extra or {})}
+    return status.value[0] if status.value and is_strict_json(status.value[0]) else ref
 
 
 def hand(handle: RunHandle[Any], ti: Any) -> None:

@@ -16,7 +16,7 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
 )
 
-from airflow_rankzero import delivery, lineage, lines, log_groups, settings, templates, tries
+from airflow_rankzero import delivery, lineage, lines, log_groups, outlets, settings, templates, tries
 from airflow_rankzero.call import keyword, positional
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
@@ -263,8 +263,8 @@ class TorchDistributorOperator(BaseOperator):
         except RankZeroError as error:
             self._facts = replace(self._facts, error=error)
             raise
-        described = delivery.describe(handle, handle.world_size)
-        delivery.fill_outlets(context, described)
+        described = outlets.describe(handle)
+        outlets.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
         log_groups.show(self.log, "Result", described)
         delivery.hand(handle, context["ti"])
