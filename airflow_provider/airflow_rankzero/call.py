@@ -1,11 +1,30 @@
-"""The arguments of a training as its ranks get them."""
+"""The script and the arguments of a training as its ranks get them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+
+
+def beside(dag_file: str, train: Any) -> Any:
+    """``train``, where it is the relative path of a script, as the path beside the DAG file.
+
+    A worker's own directory means nothing, and a git bundle lies at another place for each version.
+
+    Example:
+        >>> beside("/bundles/v2/dags/daily.py", "../train.py"), beside("/dags/daily.py", "package.module:function")
+        ('/bundles/v2/train.py', 'package.module:function')
+    """
+    if not isinstance(train, (str, os.PathLike)):
+        return train
+    path = os.path.expanduser(os.fspath(train))
+    # The same mark of a function by its name as core's.
+    if isinstance(train, str) and ":" in path and os.sep not in path and not path.endswith(".py"):
+        return train
+    return os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(dag_file)), path))
 
 
 def positional(op_args: Any) -> tuple[Any, ...]:

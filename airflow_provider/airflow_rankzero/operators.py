@@ -17,7 +17,7 @@ from airflow.sdk.exceptions import (
 )
 
 from airflow_rankzero import delivery, lineage, lines, log_groups, outlets, settings, templates, tries
-from airflow_rankzero.call import keyword, positional
+from airflow_rankzero.call import beside, keyword, positional
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
@@ -50,7 +50,7 @@ class TorchDistributorOperator(BaseOperator):
 
     Args:
         train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
-            or the path of a script (a string is templated).
+            or the path of a script, where a relative one begins beside the DAG file (a string is templated).
         op_args: Positional arguments of the function, or the script's command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
@@ -171,6 +171,7 @@ class TorchDistributorOperator(BaseOperator):
             return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
         fields = templates.fields_to_render(self, template_fields)
         super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
+        self.train = beside(context["dag"].fileloc, self.train)
         try:
             for name in fields:
                 setattr(self, name, templates.convert(name, getattr(self, name)))

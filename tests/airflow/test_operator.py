@@ -206,7 +206,7 @@ def test_connection_without_enough_slots_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"train": "no/such/script.py"}, "no/such/script.py"),
+        ({"train": "no/such/script.py"}, f"looked at {Path(__file__).parent}/no/such/script.py"),
         ({"op_kwargs": {"banana": 1}}, "banana"),
         ({"op_args": "--epochs 3"}, "op_args is '--epochs 3'"),
         ({"spark_conf": {"spark.jars": ["a.jar"]}}, "spark_conf['spark.jars']"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,26 @@ def test_an_argument_that_is_never_rendered_takes_no_value_of_another_task(dag: 
 
     with pytest.raises(InvalidJobError, match=r"backend is .* but cannot be a template or an XCom"):
         TorchDistributorOperator(task_id="train", train=print, backend=choose())
+
+
+def test_a_relative_script_is_the_one_beside_the_dag_file(
+    run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a module beside it; the worker's own directory has another script of that name."""
+    dags, elsewhere = tmp_path / "bundle" / "dags", tmp_path / "elsewhere"
+    (dags / "code").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "train.py").write_text(WORLD)
+    (dags / "code" / "train.py").write_text("import beside\nimport rankzero.train as rt\nrt.set_result(beside.VALUE)\n")
+    (dags / "code" / "beside.py").write_text("VALUE = 42\n")
+    (dags / "daily.py").write_text(
+        "from airflow.sdk import DAG\n"
+        "from airflow_rankzero import TorchDistributorOperator\n"
+        "with DAG('scripted') as dag:\n"
+        "    TorchDistributorOperator(\n"
+        f"        task_id='train', train='code/train.py', num_processes=1, conn_id='here', store={str(tmp_path / 'store')!r}\n"
+        "    )\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    outcome = run_dag(runpy.run_path(str(dags / "daily.py"))["dag"])
+    assert outcome.xcom("train") == 42, outcome.errors
