@@ -82,6 +82,7 @@ class TrainingArguments(TaskArguments, total=False):
     use_gpu: bool | None
     backend: str | None
     conn_id: str | None
+    master: str | None
     spark_conf: Mapping[str, str] | None
     env: Mapping[str, str] | None
     store: str | os.PathLike[str] | None
@@ -94,4 +95,5 @@ class TrainingArguments(TaskArguments, total=False):
     ports: tuple[int, int] | None
     stop_grace: float
     orphan_timeout: float | None
+    warm_start: bool
     deferrable: bool

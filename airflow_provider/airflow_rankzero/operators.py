@@ -60,7 +60,9 @@ class TorchDistributorOperator(BaseOperator):
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
-        conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: an embedded ``local[N]`` Spark.
+        conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: ``master``.
+        master: Spark's master in place of a connection: ``spark://host:7077``, ``yarn``, ``k8s://...``, ``local[4]``
+            (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); wins over what the connection says.
         env: Environment variables for the ranks (templated).
         store: Root of the run directories, a path or an fsspec URL that the next tasks can read
@@ -78,6 +80,8 @@ class TorchDistributorOperator(BaseOperator):
         stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
         orphan_timeout: Seconds for which the run goes on while nobody follows it; None computes it from the
             task's retries and their delays.
+        warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
+            outlive. False starts every rank as a new interpreter.
         deferrable: Give the worker slot back while the ranks train; the triggerer follows them. The driver of the
             run stays on the worker's host, so it must be one that outlives the task (not a pod for each task).
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
@@ -121,6 +125,7 @@ class TorchDistributorOperator(BaseOperator):
         use_gpu: bool | None = None,
         backend: str | None = "auto",
         conn_id: str | None = None,
+        master: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -133,6 +138,7 @@ class TorchDistributorOperator(BaseOperator):
         ports: tuple[int, int] | None = None,
         stop_grace: float = STOP_GRACE,
         orphan_timeout: float | None = None,
+        warm_start: bool = True,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         **kwargs: Any,
     ) -> None:
@@ -145,6 +151,7 @@ class TorchDistributorOperator(BaseOperator):
         self.use_gpu = use_gpu
         self.backend = backend
         self.conn_id = conn_id
+        self.master = master
         self.spark_conf = spark_conf
         self.env = env
         self.store = store
@@ -157,6 +164,7 @@ class TorchDistributorOperator(BaseOperator):
         self.ports = ports
         self.stop_grace = stop_grace
         self.orphan_timeout = orphan_timeout
+        self.warm_start = warm_start
         self.deferrable = deferrable
         self._killed = False
         self._facts = lineage.RunFacts()
@@ -284,7 +292,7 @@ class TorchDistributorOperator(BaseOperator):
         }
 
     def _launcher(self, context: Context, arguments: str) -> Launcher:
-        target = Target.from_conn_id(self.conn_id)
+        target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)
         spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index

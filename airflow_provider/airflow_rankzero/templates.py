@@ -16,6 +16,7 @@ TEMPLATE_FIELDS = (
     "num_processes",
     "processes_per_task",
     "conn_id",
+    "master",
     "spark_conf",
     "env",
     "store",
@@ -40,6 +41,7 @@ LAUNCHER_FIELDS = (
     "ports",
     "stop_grace",
     "orphan_timeout",
+    "warm_start",
 )
 """Arguments of the operator that `rankzero.Launcher` checks. Texts are not among them: they may hold templates."""
 
@@ -103,6 +105,11 @@ def check_early(task: Any) -> None:
     if not (callable(task.train) or isinstance(task.train, (str, os.PathLike)) or _is_late(task.train)):
         raise InvalidJobError(
             f"train is {task.train!r}; give a function, 'path/to/script.py' or 'package.module:function'"
+        )
+    if task.conn_id is not None and task.master is not None:
+        raise InvalidJobError(
+            f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "
+            "the two (conn_id=None where default_args hold one)"
         )
     _check_known({name: convert(name, value) for name, value in given.items() if name not in late})
 

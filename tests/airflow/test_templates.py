@@ -159,7 +159,8 @@ def test_a_relative_script_is_the_one_beside_the_dag_file(
         "from airflow_rankzero import TorchDistributorOperator\n"
         "with DAG('scripted') as dag:\n"
         "    TorchDistributorOperator(\n"
-        f"        task_id='train', train='code/train.py', num_processes=1, conn_id='here', store={str(tmp_path / 'store')!r}\n"
+        "        task_id='train', train='code/train.py', num_processes=1, conn_id='here',\n"
+        f"        store={str(tmp_path / 'store')!r},\n"
         "    )\n"
     )
     monkeypatch.chdir(elsewhere)
