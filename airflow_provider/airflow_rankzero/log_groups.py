@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankzero.launcher import Launcher
+    from rankzero.run import RunHandle
 
 
 def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
@@ -19,3 +23,16 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
         if value not in (None, "", {}, []):
             log.info("%s: %s", name, value)
     log.info("::endgroup::")
+
+
+def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
+    """What is known of a run when it starts: where it is, on what it runs, how long it waits for a follower."""
+    assert launcher.engine
+    return {
+        "run directory": handle.directory,
+        "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
+        "ranks": launcher.num_processes,
+        "GPUs": launcher.num_processes if launcher.use_gpu else None,
+        "attempt": handle.status().attempt,
+        "goes on without a follower, s": launcher.orphan_timeout,
+    }

@@ -83,7 +83,8 @@ class TorchDistributorOperator(BaseOperator):
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
             outlive. False starts every rank as a new interpreter.
         deferrable: Give the worker slot back while the ranks train; the triggerer follows them. The driver of the
-            run stays on the worker's host, so it must be one that outlives the task (not a pod for each task).
+            run stays on the worker's host. In a container of the task's own (KubernetesExecutor) it would end
+            with it, so there the task does not defer, and warns.
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
@@ -190,6 +191,7 @@ class TorchDistributorOperator(BaseOperator):
     def execute(self, context: Context) -> Any:
         """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
         ti = context["ti"]
+        self.deferrable = self.deferrable and not settings.warn_if_container_ends_with_task(self.log)
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
             launcher = self._launcher(context, digest_of(args, kwargs))
@@ -200,7 +202,7 @@ class TorchDistributorOperator(BaseOperator):
                 raise
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
         push_links(ti, directory=run.handle.directory)
-        log_groups.show(self.log, "Training run", self._describe_run(run.handle, launcher))
+        log_groups.show(self.log, "Training run", log_groups.describe(run.handle, launcher))
         if self.deferrable and not run.handle.status().final:
             if self._killed or tries.was_ended_by_a_user(ti):
                 run.leave()
@@ -278,18 +280,6 @@ class TorchDistributorOperator(BaseOperator):
         log_groups.show(self.log, "Result", described)
         delivery.hand(handle, context["ti"])
         return value
-
-    @staticmethod
-    def _describe_run(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
-        assert launcher.engine
-        return {
-            "run directory": handle.directory,
-            "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
-            "ranks": launcher.num_processes,
-            "GPUs": launcher.num_processes if launcher.use_gpu else None,
-            "attempt": handle.status().attempt,
-            "goes on without a follower, s": launcher.orphan_timeout,
-        }
 
     def _launcher(self, context: Context, arguments: str) -> Launcher:
         target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)

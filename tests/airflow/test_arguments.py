@@ -1,4 +1,4 @@
-"""The operator takes what `rankzero.Launcher` takes, with the same defaults; what differs is listed, with its reason."""
+"""The operator takes what `rankzero.Launcher` takes, with its defaults; what differs is listed, with the reason."""
 
 import dataclasses
 import inspect

@@ -247,6 +247,34 @@ def test_deferred_task_gives_the_same(dag: Any, run_dag: RunDag, tmp_path: Path)
     assert outcome.xcom("train").load()["weights"].tolist() == [6.0] * 3
 
 
+@pytest.mark.parametrize("mark", ["AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CONTAINER"])
+def test_a_task_whose_container_would_end_with_it_does_not_defer(
+    dag: Any,
+    run_dag: RunDag,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    mark: str,
+) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    def train() -> int:
+        return 7
+
+    common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path), "conn_id": "here"}
+
+    def enter_container(context: Any) -> None:
+        monkeypatch.setenv(mark, "True")
+
+    # Not before: Airflow's API server, which is in this process, reads it as well.
+    TorchDistributorOperator(task_id="train", deferrable=True, pre_execute=enter_container, **common)
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == 7, outcome.errors
+    log = capfd.readouterr().out
+    assert "not deferred, although deferrable=True" in log
+    assert "DEFERRED" not in log
+
+
 def test_assets_say_what_was_made_and_links_where(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow.models.asset import AssetEvent
     from airflow.sdk import Asset
