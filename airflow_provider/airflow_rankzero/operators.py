@@ -21,7 +21,7 @@ from airflow_rankzero.call import beside, keyword, positional
 from airflow_rankzero.connection import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.run_id import run_id_of
-from airflow_rankzero.spark_conf import as_text
+from airflow_rankzero.spark_conf import as_text, mask_secrets
 from airflow_rankzero.task_run import TaskRun
 from rankzero.checkpoint import CheckpointConfig
 from rankzero.digest import digest_of
@@ -180,6 +180,9 @@ class TorchDistributorOperator(BaseOperator):
             return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
         fields = templates.fields_to_render(self, template_fields)
         super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
+        for pairs in (self.spark_conf, self.env):
+            if isinstance(pairs, Mapping):
+                mask_secrets(pairs)
         self.train = beside(context["dag"].fileloc, self.train)
         try:
             for name in fields:
@@ -209,7 +212,7 @@ class TorchDistributorOperator(BaseOperator):
             from airflow_rankzero.triggers import RunTrigger
 
             self.defer(
-                trigger=RunTrigger(run.handle.directory, run.handle.submission, lines.to_json(run.since)),
+                trigger=RunTrigger(run.handle.directory, run.handle.submission, lines.to_json(run.since), self.conn_id),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )

@@ -48,19 +48,23 @@ def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
     return texts
 
 
-def secrets_of(conf: Mapping[str, str]) -> list[str]:
-    """The values that must not be shown, by their names.
+def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
+    """The values that must not be shown, by their names: of Spark's configuration, or of environment variables.
 
     Example:
         >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "256"})
         ['geheim']
     """
-    return [value for name, value in conf.items() if _SECRET_NAME.search(name) and not _NO_SECRET.fullmatch(value)]
+    texts = [(name, value) for name, value in pairs.items() if isinstance(name, str) and isinstance(value, str)]
+    return [value for name, value in texts if _SECRET_NAME.search(name) and not _NO_SECRET.fullmatch(value)]
 
 
-def mask_secrets(conf: Mapping[str, str]) -> None:
-    """Makes Airflow write ``***`` for the secret values in every log line of this task from now on."""
+def mask_secrets(pairs: Mapping[str, Any]) -> None:
+    """Makes Airflow write ``***`` for the secret values, from now on.
+
+    In every log line of this task or trigger, in every rendered field that is stored later, under whatever name.
+    """
     from airflow.sdk.log import mask_secret
 
-    for secret in secrets_of(conf):
+    for secret in secrets_of(pairs):
         mask_secret(secret)

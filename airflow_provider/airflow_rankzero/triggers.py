@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import lines, tries
+from airflow_rankzero.connection import Target
+from airflow_rankzero.spark_conf import mask_secrets
+from rankzero.directory import RunDirectory
 from rankzero.errors import RankZeroError
 from rankzero.run import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
@@ -33,17 +36,30 @@ class RunTrigger(BaseTrigger):
         directory: The run directory, which the triggerer must be able to read and to write.
         submission: Which submission of the run this is; another one is not this trigger's to end.
         since: Where each rank's lines ended before this training, as `lines.to_json` writes it.
+        conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
     """
 
-    def __init__(self, directory: str, submission: int, since: dict[str, list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        submission: int,
+        since: dict[str, list[int]] | None = None,
+        conn_id: str | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.conn_id = conn_id
         self.directory = directory
         self.submission = submission
         self.since = since or {}
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """How Airflow makes this trigger again."""
-        arguments = {"directory": self.directory, "submission": self.submission, "since": self.since}
+        arguments = {
+            "directory": self.directory,
+            "submission": self.submission,
+            "since": self.since,
+            "conn_id": self.conn_id,
+        }
         return "airflow_rankzero.triggers.RunTrigger", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
@@ -52,6 +68,7 @@ class RunTrigger(BaseTrigger):
             handle = await asyncio.to_thread(RunHandle[Any].attach, self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
             await asyncio.to_thread(handle.renew_lease)
+            await asyncio.to_thread(self._mask_secrets)
             positions = await asyncio.to_thread(lines.begin, handle, lines.from_json(self.since))
             self.log.info("following the run in %s", self.directory)
             interval = FOLLOW_INTERVAL_REMOTE if is_url(self.directory) else POLL_INTERVAL
@@ -63,6 +80,19 @@ class RunTrigger(BaseTrigger):
             yield self._event(error=f"{type(error).__name__}: {error}")
             return
         yield self._event()
+
+    def _mask_secrets(self) -> None:
+        """Airflow masks what a process has registered, so the triggerer has to know what the worker knew.
+
+        The secrets come from where they are anyway, not through the trigger's arguments, which Airflow keeps in its
+        database. Raises OSError if the run's part is gone, so that no line is shown unmasked.
+        """
+        # Airflow's own masking of the connection comes with asking for it; the worker may be the only one who can.
+        with contextlib.suppress(Exception):
+            Target.from_conn_id(self.conn_id)
+        private = RunDirectory(self.directory).private()
+        mask_secrets(private["env"])
+        mask_secrets(private["engine"].get("conf", {}))
 
     def _event(self, **facts: str) -> TriggerEvent:
         return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]
