@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from rankzero import reports
 
 if TYPE_CHECKING:
     from rankzero.launcher import Launcher
     from rankzero.run import RunHandle
+
+REPORT_LINES = 20
+"""Reports in the log's table, evenly chosen."""
 
 
 def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
@@ -22,6 +27,24 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
     for name, value in facts.items():
         if value not in (None, "", {}, []):
             log.info("%s: %s", name, value)
+    log.info("::endgroup::")
+
+
+def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes a group with the losses' curves and a table of rank 0's reports; none if there were no reports.
+
+    Args:
+        log: The operator's logger.
+        rows: From `rankzero.reports.rows_of`.
+    """
+    if not rows:
+        return
+    log.info("::group::Reports of rank 0")
+    for name in reports.loss_names(rows):
+        if drawn := reports.curve(rows, name):
+            log.info("%s: %s", name, drawn)
+    for line in reports.table(reports.evenly(rows, REPORT_LINES)):
+        log.info("%s", line)
     log.info("::endgroup::")
 
 

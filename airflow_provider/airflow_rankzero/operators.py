@@ -277,9 +277,11 @@ class TorchDistributorOperator(BaseOperator):
         except RankZeroError as error:
             self._facts = replace(self._facts, error=error)
             raise
-        described = outlets.describe(handle)
+        rows = outlets.read_reports(handle)
+        described = outlets.describe(handle, rows)
         outlets.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
+        log_groups.show_reports(self.log, rows)
         log_groups.show(self.log, "Result", described)
         delivery.hand(handle, context["ti"])
         return value

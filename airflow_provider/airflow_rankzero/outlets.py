@@ -6,6 +6,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
+from rankzero import reports
 from rankzero.run import RunHandle
 
 if TYPE_CHECKING:
@@ -23,8 +24,23 @@ def is_strict_json(value: Any) -> bool:
     return True
 
 
-def describe(handle: RunHandle[Any]) -> dict[str, Any]:
-    """What an asset event says about the result: where it is, what it is, how it was made."""
+def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
+    """The reports of rank 0, as `rankzero.reports.rows_of` has them; none if the store does not answer now."""
+    try:
+        return reports.rows_of(handle.events())
+    except OSError:
+        # The training has succeeded.
+        logger.warning("the reports of %s cannot be read", handle.directory, exc_info=True)
+        return []
+
+
+def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What an asset event says about the result: where it is, what it is, how it was made, how fast.
+
+    Args:
+        handle: The run.
+        rows: From `read_reports`.
+    """
     ref, status = handle.result_ref(), handle.status()
     return {
         "uri": ref.uri,
@@ -34,6 +50,7 @@ def describe(handle: RunHandle[Any]) -> dict[str, Any]:
         "world_size": handle.world_size,
         "run_directory": handle.directory,
         "metrics": {name: value for name, value in status.metrics.items() if is_strict_json(value)},
+        **reports.throughput(rows),
     }
 
 

@@ -21,7 +21,9 @@ def events_of(dag_id: str) -> list[tuple[str, list[str], dict[str, Any]]]:
         ]
 
 
-def test_an_alias_gets_the_result_as_its_asset(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+def test_an_alias_gets_the_result_as_its_asset(
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from airflow.sdk import AssetAlias
 
     from airflow_rankzero import torch_distributor
@@ -32,7 +34,8 @@ def test_an_alias_gets_the_result_as_its_asset(dag: Any, run_dag: RunDag, tmp_pa
 
         import rankzero.train as rt
 
-        rt.report({"loss": 0.5})
+        for step in range(3):
+            rt.report({"step": step, "loss": 1.5 - step / 2})
         return {"weights": torch.ones(2)}
 
     train()
@@ -43,7 +46,12 @@ def test_an_alias_gets_the_result_as_its_asset(dag: Any, run_dag: RunDag, tmp_pa
     (directory,) = tmp_path.iterdir()
     assert extra["run_directory"] == str(directory)
     assert extra["sha256"] == ref.sha256
-    assert extra["metrics"] == {"loss": 0.5}
+    assert extra["metrics"] == {"loss": 0.5, "step": 2}
+    assert extra["steps_per_second"] > 0
+    log = capfd.readouterr().out
+    assert "::group::Reports of rank 0" in log
+    assert "loss: █▅▁ 1.5 → 0.5" in log
+    assert "     3     2   0.5" in log
 
 
 def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:

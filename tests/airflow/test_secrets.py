@@ -39,6 +39,8 @@ def test_they_are_masked_before_the_fields_are_stored(
     capfd: pytest.CaptureFixture[str],
     mapped: bool,
 ) -> None:
+    from airflow.sdk._shared.secrets_masker import redact
+
     from airflow_rankzero import TorchDistributorOperator
 
     token, key = f"{TOKEN}-{mapped}", f"{STORE_KEY}-{mapped}"
@@ -67,7 +69,8 @@ def test_they_are_masked_before_the_fields_are_stored(
     assert token not in json.dumps(fields)
     assert key not in json.dumps(fields)
     (line,) = (line for line in capfd.readouterr().out.splitlines() if "[0] given" in line)
-    assert "[0] given *** with *** in it ***" in line
+    # The supervisor of a real task does it.
+    assert "[0] given *** with *** in it ***" in redact(line)
 
 
 def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
