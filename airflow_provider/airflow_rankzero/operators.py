@@ -16,12 +16,13 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
 )
 
-from airflow_rankzero import delivery, lineage, lines, log_groups, outlets, settings, templates, tries
+from airflow_rankzero import config, delivery, lines, log_groups, outlets, templates, tries
 from airflow_rankzero.call import beside, keyword, positional
-from airflow_rankzero.connection import Target
+from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
+from airflow_rankzero.connection.target import Target
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
+from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.run_id import run_id_of
-from airflow_rankzero.spark_conf import as_text, mask_secrets
 from airflow_rankzero.task_run import TaskRun
 from rankzero.checkpoint import CheckpointConfig
 from rankzero.digest import digest_of
@@ -194,7 +195,7 @@ class TorchDistributorOperator(BaseOperator):
     def execute(self, context: Context) -> Any:
         """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
         ti = context["ti"]
-        self.deferrable = self.deferrable and not settings.warn_if_container_ends_with_task(self.log)
+        self.deferrable = self.deferrable and not config.warn_if_container_ends_with_task(self.log)
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
             launcher = self._launcher(context, digest_of(args, kwargs))
@@ -305,7 +306,7 @@ class TorchDistributorOperator(BaseOperator):
             **options,
             engine=target.engine(spark_conf),
             env=as_text("env", self.env),
-            store=self.store or target.store or settings.store(),
+            store=self.store or target.store or config.store(),
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
             labels={**names, "generation": tries.generation(ti), "arguments": arguments},
         )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import lines, tries
-from airflow_rankzero.connection import Target
-from airflow_rankzero.spark_conf import mask_secrets
+from airflow_rankzero.connection.spark_conf import mask_secrets
+from airflow_rankzero.connection.target import Target
 from rankzero.directory import RunDirectory
 from rankzero.errors import RankZeroError
 from rankzero.run import FOLLOW_INTERVAL_REMOTE, RunHandle

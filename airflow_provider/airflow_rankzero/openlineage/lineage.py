@@ -110,7 +110,7 @@ def _build(facts: RunFacts) -> Any:
     from airflow.providers.openlineage.extractors import OperatorLineage
     from openlineage.client.event_v2 import Dataset
 
-    from airflow_rankzero.lineage_facet import RankZeroRunFacet
+    from airflow_rankzero.openlineage.facet import RankZeroRunFacet
 
     # Not the standard facet `errorMessage`: Airflow puts its own in its place, with the traceback of the task.
     cause = None if facts.error is None else getattr(facts.error, "traceback", None) or str(facts.error)
