@@ -293,15 +293,14 @@ class TorchDistributorOperator(BaseOperator):
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
         names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
-        options = {name: getattr(self, name) for name in templates.LAUNCHER_FIELDS}
-        if self.use_gpu is None:
-            options["use_gpu"] = target.use_gpu
-        if self.processes_per_task is None:
-            options["processes_per_task"] = target.processes_per_task or 1
-        if self.checkpoints is None:
-            options["checkpoints"] = CheckpointConfig()
-        if self.orphan_timeout is None:
-            options["orphan_timeout"] = tries.lease(self, ti, deferred=self.deferrable)
+        decided_here = {
+            "use_gpu": target.use_gpu,
+            "processes_per_task": target.processes_per_task or 1,
+            "checkpoints": CheckpointConfig(),
+            "orphan_timeout": tries.lease(self, ti, deferred=self.deferrable),
+        }
+        options: dict[str, Any] = {name: getattr(self, name) for name in templates.LAUNCHER_FIELDS}
+        options |= {name: value for name, value in decided_here.items() if options[name] is None}
         return Launcher(
             **options,
             engine=target.engine(spark_conf),

@@ -25,11 +25,11 @@ def is_strict_json(value: Any) -> bool:
 
 
 def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
-    """The reports of rank 0, as `rankzero.reports.rows_of` has them; none if the store does not answer now."""
+    """The reports of rank 0, as `rankzero.reports.rows_of` has them; none if they cannot be read now."""
     try:
         return reports.rows_of(handle.events())
-    except OSError:
-        # The training has succeeded.
+    except Exception:
+        # A table is not worth a training that has succeeded.
         logger.warning("the reports of %s cannot be read", handle.directory, exc_info=True)
         return []
 
