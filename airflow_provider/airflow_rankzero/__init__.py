@@ -1,8 +1,10 @@
 """Airflow provider of rankzero: run PyTorch training as a task, get rank 0's result through XCom.
 
 Lives here: what Airflow needs to know, as thin layers over core. May not live here: anything that
-launches, follows or ends a run; that is core's. Importing this package imports no torch, no
-pyspark, and Airflow only when a name is used, since Airflow imports it while it configures itself.
+launches, follows or ends a run; that is core's. Rooms: `hooks`, `connection` (where a training runs),
+`openlineage`; beside them the operator with its parts, the decorator, the trigger, links, options
+(`config`) and the plugin. Importing this package imports no torch, no pyspark, and Airflow only when
+a name is used, since Airflow imports it while it configures itself.
 """
 
 from __future__ import annotations

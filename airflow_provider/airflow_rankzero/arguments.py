@@ -77,21 +77,26 @@ class TaskArguments(TypedDict, total=False):
 class TrainingArguments(TaskArguments, total=False):
     """Those, and what `TorchDistributorOperator` takes; described there."""
 
-    num_processes: int
-    processes_per_task: int | None
+    num_processes: int | str
+    processes_per_task: int | str | None
     use_gpu: bool | None
     backend: str | None
     conn_id: str | None
+    master: str | None
     spark_conf: Mapping[str, str] | None
     env: Mapping[str, str] | None
     store: str | os.PathLike[str] | None
-    timeout: float | None
-    start_timeout: float
-    hang_timeout: float | None
-    max_restarts: int
+    timeout: float | str | None
+    start_timeout: float | str
+    hang_timeout: float | str | None
+    max_restarts: int | str
     max_preemptions: int | None
     checkpoints: CheckpointConfig | None
     ports: tuple[int, int] | None
     stop_grace: float
     orphan_timeout: float | None
+    warm_start: bool
+    code_version: str | None
+    retry_user_errors: bool
+    log_ranks: Sequence[int] | None
     deferrable: bool

@@ -1,10 +1,44 @@
-"""The arguments of a task as its ranks get them, and what of them can be judged when a DAG file is parsed."""
+"""The script and the arguments of a training as its ranks get them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rankzero import job
+from rankzero.errors import InvalidJobError
+
+
+def beside(dag_file: str, train: Any) -> Any:
+    """``train``, where it is the relative path of a script, as the path beside the DAG file.
+
+    A worker's own directory means nothing, and a git bundle lies at another place for each version.
+
+    Example:
+        >>> beside("/bundles/v2/dags/daily.py", "../train.py"), beside("/dags/daily.py", "package.module:function")
+        ('/bundles/v2/train.py', 'package.module:function')
+    """
+    if not isinstance(train, (str, os.PathLike)):
+        return train
+    path = os.path.expanduser(os.fspath(train))
+    # The same mark of a function by its name as core's.
+    if isinstance(train, str) and ":" in path and os.sep not in path and not path.endswith(".py"):
+        return train
+    return os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(dag_file)), path))
+
+
+def positional(op_args: Any) -> tuple[Any, ...]:
+    """``op_args`` for the ranks. Raises InvalidJobError if it is no list."""
+    if isinstance(op_args, (str, bytes, Mapping)) or not isinstance(op_args, Iterable):
+        raise InvalidJobError(f"op_args is {op_args!r}; it must be a list of arguments")
+    return tuple(plain(list(op_args)))
+
+
+def keyword(op_kwargs: Any) -> dict[str, Any]:
+    """``op_kwargs`` for the ranks. Raises InvalidJobError if it is no mapping."""
+    if not isinstance(op_kwargs, Mapping):
+        raise InvalidJobError(f"op_kwargs is {op_kwargs!r}; it must map names to arguments")
+    return dict(plain(dict(op_kwargs)))
 
 
 def plain(value: Any) -> Any:
@@ -21,17 +55,3 @@ def plain(value: Any) -> Any:
     if type(value) is dict:
         return {key: plain(item) for key, item in value.items()}
     return value
-
-
-def check_early(num_processes: Any, processes_per_task: Any, backend: Any) -> None:
-    """Refuses obvious mistakes when a DAG file is parsed; what is not known yet (mapped, templated) is let through.
-
-    Raises:
-        InvalidJobError: says which value, and what to do.
-    """
-    each = 1 if processes_per_task is None else processes_per_task
-    if isinstance(num_processes, int) and isinstance(each, int):
-        job.check_counts(num_processes, each)
-    if backend is None or isinstance(backend, str):
-        # With GPUs, which nobody knows yet, every backend may be right.
-        job.check_choices(True, backend)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseOperatorLink
 
-from airflow_rankzero import settings
+from airflow_rankzero import config
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -96,7 +96,7 @@ def web_address(directory: str) -> str | None:
     """
     scheme, _, path = directory.rstrip("/").rpartition("://")
     path = quote(path)
-    template = settings.directory_url()
+    template = config.directory_url()
     if template:
         return template.format(path=path, name=path.rpartition("/")[2])
     if scheme in ("gs", "gcs"):

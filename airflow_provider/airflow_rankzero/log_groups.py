@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rankzero.run import reports
+
+if TYPE_CHECKING:
+    from rankzero.launcher import Launcher
+    from rankzero.run.handle import RunHandle
+
+REPORT_LINES = 20
+"""Reports in the log's table, evenly chosen."""
 
 
 def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
@@ -19,3 +28,34 @@ def show(log: Any, title: str, facts: Mapping[str, Any]) -> None:
         if value not in (None, "", {}, []):
             log.info("%s: %s", name, value)
     log.info("::endgroup::")
+
+
+def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes a group with the losses' curves and a table of rank 0's reports; none if there were no reports.
+
+    Args:
+        log: The operator's logger.
+        rows: From `rankzero.run.reports.rows_of`.
+    """
+    if not rows:
+        return
+    log.info("::group::Reports of rank 0")
+    for name in reports.loss_names(rows):
+        if drawn := reports.curve(rows, name):
+            log.info("%s: %s", name, drawn)
+    for line in reports.table(reports.evenly(rows, REPORT_LINES)):
+        log.info("%s", line)
+    log.info("::endgroup::")
+
+
+def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
+    """What is known of a run when it starts: where it is, on what it runs, how long it waits for a follower."""
+    assert launcher.engine
+    return {
+        "run directory": handle.directory,
+        "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
+        "ranks": launcher.num_processes,
+        "GPUs": launcher.num_processes if launcher.use_gpu else None,
+        "attempt": handle.status().attempt,
+        "goes on without a follower, s": launcher.orphan_timeout,
+    }

@@ -16,23 +16,30 @@ from airflow.sdk.exceptions import (
     TaskDeferralTimeout,
 )
 
-from airflow_rankzero import delivery, lineage, lines, log_groups, settings, tries
-from airflow_rankzero.call import check_early, plain
-from airflow_rankzero.connection import Target
+from airflow_rankzero import config, log_groups, outlets, templates, tries
+from airflow_rankzero.call import beside, keyword, positional
+from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
+from airflow_rankzero.connection.target import Target
+from airflow_rankzero.delivery import offer, value_of
 from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
+from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.run_id import run_id_of
-from airflow_rankzero.spark_conf import as_text
-from airflow_rankzero.task_run import TaskRun
+from airflow_rankzero.task_run import Follower
+from airflow_rankzero.tries import TaskTry
 from rankzero.bounds import STOP_GRACE
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
 from rankzero.run.checkpoints import CheckpointConfig
+from rankzero.run.cursor import LogCursor
 from rankzero.run.handle import RunHandle
-from rankzero.submit.identity import digest_of
+from rankzero.run.retry import may_retry
+from rankzero.submit.durable import detaching, end
 from rankzero.values.ref import map_refs
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+    from rankzero.submit.durable import Opened
 
 
 class TorchDistributorOperator(BaseOperator):
@@ -50,35 +57,46 @@ class TorchDistributorOperator(BaseOperator):
 
     Args:
         train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
-            or the path of a script.
+            or the path of a script, where a relative one begins beside the DAG file (a string is templated).
         op_args: Positional arguments of the function, or the script's command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
-        num_processes: World size, the number of ranks.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``. None: what the connection says,
-            else 1.
+        num_processes: World size, the number of ranks (templated, like the numbers below that say so).
+        processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
+            connection says, else 1.
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
-        conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: an embedded ``local[N]`` Spark.
+        conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: ``master``.
+        master: Spark's master in place of a connection: ``spark://host:7077``, ``yarn``, ``k8s://...``, ``local[4]``
+            (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); wins over what the connection says.
         env: Environment variables for the ranks (templated).
         store: Root of the run directories, a path or an fsspec URL that the next tasks can read
             (templated). None: what the connection says, else ``[rankzero] store`` of Airflow's configuration, else
             ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
-        timeout: Seconds the run may take once every rank has started; None for no bound.
-        start_timeout: Seconds until every rank must have started.
-        hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends.
+        timeout: Seconds the run may take once every rank has started (templated); None for no bound.
+        start_timeout: Seconds until every rank must have started (templated).
+        hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends
+            (templated).
         max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
-            lost host or executor, a hang, a `rankzero.RetryableError`.
+            lost host or executor, a hang, a `rankzero.RetryableError` (templated).
         max_preemptions: The same after the cluster took a place back; None for as many.
         checkpoints: Which checkpoints are kept; None for the newest two.
         ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
         stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
         orphan_timeout: Seconds for which the run goes on while nobody follows it; None computes it from the
             task's retries and their delays.
+        warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
+            outlive. False starts every rank as a new interpreter.
+        code_version: What stands for the code in the identity of the training. None: the code by content, so that a
+            task whose function, script or modules have changed begins from scratch.
+        retry_user_errors: Let ``retries`` apply to exceptions of the training function, too.
+        log_ranks: Whose lines the task's log shows, such as ``[0]``; None for all. A rank whose failure ends the run is
+            shown as well, and every line is in the run directory.
         deferrable: Give the worker slot back while the ranks train; the triggerer follows them. The driver of the
-            run stays on the worker's host, so it must be one that outlives the task (not a pod for each task).
+            run stays on the worker's host. In a container of the task's own (KubernetesExecutor) it would end
+            with it, so there the task does not defer, and warns.
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
@@ -97,7 +115,7 @@ class TorchDistributorOperator(BaseOperator):
         ... )
     """
 
-    template_fields: Sequence[str] = ("op_args", "op_kwargs", "conn_id", "spark_conf", "env", "store")
+    template_fields: Sequence[str] = templates.TEMPLATE_FIELDS
     template_fields_renderers: ClassVar[dict[str, str]] = {
         "op_args": "py",
         "op_kwargs": "py",
@@ -115,28 +133,32 @@ class TorchDistributorOperator(BaseOperator):
         train: Callable[..., Any] | str | os.PathLike[str],
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
-        num_processes: int = 2,
-        processes_per_task: int | None = None,
+        num_processes: int | str = 2,
+        processes_per_task: int | str | None = None,
         use_gpu: bool | None = None,
         backend: str | None = "auto",
         conn_id: str | None = None,
+        master: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         store: str | os.PathLike[str] | None = None,
-        timeout: float | None = None,
-        start_timeout: float = 600.0,
-        hang_timeout: float | None = None,
-        max_restarts: int = 0,
+        timeout: float | str | None = None,
+        start_timeout: float | str = 600.0,
+        hang_timeout: float | str | None = None,
+        max_restarts: int | str = 0,
         max_preemptions: int | None = None,
         checkpoints: CheckpointConfig | None = None,
         ports: tuple[int, int] | None = None,
         stop_grace: float = STOP_GRACE,
         orphan_timeout: float | None = None,
+        warm_start: bool = True,
+        code_version: str | None = None,
+        retry_user_errors: bool = True,
+        log_ranks: Sequence[int] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_early(num_processes, processes_per_task, backend)
         self.train = train
         self.op_args = op_args
         self.op_kwargs: Mapping[str, Any] = op_kwargs or {}
@@ -145,6 +167,7 @@ class TorchDistributorOperator(BaseOperator):
         self.use_gpu = use_gpu
         self.backend = backend
         self.conn_id = conn_id
+        self.master = master
         self.spark_conf = spark_conf
         self.env = env
         self.store = store
@@ -157,65 +180,110 @@ class TorchDistributorOperator(BaseOperator):
         self.ports = ports
         self.stop_grace = stop_grace
         self.orphan_timeout = orphan_timeout
+        self.warm_start = warm_start
+        self.code_version = code_version
+        self.retry_user_errors = retry_user_errors
+        self.log_ranks = None if log_ranks is None else list(log_ranks)
         self.deferrable = deferrable
         self._killed = False
-        self._facts = lineage.RunFacts(num_processes)
+        self._facts = lineage.RunFacts()
+        templates.check_early(self)
+
+    def _do_render_template_fields(
+        self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]
+    ) -> None:
+        # The one place through which mapped tasks and others go; Airflow stores what is there after it.
+        if parent is not self:
+            # A user's object with template fields of its own.
+            return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
+        fields = templates.fields_to_render(self, template_fields)
+        super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
+        for pairs in (self.spark_conf, self.env):
+            if isinstance(pairs, Mapping):
+                mask_secrets(pairs)
+        self.train = beside(context["dag"].fileloc, self.train)
+        try:
+            for name in fields:
+                setattr(self, name, templates.convert(name, getattr(self, name)))
+        except InvalidJobError as error:
+            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+        self._facts = replace(self._facts, world_size=self.num_processes)
 
     def execute(self, context: Context) -> Any:
-        """Starts the training, or takes up what an earlier try started; returns rank 0's value or its handle."""
-        ti = context["ti"]
+        """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
+        self.deferrable = self.deferrable and not config.warn_if_container_ends_with_task(self.log)
+        task_try = TaskTry(context["ti"])
         try:
-            args, kwargs = self._positional(), self._keyword()
-            launcher = self._launcher(context, digest_of(args, kwargs))
-            run = TaskRun.start(launcher, self.train, args, kwargs, ti, lambda: self._killed, self.log)
+            args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
+            launcher = self._launcher(context)
+            with launcher.durable(self.train, args, kwargs, task_try, self.log) as opened:
+                self._follow(opened, launcher, task_try)
         except InvalidJobError as error:
-            if isinstance(error.__cause__, (OSError, AirflowNotFoundException)):
-                # A store or a secrets backend may be back at the next try.
+            if isinstance(error.__cause__, AirflowNotFoundException):
+                # A secrets backend may be back at the next try.
                 raise
-            raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-        push_links(ti, directory=run.handle.directory)
-        log_groups.show(self.log, "Training run", self._describe_run(run.handle, launcher))
-        if self.deferrable and not run.handle.status().final:
-            if self._killed or tries.was_ended_by_a_user(ti):
-                run.leave()
+            raise self._final(error, has_checkpoint=False) from error
+        return self._deliver(context, opened.handle, (args, kwargs))
+
+    def _follow(self, opened: Opened, launcher: Launcher, task_try: TaskTry) -> None:
+        """Follows the run to its end, here or in the triggerer."""
+        handle = opened.handle
+        push_links(task_try.ti, directory=handle.directory)
+        log_groups.show(self.log, "Training run", log_groups.describe(handle, launcher))
+        cursor = LogCursor(handle, opened.since, ranks=self.log_ranks, attached=opened.attached)
+        follower = Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log)
+        if self.deferrable and not handle.status().final:
+            follower.leave_if_killed()
             from airflow_rankzero.triggers import RunTrigger
 
             self.defer(
-                trigger=RunTrigger(run.handle.directory, run.handle.submission, lines.to_json(run.since)),
+                trigger=RunTrigger(
+                    handle.directory, handle.submission, cursor.to_json(), self.conn_id, self.log_ranks, opened.attached
+                ),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
-        run.follow()
-        return self._deliver(context, run.handle, (args, kwargs))
+        follower.follow()
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Returns what `execute` does, after the trigger has seen the end of the run."""
         if error := event.get("error"):
             self.log.warning("the trigger could not follow the run: %s", error)
         # Another process than that of `execute`: what the connection holds must not be shown here either.
-        with contextlib.suppress(RankZeroError):
+        try:
             Target.from_conn_id(self.conn_id).engine(as_text("spark_conf", self.spark_conf))
-        handle: RunHandle[Any] = RunHandle.attach(event["directory"])
-        push_links(context["ti"], spark_ui=handle.status().engine_url, directory=handle.directory)
-        if not handle.status().final:
-            # The trigger has lost sight of it; its training has not.
-            TaskRun(handle, handle.ends(), context["ti"], self.stop_grace, lambda: self._killed, self.log).follow()
-        return self._deliver(context, handle, (self._positional(), self._keyword()))
+        except Exception as problem:
+            # The training has an end of its own, whatever becomes of the secrets backend meanwhile.
+            self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
+        task_try = TaskTry(context["ti"])
+        with detaching(lambda: RunHandle.attach(event["directory"]), task_try, self.stop_grace, self.log):
+            handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+            push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
+            if not handle.status().final:
+                # The trigger has lost sight of it; its training has not.
+                cursor = LogCursor(handle, handle.ends(), ranks=self.log_ranks)
+                Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log).follow()
+        return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """As every operator; a deferral that has failed for good ends the run, as a failure in `execute` does."""
         try:
             return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
-            if isinstance(error, TaskDeferralTimeout) or not tries.another_follows(context["ti"]):
+            ti = context["ti"]
+            if isinstance(error, TaskDeferralTimeout) or not TaskTry(ti).is_retried:
                 with contextlib.suppress(Exception):
                     # By its XCom: the connection may be gone.
-                    ti = context["ti"]
                     index = -1 if ti.map_index is None else ti.map_index
                     directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
-                    handle: RunHandle[Any] = RunHandle.attach(directory)
-                    TaskRun(handle, {}, ti, self.stop_grace, lambda: False, self.log).end()
+                    end(RunHandle.attach(directory), self.stop_grace)
             raise
+
+    def _final(self, error: RankZeroError, *, has_checkpoint: bool) -> Exception:
+        """The error as Airflow is to see it: one that no retry can help costs none."""
+        if may_retry(error, has_checkpoint=has_checkpoint, retry_user_errors=self.retry_user_errors):
+            return error
+        return AirflowFailException(f"{type(error).__name__}: {error}")
 
     def on_kill(self) -> None:
         """Has `execute` find out why this process is to go, and act on it.
@@ -242,66 +310,42 @@ class TorchDistributorOperator(BaseOperator):
         map_refs(arguments, lambda ref: inputs.append(ref.uri))
         self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
         try:
-            value = delivery.value_of(handle)
+            value = value_of(handle)
         except RankZeroError as error:
             self._facts = replace(self._facts, error=error)
-            raise
-        described = delivery.describe(handle, self.num_processes)
-        delivery.fill_outlets(context, described)
+            final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)
+            if final is error:
+                raise
+            raise final from error
+        rows = outlets.read_reports(handle)
+        described = outlets.describe(handle, rows)
+        outlets.fill_outlets(context, described)
         self._facts = replace(self._facts, result=described["uri"])
+        log_groups.show_reports(self.log, rows)
         log_groups.show(self.log, "Result", described)
-        delivery.hand(handle, context["ti"])
+        offer(handle, self, TaskTry(context["ti"]))
         return value
 
-    @staticmethod
-    def _describe_run(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
-        assert launcher.engine
-        return {
-            "run directory": handle.directory,
-            "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
-            "ranks": launcher.num_processes,
-            "GPUs": launcher.num_processes if launcher.use_gpu else None,
-            "attempt": handle.status().attempt,
-            "goes on without a follower, s": launcher.orphan_timeout,
-        }
-
-    def _positional(self) -> tuple[Any, ...]:
-        if isinstance(self.op_args, (str, bytes, Mapping)) or not isinstance(self.op_args, Iterable):
-            raise InvalidJobError(f"op_args is {self.op_args!r}; it must be a list of arguments")
-        return tuple(plain(list(self.op_args)))
-
-    def _keyword(self) -> dict[str, Any]:
-        if not isinstance(self.op_kwargs, Mapping):
-            raise InvalidJobError(f"op_kwargs is {self.op_kwargs!r}; it must map names to arguments")
-        return dict(plain(dict(self.op_kwargs)))
-
-    def _launcher(self, context: Context, arguments: str) -> Launcher:
-        target = Target.from_conn_id(self.conn_id)
+    def _launcher(self, context: Context) -> Launcher:
+        target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)
         spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
         names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
+        decided_here = {
+            "use_gpu": target.use_gpu,
+            "processes_per_task": target.processes_per_task or 1,
+            "checkpoints": CheckpointConfig(),
+            "orphan_timeout": tries.lease(self, ti, deferred=self.deferrable),
+        }
+        options: dict[str, Any] = {name: getattr(self, name) for name in templates.LAUNCHER_FIELDS}
+        options |= {name: value for name, value in decided_here.items() if options[name] is None}
         return Launcher(
-            self.num_processes,
+            **options,
             engine=target.engine(spark_conf),
-            use_gpu=target.use_gpu if self.use_gpu is None else self.use_gpu,
-            processes_per_task=(target.processes_per_task or 1)
-            if self.processes_per_task is None
-            else self.processes_per_task,
-            backend=self.backend,
             env=as_text("env", self.env),
-            timeout=self.timeout,
-            start_timeout=self.start_timeout,
-            hang_timeout=self.hang_timeout,
-            max_restarts=self.max_restarts,
-            stop_grace=self.stop_grace,
-            store=self.store or target.store or settings.store(),
-            max_preemptions=self.max_preemptions,
-            checkpoints=self.checkpoints or CheckpointConfig(),
-            ports=self.ports,
-            orphan_timeout=tries.lease(self, ti, deferred=self.deferrable)
-            if self.orphan_timeout is None
-            else self.orphan_timeout,
+            store=self.store or target.store or config.store(),
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
-            labels={**names, "generation": tries.generation(ti), "arguments": arguments},
+            labels=names,
+            code_version=self.code_version,
         )

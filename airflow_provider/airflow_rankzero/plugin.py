@@ -1,4 +1,4 @@
-"""The plugin that lets every task of every DAG pull a `ResultRef`, with nothing configured."""
+"""The plugin: every task of every DAG may pull a `ResultRef`, and what Airflow has got is acknowledged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 from airflow.sdk.plugins_manager import AirflowPlugin
 
+from airflow_rankzero import delivery
+
 
 class RankZeroPlugin(AirflowPlugin):
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"
+    listeners = [delivery]  # noqa: RUF012 - as the base class has it
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:

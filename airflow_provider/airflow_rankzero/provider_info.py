@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from airflow_rankzero import settings
-from airflow_rankzero.connection_fields import CONN_FIELDS, UI_FIELD_BEHAVIOUR
+from airflow_rankzero import config
+from airflow_rankzero.connection.fields import CONN_FIELDS, UI_FIELD_BEHAVIOUR
 from rankzero import __version__
 
 _INTEGRATION = "rankzero"
@@ -23,11 +23,12 @@ def get_provider_info() -> dict[str, Any]:
         "versions": [__version__],
         "integrations": [{"integration-name": _INTEGRATION, "tags": ["apache", "ml"]}],
         "operators": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.operators"]}],
-        "hooks": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.hook"]}],
+        "hooks": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.hooks.rankzero"]}],
+        "triggers": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.triggers"]}],
         "connection-types": [
             {
                 "connection-type": "rankzero",
-                "hook-class-name": "airflow_rankzero.hook.RankZeroHook",
+                "hook-class-name": "airflow_rankzero.hooks.rankzero.RankZeroHook",
                 "hook-name": "rankzero",
                 "ui-field-behaviour": UI_FIELD_BEHAVIOUR,
                 "conn-fields": CONN_FIELDS,
@@ -35,9 +36,9 @@ def get_provider_info() -> dict[str, Any]:
         ],
         "extra-links": ["airflow_rankzero.links.SparkUILink", "airflow_rankzero.links.RunDirectoryLink"],
         "config": {
-            settings.SECTION: {
+            config.SECTION: {
                 "description": "Options of the tasks that run distributed PyTorch.",
-                "options": settings.OPTIONS,
+                "options": config.OPTIONS,
             }
         },
         "task-decorators": [

@@ -1,49 +1,93 @@
-"""What the tries of one task instance share: when another will come, how long to wait for it, whether this one ends.
+"""`TaskTry`: one try of a task instance, and what it knows of Airflow for the run of its training.
 
-A training belongs to its run directory. A try that dies leaves it running, the next try takes it up; a try that a
-user ended, and the last one, take it along.
+What an existing run means is core's to decide (`rankzero.submit.durable`); a try answers its questions: will another
+try come, was this a user's doing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import conf
+from airflow.sdk.exceptions import AirflowRescheduleException, TaskDeferred
+
+from rankzero.run import lease as leases
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
 
 logger = logging.getLogger(__name__)
 
-SCHEDULING_SLACK = 900.0
-"""Seconds between the moment at which a try is due and its first look at the run: a pool may be full, a deployment
-may take its time."""
-
-DEFERRED_LEASE = 1800.0
-"""Least lease of a deferred task, whose triggerer may be restarted."""
-
 MAX_RETRY_DELAY = timedelta(hours=24)
 """Airflow's own bound of a delay that grows."""
 
 _HEARTBEAT_TIMEOUT = 300
 
-_USERS_WORDS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
+_STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed", "restarting", None)
 
 
-def another_follows(ti: Any) -> bool:
-    """True if Airflow will try this task instance again when this try fails."""
-    return bool(ti.try_number <= ti.max_tries)
+@dataclass(frozen=True)
+class TaskTry:
+    """One try of a task instance.
 
-
-def generation(ti: Any) -> str:
-    """The same for the tries that follow each other by themselves; another one after a clear.
-
-    Airflow raises ``max_tries`` whenever a task that does not run is cleared, and only then.
+    Attributes:
+        ti: The task instance, as Airflow gives it to the operator.
     """
-    return str(ti.max_tries)
+
+    ti: Any
+
+    @property
+    def receiver(self) -> dict[str, Any]:
+        """Names this try, for people: Airflow's listener acknowledges what it got."""
+        return {"task_instance": str(getattr(self.ti, "id", "")), "try": self.ti.try_number}
+
+    @property
+    def is_followed_by_another(self) -> bool:
+        """True always: a drained worker costs no try, so also the last one may come back for its training."""
+        return True
+
+    @property
+    def lease_when_attached(self) -> float | None:
+        """None: as the submission says."""
+        return None
+
+    def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
+        """False: Airflow's listener has acknowledged by now what Airflow has (`airflow_rankzero.listener`)."""
+        return False
+
+    def repeats(self, receiver: Mapping[str, Any]) -> bool:
+        """False: a task instance that has succeeded begins again only if a user wants that."""
+        return False
+
+    def detaches(self, error: BaseException) -> bool:
+        """True if the training goes on, for a try that Airflow starts by itself."""
+        if isinstance(error, (TaskDeferred, AirflowRescheduleException)):
+            return True
+        # A timeout or an interrupt ends it, and so does a failure that no try comes after.
+        return isinstance(error, Exception) and self.is_retried
+
+    @property
+    def is_retried(self) -> bool:
+        """True if Airflow will try this task instance again when this try fails."""
+        return bool(self.ti.try_number <= self.ti.max_tries)
+
+    def was_ended_by_user(self) -> bool:
+        """True if a user has marked or cleared the task instance.
+
+        Else a process that was told to go goes away with its worker; or Airflow has lost sight of it for a while,
+        counts it as dead, and has a retry on its way. Not to be called in a signal handler: it talks to the
+        supervisor, which the handler may have interrupted.
+        """
+        try:
+            return state_of(self.ti, self.ti.get_task_states) in _STATES_OF_USERS
+        except Exception:
+            # A whole deployment goes down: the run's lease ends it if nobody comes back.
+            logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
+            return False
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
@@ -51,11 +95,11 @@ def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
 
     Long enough for a try that was killed together with its supervisor to be noticed, and for the next one to begin.
     """
-    least = DEFERRED_LEASE if deferred else SCHEDULING_SLACK
-    if not another_follows(ti):
+    least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
+    if not TaskTry(ti).is_retried:
         return least
     unnoticed = conf.getint("scheduler", "task_instance_heartbeat_timeout", fallback=_HEARTBEAT_TIMEOUT)
-    return max(least, unnoticed + _longest_delay(task, ti.max_tries) + SCHEDULING_SLACK)
+    return leases.lease(_longest_delay(task, ti.max_tries), unnoticed=unnoticed, least=least)
 
 
 def _longest_delay(task: BaseOperator, tries: int) -> float:
@@ -72,26 +116,8 @@ def _own_delay(task: BaseOperator, tries: int) -> float:
         return delay
     bound = task.max_retry_delay or MAX_RETRY_DELAY
     longest = bound.total_seconds() if isinstance(bound, timedelta) else float(bound)
-    try:
-        # Airflow adds up to as much again, by chance.
-        return min(longest, 2 * delay * factor ** max(0, tries - 1))
-    except OverflowError:
-        return longest
-
-
-def was_ended_by_a_user(ti: Any) -> bool:
-    """True if the state that Airflow has of this task instance is the word of a user, who marked or cleared it.
-
-    Else a process that was told to go goes away with its worker; or Airflow has lost sight of it for a while, counts it
-    as dead, and has a retry on its way. Not to be called in a signal handler: it talks to the supervisor, which the
-    handler may have interrupted.
-    """
-    try:
-        return state_of(ti, ti.get_task_states) in _USERS_WORDS
-    except Exception:
-        # A whole deployment goes down: the run's lease ends it if nobody comes back.
-        logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
-        return False
+    # Airflow adds up to as much again, by chance.
+    return min(longest, leases.longest_delay(delay, 2 * leases.power(factor, max(0, tries - 1)), longest))
 
 
 def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:

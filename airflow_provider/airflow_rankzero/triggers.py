@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_rankzero import lines, tries
+from airflow_rankzero import tries
+from airflow_rankzero.connection.target import Target
 from rankzero.errors import RankZeroError
+from rankzero.run.cursor import LogCursor, positions_from_json
 from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
-
-if TYPE_CHECKING:
-    from rankzero.run.growing import Position
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +31,39 @@ class RunTrigger(BaseTrigger):
     Args:
         directory: The run directory, which the triggerer must be able to read and to write.
         submission: Which submission of the run this is; another one is not this trigger's to end.
-        since: Where each rank's lines ended before this training, as `lines.to_json` writes it.
+        since: Where each rank's lines ended before this training, as `LogCursor.to_json` writes it.
+        conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
+        log_ranks: Whose lines are shown; None for all.
+        attached: An earlier try has shown lines of this training.
     """
 
-    def __init__(self, directory: str, submission: int, since: dict[str, list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        submission: int,
+        since: dict[str, list[int]] | None = None,
+        conn_id: str | None = None,
+        log_ranks: list[int] | None = None,
+        attached: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.conn_id = conn_id
         self.directory = directory
         self.submission = submission
         self.since = since or {}
+        self.log_ranks = log_ranks
+        self.attached = attached
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """How Airflow makes this trigger again."""
-        arguments = {"directory": self.directory, "submission": self.submission, "since": self.since}
+        arguments = {
+            "directory": self.directory,
+            "submission": self.submission,
+            "since": self.since,
+            "conn_id": self.conn_id,
+            "log_ranks": self.log_ranks,
+            "attached": self.attached,
+        }
         return "airflow_rankzero.triggers.RunTrigger", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
@@ -52,17 +72,31 @@ class RunTrigger(BaseTrigger):
             handle = await asyncio.to_thread(RunHandle[Any].attach, self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
             await asyncio.to_thread(handle.renew_lease)
-            positions = await asyncio.to_thread(lines.begin, handle, lines.from_json(self.since))
+            await asyncio.to_thread(self._mask_secrets)
+            cursor = await asyncio.to_thread(self._cursor, handle)
             self.log.info("following the run in %s", self.directory)
             interval = FOLLOW_INTERVAL_REMOTE if is_url(self.directory) else POLL_INTERVAL
             # What writes the lines runs in a thread: the triggerer's loop serves many.
-            while not await asyncio.to_thread(self._look, handle, positions):
+            while not await asyncio.to_thread(self._look, handle, cursor):
                 await asyncio.sleep(interval)
         except Exception as error:
             # The task tells it, with its own retries.
             yield self._event(error=f"{type(error).__name__}: {error}")
             return
         yield self._event()
+
+    def _mask_secrets(self) -> None:
+        """Airflow masks what a process has registered: here, too, what it does for the connection.
+
+        What the run's environment and Spark configuration hold, its driver has masked.
+        """
+        # The worker may be the only one who can ask for it.
+        with contextlib.suppress(Exception):
+            Target.from_conn_id(self.conn_id)
+
+    def _cursor(self, handle: RunHandle[Any]) -> LogCursor:
+        since = positions_from_json(self.since)
+        return LogCursor(handle, since, ranks=self.log_ranks, attached=self.attached)
 
     def _event(self, **facts: str) -> TriggerEvent:
         return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]
@@ -85,12 +119,12 @@ class RunTrigger(BaseTrigger):
             if handle.submission == self.submission:
                 handle.cancel()
 
-    def _look(self, handle: RunHandle[Any], positions: dict[int, Position]) -> bool:
+    def _look(self, handle: RunHandle[Any], cursor: LogCursor) -> bool:
         """Shows the lines since the last look; True if the run had ended before. Renews the run's lease."""
-        ended = handle.status().final
-        for line in handle.lines(positions, follow=False, prefix=True):
+        status = handle.status()
+        for line in cursor.lines(status):
             self.log.info("%s", line)
-        return ended
+        return status.final
 
 
 def _state_of(ti: Any) -> str | None:

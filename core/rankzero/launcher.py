@@ -244,7 +244,7 @@ class Launcher:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         caller: Caller,
-        log: logging.Logger,
+        log: Any,
         identity: str = "",
     ) -> AbstractContextManager[durable.Opened]:
         """The run of a pipeline step's training: a new one, or the one that an earlier try has left.

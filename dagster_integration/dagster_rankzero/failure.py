@@ -5,14 +5,7 @@ from typing import Any
 
 import dagster as dg
 
-from rankzero import (
-    HangError,
-    InsufficientSlotsError,
-    RankZeroError,
-    RunHandle,
-    StartTimeoutError,
-    WorkerFailedError,
-)
+from rankzero import HangError, InsufficientSlotsError, RankZeroError, RunHandle, StartTimeoutError, WorkerFailedError
 from rankzero.run.retry import may_retry
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from airflow.sdk import Param, dag, task
 from airflow.sdk.exceptions import AirflowSkipException
 
-from airflow_rankzero import settings
+from airflow_rankzero import config
 from rankzero.run.retention import collect
 
 DAY = 86400.0
@@ -44,10 +44,10 @@ def rankzero_maintenance() -> None:
 
     @task(retries=2)
     def collect_runs(params: dict[str, Any]) -> dict[str, Any]:
-        days = settings.retention_days()
+        days = config.retention_days()
         if days is None:
             raise AirflowSkipException("[rankzero] retention_days is 0: all run directories are kept")
-        collection = collect(settings.store_or_default(), older_than=days * DAY, dry_run=params["dry_run"])
+        collection = collect(config.store_or_default(), older_than=days * DAY, dry_run=params["dry_run"])
         for removed in collection.removed:
             logger.info("%s, %s, %s bytes", removed.directory, removed.state, removed.size)
         for directory, problem in collection.problems.items():

@@ -25,7 +25,7 @@ from airflow.sdk import Param, dag, task
 
 import rankzero.train as rt
 from airflow_rankzero import TorchDistributorOperator
-from airflow_rankzero.settings import store_or_default
+from airflow_rankzero.config import store_or_default
 from rankzero import ResultRef
 
 NUM_PROCESSES = 2

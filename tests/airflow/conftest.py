@@ -5,6 +5,7 @@ other rooms' tests never import it.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,15 @@ def airflow_home() -> Path:
     return Path(HOME)
 
 
+@pytest.fixture
+def dag(request: pytest.FixtureRequest) -> Any:
+    """An empty DAG, named after the test; what is made in the test belongs to it."""
+    from airflow.sdk import DAG
+
+    with DAG(re.sub(r"\W+", "-", request.node.name), params={"lr": 0.25, "ranks": 2}) as made:
+        yield made
+
+
 class DagOutcome:
     """What a DAG run left: states, errors and XComs of its tasks."""
 
@@ -64,6 +74,12 @@ class DagOutcome:
 
         encoded = self._dag_run.get_task_instance(task_id).xcom_pull(task_ids=task_id, key=key)
         return deserialize(encoded)
+
+    def mapped_xcoms(self, task_id: str) -> list[Any]:
+        tis = sorted(
+            (ti for ti in self._dag_run.get_task_instances() if ti.task_id == task_id), key=lambda ti: ti.map_index
+        )
+        return [ti.xcom_pull(task_ids=task_id, map_indexes=ti.map_index) for ti in tis]
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def closed_port() -> int:
 
 
 def test_the_hook_gives_the_target(tell: Any) -> None:
-    from airflow_rankzero.hook import RankZeroHook
+    from airflow_rankzero.hooks.rankzero import RankZeroHook
 
     tell(host="head")
     assert RankZeroHook("cluster").get_conn().master == "spark://head:7077"
@@ -70,7 +70,7 @@ def test_master_that_refuses_is_named(tell: Any, closed_port: int) -> None:
 
 def test_master_that_is_silent_is_not_waited_for(tell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops packets."""
-    monkeypatch.setattr("airflow_rankzero.diagnosis.CONNECT_TIMEOUT", 0.2)
+    monkeypatch.setattr("airflow_rankzero.connection.diagnosis.CONNECT_TIMEOUT", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)

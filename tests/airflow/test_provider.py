@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.conftest import ROOT
 
 
 def test_airflow_lists_the_provider(airflow_home: Path) -> None:
@@ -32,6 +35,26 @@ def test_provider_description_is_valid() -> None:
     jsonschema.validate(info["connection-types"], properties["connection-types"])
 
 
+def test_what_the_provider_names_is_there() -> None:
+    import importlib
+
+    from airflow_rankzero.provider_info import get_provider_info
+
+    info = get_provider_info()
+    modules = [
+        name for kind in ("operators", "hooks", "triggers") for each in info[kind] for name in each["python-modules"]
+    ]
+    assert [name.removeprefix("airflow_rankzero.") for name in modules] == ["operators", "hooks.rankzero", "triggers"]
+    classes = [each["hook-class-name"] for each in info["connection-types"]] + info["extra-links"]
+    classes += [each["class-name"] for each in info["task-decorators"]]
+    classes += re.findall(r"module: (airflow_rankzero\S+)", (ROOT / ".airflow-registry.yaml").read_text())
+    for name in modules:
+        importlib.import_module(name)
+    for name in classes:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
 def in_a_fresh_airflow(code: str, **env: str) -> str:
     """What a process prints that knows this package as Airflow does, by its entry points."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
@@ -42,8 +65,8 @@ def in_a_fresh_airflow(code: str, **env: str) -> str:
 def test_airflow_knows_the_options_and_their_defaults(airflow_home: Path) -> None:
     code = (
         "from airflow.sdk import conf\n"
-        "from airflow_rankzero import settings\n"
-        "print([conf.get('rankzero', name) for name in settings.OPTIONS], settings.store(), settings.retention_days())"
+        "from airflow_rankzero import config\n"
+        "print([conf.get('rankzero', name) for name in config.OPTIONS], config.store(), config.retention_days())"
     )
     assert in_a_fresh_airflow(code) == "['', '30', ''] None 30"
     changed = in_a_fresh_airflow(code, AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
@@ -72,7 +95,8 @@ def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:
         "import airflow.sdk\n"
         "before = set(sys.modules)\n"
         "from airflow_rankzero import TorchDistributorOperator, torch_distributor\n"
-        "import airflow_rankzero.plugin, airflow_rankzero.hook, airflow_rankzero.links, airflow_rankzero.lineage\n"
+        "import airflow_rankzero.plugin, airflow_rankzero.links, airflow_rankzero.connection.target\n"
+        "import airflow_rankzero.hooks.rankzero, airflow_rankzero.openlineage.lineage\n"
         "heavy = {'torch', 'pyspark', 'py4j', 'cloudpickle', 'numpy', 'pandas'}\n"
         "print(sorted(heavy & (set(sys.modules) - before)))\n"
     )

@@ -17,7 +17,7 @@ import pytest
     ],
 )
 def test_secret_by_name(name: str) -> None:
-    from airflow_rankzero.spark_conf import secrets_of
+    from rankzero.masking import secrets_of
 
     assert secrets_of({name: "geheim"}) == ["geheim"]
 
@@ -34,6 +34,6 @@ def test_secret_by_name(name: str) -> None:
     ],
 )
 def test_what_logs_need_stays_readable(name: str, value: str) -> None:
-    from airflow_rankzero.spark_conf import secrets_of
+    from rankzero.masking import secrets_of
 
     assert secrets_of({name: value}) == []

@@ -395,7 +395,8 @@ class Attempt:
 
     def _on_failure(self, rank: int, member: Member, message: Message) -> None:
         left = member.left_at is not None
-        failure = self._outcome.note_failure(rank, member.name, message, time.monotonic(), was_told_to=left)
+        facts = self._recorder.mask.facts(message)
+        failure = self._outcome.note_failure(rank, member.name, facts, time.monotonic(), was_told_to=left)
         if failure:
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
 

@@ -35,6 +35,7 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host import descendants
+from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class Driver:
         self._engine = engine
         self._job = run.job()
         self._env = env
-        self._recorder = Recorder(run, self._job.submission, self._job.first_attempt)
+        secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
+        self._recorder = Recorder(run, self._job.submission, self._job.first_attempt, Mask(secrets))
         self.inbox = Inbox()
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._session: EngineSession | None = None

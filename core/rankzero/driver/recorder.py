@@ -16,6 +16,7 @@ from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
 from rankzero.errors import ResultError, RunNotFoundError
 from rankzero.host.processes import process_namespace, process_start
+from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, log_name
 from rankzero.run.growing import Appender
 
@@ -35,8 +36,10 @@ class Recorder:
     train (a full disk) does not end the training: lines are counted as lost, the status is tried again.
     """
 
-    def __init__(self, run: RunDirectory, submission: int, attempt: int) -> None:
+    def __init__(self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None) -> None:
         self._run = run
+        self.mask = mask or Mask()
+        """Of what ranks write."""
         self._events = _Lines(Appender(run.path(EVENTS)))
         self._logs: dict[int, _Lines] = {}
         self._tails: dict[int, deque[str]] = {}
@@ -117,7 +120,8 @@ class Recorder:
                 self.status = replace(self.status, metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
-        """Appends lines of a rank to its file."""
+        """Appends lines of a rank to its file, without the secrets that the run was given."""
+        lines = self.mask.lines(lines)
         with self._lock:
             if rank not in self._logs:
                 self._logs[rank] = _Lines(Appender(self._run.path(log_name(rank))))

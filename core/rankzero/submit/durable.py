@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -64,7 +63,7 @@ def open_durable(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: Caller,
-    log: logging.Logger,
+    log: Any,
 ) -> Iterator[Opened]:
     """The run of a step's training, to be followed in the block: a new one, or the one that an earlier try has left.
 
@@ -84,7 +83,7 @@ def open_durable(
         EngineError: an earlier run does not end.
     """
     run = RunDirectory(request.directory)
-    with _detaching(run, request, caller, log):
+    with detaching(lambda: submission.find(run), caller, request.template.stop_grace, log):
         template = request.template
         identity = request.identity or identity_of(train, args, kwargs, template.num_processes, request.code_version)
         request = replace(request, identity=identity)
@@ -107,7 +106,7 @@ def open_durable(
         yield Opened(handle, since)
 
 
-def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: logging.Logger) -> Decision:
+def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: Any) -> Decision:
     """What the run is to this try, with what a submission would find made true: acknowledged, or ended."""
     run = RunDirectory(before.directory)
     existing = submission.look(run, identity)
@@ -135,8 +134,15 @@ def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: loggi
 
 
 @contextlib.contextmanager
-def _detaching(run: RunDirectory, request: Request, caller: Caller, log: logging.Logger) -> Iterator[None]:
-    """Around a run that outlives this process: decides about it when its start or its following is interrupted."""
+def detaching(find: Callable[[], RunHandle[Any] | None], caller: Caller, stop_grace: float, log: Any) -> Iterator[None]:
+    """Around a run that outlives this process: decides about it when its start or its following is interrupted.
+
+    Args:
+        find: Gives the run, if there is one by then.
+        caller: The step.
+        stop_grace: Seconds that the ranks get to end.
+        log: The step's.
+    """
     try:
         yield
     except RankZeroError:
@@ -146,11 +152,11 @@ def _detaching(run: RunDirectory, request: Request, caller: Caller, log: logging
         # Found by its name: the interrupt may have come before there was a handle. What cannot be found or cancelled
         # now is ended by its lease.
         with contextlib.suppress(Exception):
-            if handle := submission.find(run):
+            if handle := find():
                 if caller.detaches(error):
                     log.warning("%s; the run in %s goes on for the next try", type(error).__name__, handle.directory)
                 else:
-                    end(handle, request.template.stop_grace)
+                    end(handle, stop_grace)
         raise
 
 

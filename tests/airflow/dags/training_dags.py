@@ -122,6 +122,28 @@ with DAG("mapped", schedule=None, start_date=datetime(2026, 1, 1), params={"fold
         op_args=[["{{ params.folder }}", me, 3] for me in range(3)]
     )
 
+
+def tell_a_secret(folder: str) -> None:
+    import os
+    import time
+    from pathlib import Path
+
+    while not Path(folder, "go").exists():
+        time.sleep(0.05)
+    print("the token is", os.environ["HF_TOKEN"])
+
+
+with DAG("secretive", schedule=None, start_date=datetime(2026, 1, 1), params={"folder": "/nowhere", "token": ""}):
+    TorchDistributorOperator(
+        task_id="train",
+        train=tell_a_secret,
+        op_args=["{{ params.folder }}"],
+        env={"HF_TOKEN": "{{ params.token }}"},
+        num_processes=1,
+        conn_id="here",
+        deferrable=True,
+    )
+
 make_told("durable", retries=3)
 make_told("deferred", retries=3, deferrable=True)
 make_told("deferred_once", retries=0, deferrable=True)

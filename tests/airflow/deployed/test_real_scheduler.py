@@ -43,6 +43,22 @@ def test_mapped_trainings_run_side_by_side(airflow: Deployment, tmp_path: Path) 
     assert values == [0, 1, 2]
 
 
+def test_a_deferred_task_shows_its_secrets_nowhere(airflow: Deployment, tmp_path: Path) -> None:
+    """The triggerer, another process than that of the task, shows the line that has one."""
+    token = secrets.token_hex(8)
+    run_id = airflow.trigger("secretive", folder=str(tmp_path), token=token)
+    task = ("secretive", run_id, "train")
+    wait_until(lambda: airflow.look(*task)["state"] == "deferred", RUN_TIMEOUT, "the deferral")
+    (tmp_path / "go").touch()
+    assert airflow.finish("secretive", run_id) == "success", airflow.log(*task)
+    log = airflow.log(*task)
+    assert "[0] the token is ***" in log
+    assert token not in log
+    fields = airflow.look(*task)["rendered_fields"]
+    assert fields["env"] == {"HF_TOKEN": "***"}
+    assert token not in str(fields)
+
+
 @pytest.fixture
 def endless(airflow: Deployment) -> Iterator[tuple[str, str, RunHandle[Any]]]:
     """A training on Spark that never ends and ignores SIGTERM: DAG run id, its ranks' marker, its run."""

@@ -73,14 +73,14 @@ class RunFacts:
     """What is known of a run when OpenLineage asks.
 
     Attributes:
-        world_size: Number of ranks.
+        world_size: Number of ranks; None before the templates are rendered.
         directory: Run directory, path or URL; None before it is there.
         result: Where rank 0's value lies; None before it is there, or if it is small enough for the status.
         inputs: Where the results of other runs lie that were given as arguments.
         error: Why the run failed.
     """
 
-    world_size: int
+    world_size: int | None = None
     directory: str | None = None
     result: str | None = None
     inputs: Iterable[str] = ()
@@ -110,7 +110,7 @@ def _build(facts: RunFacts) -> Any:
     from airflow.providers.openlineage.extractors import OperatorLineage
     from openlineage.client.event_v2 import Dataset
 
-    from airflow_rankzero.lineage_facet import RankZeroRunFacet
+    from airflow_rankzero.openlineage.facet import RankZeroRunFacet
 
     # Not the standard facet `errorMessage`: Airflow puts its own in its place, with the traceback of the task.
     cause = None if facts.error is None else getattr(facts.error, "traceback", None) or str(facts.error)

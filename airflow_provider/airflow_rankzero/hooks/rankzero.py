@@ -8,9 +8,9 @@ from typing import Any
 
 from airflow.sdk import BaseHook
 
-from airflow_rankzero import settings
-from airflow_rankzero.connection import Target
-from airflow_rankzero.diagnosis import find_problems
+from airflow_rankzero import config
+from airflow_rankzero.connection.diagnosis import find_problems
+from airflow_rankzero.connection.target import Target
 from rankzero.errors import RankZeroError
 from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
 
@@ -51,7 +51,7 @@ class RankZeroHook(BaseHook):
         here = socket.gethostname()
         try:
             target = self.get_conn()
-            root = target.store or settings.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+            root = target.store or config.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
             problems = find_problems(target, root)
         except RankZeroError as error:
             return False, str(error)

@@ -6,14 +6,14 @@ from rankzero import InvalidJobError
 
 
 def test_options_have_defaults_and_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero import settings
+    from airflow_rankzero import config
 
-    assert (settings.store(), settings.retention_days(), settings.directory_url()) == (None, 30, None)
+    assert (config.store(), config.retention_days(), config.directory_url()) == (None, 30, None)
     monkeypatch.setenv("AIRFLOW__RANKZERO__STORE", "s3://bucket/runs")
     monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "7")
-    assert (settings.store(), settings.retention_days()) == ("s3://bucket/runs", 7)
+    assert (config.store(), config.retention_days()) == ("s3://bucket/runs", 7)
     monkeypatch.setenv("AIRFLOW__RANKZERO__RETENTION_DAYS", "0")
-    assert settings.retention_days() is None
+    assert config.retention_days() is None
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_options_have_defaults_and_are_read_from_the_environment(monkeypatch: py
     ],
 )
 def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, option: str, value: str, words: str) -> None:
-    from airflow_rankzero import settings
+    from airflow_rankzero import config
 
     monkeypatch.setenv(f"AIRFLOW__RANKZERO__{option.upper()}", value)
     with pytest.raises(InvalidJobError) as caught:
-        getattr(settings, option)()
+        getattr(config, option)()
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""The section ``[rankzero]`` of Airflow's configuration."""
+"""What this deployment of Airflow says: the section ``[rankzero]`` of its configuration, the container of a task."""
 
 from __future__ import annotations
 
@@ -83,6 +83,25 @@ def directory_url() -> str | None:
             f"[{SECTION}] directory_url is {template!r}; only {{path}} and {{name}} can stand in it"
         ) from None
     return template or None
+
+
+_TASK_CONTAINER_MARKS = ("AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CONTAINER")
+# Set by executors that start a container for each task: Kubernetes; AWS ECS and Batch.
+
+
+def warn_if_container_ends_with_task(log: Any) -> bool:
+    """True in a container that is there for this task alone; the log then says why it does not defer.
+
+    Args:
+        log: The operator's logger.
+    """
+    if not any(map(os.environ.get, _TASK_CONTAINER_MARKS)):
+        return False
+    log.warning(
+        "not deferred, although deferrable=True: this container ends when the task defers, and the driver of the "
+        "training with it; the task follows the training instead"
+    )
+    return True
 
 
 def _text(option: str) -> str:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-
-# What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores.
-_SECRET_NAME = re.compile(
-    r"password|passphrase|secret|token|credential|(access|account|api|private|shared)[._-]?key|[._-]key$", re.IGNORECASE
-)
-# Masking these would make unreadable every line of a log that has them.
-_NO_SECRET = re.compile(r"true|false|\d*", re.IGNORECASE)
+from rankzero.masking import secrets_of
 
 
 def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
@@ -48,19 +41,12 @@ def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:
     return texts
 
 
-def secrets_of(conf: Mapping[str, str]) -> list[str]:
-    """The values that must not be shown, by their names.
+def mask_secrets(pairs: Mapping[str, Any]) -> None:
+    """Makes Airflow write ``***`` for the secret values, from now on.
 
-    Example:
-        >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "256"})
-        ['geheim']
+    In every log line of this task or trigger, in every rendered field that is stored later, under whatever name.
     """
-    return [value for name, value in conf.items() if _SECRET_NAME.search(name) and not _NO_SECRET.fullmatch(value)]
-
-
-def mask_secrets(conf: Mapping[str, str]) -> None:
-    """Makes Airflow write ``***`` for the secret values in every log line of this task from now on."""
     from airflow.sdk.log import mask_secret
 
-    for secret in secrets_of(conf):
+    for secret in secrets_of(pairs):
         mask_secret(secret)

@@ -11,11 +11,11 @@ class RankZeroRunFacet(RunFacet):  # type: ignore[misc]
     """Facts about one run.
 
     Attributes:
-        worldSize: Number of ranks.
+        worldSize: Number of ranks; None before it is known.
         runDirectory: Path or URL of the run directory; None before it is there.
         firstCause: Traceback of the rank that failed first, or what the error says; None without an error.
     """
 
-    worldSize: int
+    worldSize: int | None = None
     runDirectory: str | None = None
     firstCause: str | None = None

@@ -13,8 +13,8 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from airflow_rankzero.connection import Target
-from airflow_rankzero.connection_fields import LOCAL
+from airflow_rankzero.connection.fields import LOCAL
+from airflow_rankzero.connection.target import Target
 from rankzero import store
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id

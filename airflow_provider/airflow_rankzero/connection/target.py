@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from airflow_rankzero.connection_fields import CONN_FIELDS, LOCAL, SPARK, read_count, read_flag, read_object
-from airflow_rankzero.spark_conf import as_text, mask_secrets
+from airflow_rankzero.connection.fields import CONN_FIELDS, LOCAL, SPARK, read_count, read_flag, read_object
+from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from rankzero.errors import InvalidJobError
 
 if TYPE_CHECKING:

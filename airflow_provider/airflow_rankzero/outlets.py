@@ -1,0 +1,89 @@
+"""What Airflow's assets learn of a training: the events of the task's outlets."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from rankzero.run import reports
+from rankzero.run.handle import RunHandle
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+logger = logging.getLogger(__name__)
+
+
+def is_strict_json(value: Any) -> bool:
+    """False for a diverged loss: Airflow's API server refuses ``nan`` and ``inf``."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
+    """The reports of rank 0, as `rankzero.run.reports.rows_of` has them; none if they cannot be read now."""
+    try:
+        return reports.rows_of(handle.events())
+    except Exception:
+        # A table is not worth a training that has succeeded.
+        logger.warning("the reports of %s cannot be read", handle.directory, exc_info=True)
+        return []
+
+
+def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What an asset event says about the result: where it is, what it is, how it was made, how fast.
+
+    Args:
+        handle: The run.
+        rows: From `read_reports`.
+    """
+    ref, status = handle.result_ref(), handle.status()
+    return {
+        "uri": ref.uri,
+        "format": ref.format,
+        "size": ref.size,
+        "sha256": ref.sha256,
+        "world_size": handle.world_size,
+        "run_directory": handle.directory,
+        "metrics": {name: value for name, value in status.metrics.items() if is_strict_json(value)},
+        **reports.throughput(rows),
+    }
+
+
+def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
+    """Adds the facts to the events of the task's assets; what the user's own code wrote there stays.
+
+    An alias gets an event of an asset that is the result itself, unless the user's code (``pre_execute``) has given it
+    one: then that one gets the facts.
+
+    Args:
+        context: Of the task.
+        facts: From `describe`.
+    """
+    from airflow.sdk import Asset, AssetAlias
+
+    for outlet in context["outlets"]:
+        if isinstance(outlet, Asset):
+            events: list[Any] = [context["outlet_events"][outlet]]
+        elif isinstance(outlet, AssetAlias):
+            events = _events_of(context["outlet_events"][outlet], facts["uri"])
+        else:
+            continue
+        for event in events:
+            event.extra = {**facts, **(event.extra or {})}
+
+
+def _events_of(alias: Any, uri: str) -> list[Any]:
+    from airflow.sdk import Asset
+
+    if not alias.asset_alias_events:
+        try:
+            alias.add(Asset(uri))
+        except ValueError as error:
+            # Airflow bounds length and characters; the training has succeeded.
+            logger.warning("%s cannot be an asset of the alias %r: %s", uri, alias.key.name, error)
+    return list(alias.asset_alias_events)

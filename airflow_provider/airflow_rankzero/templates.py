@@ -1,0 +1,130 @@
+"""Template fields of the operator: which they are, and what their rendered text becomes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+from rankzero.launcher import Launcher
+
+TEMPLATE_FIELDS = (
+    "train",
+    "op_args",
+    "op_kwargs",
+    "num_processes",
+    "processes_per_task",
+    "conn_id",
+    "master",
+    "spark_conf",
+    "env",
+    "store",
+    "timeout",
+    "start_timeout",
+    "hang_timeout",
+    "max_restarts",
+)
+"""What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
+
+LAUNCHER_FIELDS = (
+    "num_processes",
+    "processes_per_task",
+    "use_gpu",
+    "backend",
+    "timeout",
+    "start_timeout",
+    "hang_timeout",
+    "max_restarts",
+    "max_preemptions",
+    "checkpoints",
+    "ports",
+    "stop_grace",
+    "orphan_timeout",
+    "warm_start",
+)
+"""Arguments of the operator that `rankzero.Launcher` checks. Texts are not among them: they may hold templates."""
+
+_WHOLE_NUMBERS = ("num_processes", "processes_per_task", "max_restarts")
+_SECONDS = ("timeout", "start_timeout", "hang_timeout")
+_OPTIONAL = ("processes_per_task", "timeout", "hang_timeout")
+# None says here that the connection, or a default, decides.
+_DECIDED_ELSEWHERE = ("processes_per_task", "use_gpu", "checkpoints")
+
+
+def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
+    """The template fields without ``train`` where that is a function."""
+    return [name for name in names if name != "train" or not callable(task.train)]
+
+
+def convert(name: str, value: Any) -> Any:
+    """A rendered text as the number that it stands for; everything else as it is.
+
+    Args:
+        name: Of the argument.
+        value: What was rendered. ``""`` and ``"None"`` are None where the argument may be None.
+
+    Raises:
+        InvalidJobError: the text is no number.
+
+    Example:
+        >>> convert("num_processes", "4"), convert("timeout", "None"), convert("store", "4")
+        (4, None, '4')
+    """
+    if not isinstance(value, str) or name not in _WHOLE_NUMBERS + _SECONDS:
+        return value
+    if name in _OPTIONAL and value.strip() in ("", "None"):
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        if name in _WHOLE_NUMBERS:
+            raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, or render to one") from None
+    try:
+        return float(value)
+    except ValueError:
+        raise InvalidJobError(f"{name} is {value!r}; it must be a number of seconds, or render to one") from None
+
+
+def check_early(task: Any) -> None:
+    """Refuses obvious mistakes when a DAG file is parsed; what is not known yet (templates, XComs) is let through.
+
+    Args:
+        task: The operator, with its arguments as attributes.
+
+    Raises:
+        InvalidJobError: says which value, and what to do.
+    """
+    given = {name: getattr(task, name) for name in LAUNCHER_FIELDS}
+    late = {name for name, value in given.items() if _is_late(value)}
+    if fixed := sorted(late.difference(TEMPLATE_FIELDS)):
+        raise InvalidJobError(
+            f"{fixed[0]} is {given[fixed[0]]!r}, but cannot be a template or an XCom; "
+            f"these can: {', '.join(TEMPLATE_FIELDS)}"
+        )
+    if not (callable(task.train) or isinstance(task.train, (str, os.PathLike)) or _is_late(task.train)):
+        raise InvalidJobError(
+            f"train is {task.train!r}; give a function, 'path/to/script.py' or 'package.module:function'"
+        )
+    if task.conn_id is not None and task.master is not None:
+        raise InvalidJobError(
+            f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "
+            "the two (conn_id=None where default_args hold one)"
+        )
+    _check_known({name: convert(name, value) for name, value in given.items() if name not in late})
+
+
+def _is_late(value: Any) -> bool:
+    """True for what only a task that runs can know: a template, an XCom, the argument of a mapped task group."""
+    if isinstance(value, str):
+        return any(mark in value for mark in ("{{", "{%", "{#"))
+    return hasattr(value, "resolve") and not isinstance(value, os.PathLike)
+
+
+def _check_known(known: Mapping[str, Any]) -> None:
+    values = {name: value for name, value in known.items() if value is not None or name not in _DECIDED_ELSEWHERE}
+    # With GPUs, which nobody knows yet, every backend may be right.
+    values.setdefault("use_gpu", True)
+    if "num_processes" not in values:
+        values["num_processes"] = values.get("processes_per_task", 1)
+    Launcher(**values)

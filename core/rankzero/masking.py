@@ -1,0 +1,58 @@
+"""Which values are secret, by the names they were given under, and their absence from what ranks write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MASK = "***"
+
+# What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores.
+_SECRET_NAME = re.compile(
+    r"password|passphrase|secret|token|credential|(access|account|api|private|shared)[._-]?key|[._-]key$", re.IGNORECASE
+)
+# Masking these would make unreadable every line of a log that has them.
+_NO_SECRET = re.compile(r"true|false|\d*|.{1,3}", re.IGNORECASE)
+
+
+def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
+    """The values that must not be shown, by their names: of Spark's configuration, or of environment variables.
+
+    Example:
+        >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "256"})
+        ['geheim']
+    """
+    texts = [(name, value) for name, value in pairs.items() if isinstance(name, str) and isinstance(value, str)]
+    return [value for name, value in texts if _SECRET_NAME.search(name) and not _NO_SECRET.fullmatch(value)]
+
+
+class Mask:
+    """Replaces secrets by ``***``.
+
+    Example:
+        >>> Mask(["geheim"]).text("the key is geheim")
+        'the key is ***'
+    """
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        # The longest first: one may be part of another.
+        ordered = sorted(set(secrets), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def text(self, text: str) -> str:
+        """The text without secrets."""
+        return self._pattern.sub(MASK, text) if self._pattern else text
+
+    def lines(self, lines: list[str]) -> list[str]:
+        """The lines without secrets."""
+        return [self.text(line) for line in lines] if self._pattern else lines
+
+    def facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """The facts of a failure, in whose texts and lists of lines no secret is left."""
+        return {name: self._fact(value) for name, value in facts.items()}
+
+    def _fact(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.text(value)
+        return [self.text(item) for item in value] if isinstance(value, list) else value

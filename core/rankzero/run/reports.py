@@ -1,0 +1,107 @@
+"""What rank 0 reported, made ready to be shown: rows, the throughput, a table and a curve of plain text.
+
+Pure: from the events of a run (`rankzero.RunHandle.events`), without a plotting library or an orchestrator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+KEPT_ROWS = 200
+"""Most reports that are kept in memory, twice over: enough points for a curve."""
+
+PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
+"""Metrics that count work done, and many of it: the first that was reported gives the throughput."""
+
+TABLE_COLUMNS = 8
+CURVE_WIDTH = 40
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The reports of rank 0, each with its number under ``report`` and its Unix time under ``time``.
+
+    Args:
+        events: Of a run, oldest first.
+
+    Returns:
+        Every n-th report and the last one, however many there are: a long training must not fill the memory.
+    """
+    kept: list[dict[str, Any]] = []
+    every, last = 1, None
+    for number, event in enumerate(event for event in events if event["type"] == "metric" and event["rank"] == 0):
+        # First, so that it is the first column; again, since a metric of the same name gives way.
+        last = {"report": 0} | event["metrics"] | {"report": number + 1, "time": event["time"]}
+        if number % every == 0:
+            kept.append(last)
+            if len(kept) > 2 * KEPT_ROWS:
+                kept, every = kept[::2], every * 2
+    if last is not None and kept[-1] is not last:
+        kept.append(last)
+    return kept
+
+
+def evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """At most ``limit`` (2 or more) of the rows, the first and the last among them."""
+    if len(rows) <= limit:
+        return list(rows)
+    return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]
+
+
+def throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """``{"steps_per_second": 12.5}`` or the like, from the first of `PROGRESS` that grew; empty if none did.
+
+    Only the last stretch over which the count grew is measured: a training that began anew counts from its start.
+    """
+    for name, many in PROGRESS.items():
+        counted = [row for row in rows if is_number(row.get(name))]
+        first = len(counted) - 1
+        while first > 0 and counted[first - 1][name] <= counted[first][name]:
+            first -= 1
+        if first < len(counted) - 1:
+            done, seconds = counted[-1][name] - counted[first][name], counted[-1]["time"] - counted[first]["time"]
+            if done > 0 and seconds > 0:
+                return {f"{many}_per_second": float(f"{done / seconds:.4g}")}
+    return {}
+
+
+def loss_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics that are losses, in the order in which they came up."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if "loss" in name.lower()]
+
+
+def curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """A metric's course in one line of text; None if it has no two finite values.
+
+    Example:
+        >>> curve([{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}], "loss")
+        '█▅▁ 3 → 1'
+    """
+    finite = [row for row in rows if is_number(row.get(name))]
+    if len(finite) < 2:
+        return None
+    values = [float(row[name]) for row in evenly([dict(row) for row in finite], CURVE_WIDTH)]
+    low, span = min(values), (max(values) - min(values)) or 1.0
+    bars = "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
+    return f"{bars} {values[0]:.4g} → {values[-1]:.4g}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows as aligned lines of text, the names of the columns first; at most `TABLE_COLUMNS` of them."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "time"))[:TABLE_COLUMNS]
+    cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def is_number(value: object) -> bool:
+    """True for what can be plotted: a finite number that is no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,89 @@
+"""The operator takes what `rankzero.Launcher` takes, with its defaults; what differs is listed, with the reason."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunDag = Callable[..., Any]
+
+OF_THE_LAUNCHER_ALONE = {
+    "engine": "the operator has conn_id, master and spark_conf",
+    "run_id": "made of DAG, run, task and map index: every try finds the same run",
+    "labels": "the operator's own notes",
+    "dataset": "not part of this version",
+}
+OF_THE_OPERATOR_ALONE = {
+    "train": "an argument of Launcher.run",
+    "op_args": "an argument of Launcher.run",
+    "op_kwargs": "an argument of Launcher.run",
+    "conn_id": "the engine",
+    "master": "the engine",
+    "spark_conf": "the engine",
+    "deferrable": "Airflow's own",
+}
+OTHER_DEFAULTS = {
+    "num_processes": "a task of one rank needs no operator for distributed training",
+    "use_gpu": "None: what the connection says, else the launcher's default",
+    "processes_per_task": "None: what the connection says, else the launcher's default",
+    "checkpoints": "None: the launcher's default, which is an object",
+}
+
+
+def parameters() -> dict[str, inspect.Parameter]:
+    from airflow_rankzero import TorchDistributorOperator
+
+    found = inspect.signature(TorchDistributorOperator.__init__).parameters
+    return {name: each for name, each in found.items() if each.kind is each.KEYWORD_ONLY}
+
+
+def test_the_operator_takes_what_the_launcher_takes() -> None:
+    from rankzero import Launcher
+
+    launcher = {field.name: field for field in dataclasses.fields(Launcher) if field.name != "_"}
+    operator = parameters()
+    assert set(launcher) - set(operator) == set(OF_THE_LAUNCHER_ALONE)
+    assert set(operator) - set(launcher) == set(OF_THE_OPERATOR_ALONE)
+    shared = set(launcher) & set(operator)
+    assert {name for name in shared if operator[name].default != launcher[name].default} == set(OTHER_DEFAULTS)
+
+
+def test_the_decorator_s_types_are_those_of_the_operator() -> None:
+    from airflow_rankzero.arguments import TaskArguments, TrainingArguments
+
+    hints = TrainingArguments.__annotations__
+    own = {name: hints[name].__forward_arg__ for name in set(hints) - set(TaskArguments.__annotations__)}
+    of_the_call = {"train", "op_args", "op_kwargs"}
+    assert own == {name: each.annotation for name, each in parameters().items() if name not in of_the_call}
+
+
+def test_a_connection_and_a_master_at_once_are_refused(dag: Any) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    with pytest.raises(InvalidJobError, match="conn_id is 'cluster' and master is 'yarn'.* give one of the two"):
+        TorchDistributorOperator(task_id="train", train=print, conn_id="cluster", master="yarn")
+
+
+def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    def train() -> bool:
+        return True
+
+    common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path)}
+    TorchDistributorOperator(task_id="train", master="local[{{ params.ranks }}]", warm_start=False, **common)
+    TorchDistributorOperator(task_id="wrong", master="head:7077", **common)
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") is True, outcome.errors
+    (job,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/job.json"))
+    assert job["engine"]["master"] == "local[2]"
+    assert job["warm_start"] is False
+    assert isinstance(outcome.errors["wrong"], AirflowFailException)
+    assert "master is 'head:7077'" in str(outcome.errors["wrong"])

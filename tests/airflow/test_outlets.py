@@ -1,0 +1,94 @@
+"""What an alias among a task's outlets becomes: an asset that is the result."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunDag = Callable[..., Any]
+
+
+def events_of(dag_id: str) -> list[tuple[str, list[str], dict[str, Any]]]:
+    """URI of the asset, names of the aliases and extra of each event."""
+    from airflow.models.asset import AssetEvent
+    from airflow.utils.session import create_session
+
+    with create_session() as session:
+        events = session.query(AssetEvent).filter(AssetEvent.source_dag_id == dag_id).all()
+        return [
+            (event.asset.uri, [alias.name for alias in event.source_aliases], dict(event.extra)) for event in events
+        ]
+
+
+def test_an_alias_gets_the_result_as_its_asset(
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from airflow.sdk import AssetAlias
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, store=str(tmp_path), conn_id="here", outlets=[AssetAlias("models")])
+    def train() -> dict[str, Any]:
+        import torch
+
+        import rankzero.train as rt
+
+        for step in range(3):
+            rt.report({"step": step, "loss": 1.5 - step / 2})
+        return {"weights": torch.ones(2)}
+
+    train()
+    outcome = run_dag(dag)
+    ref = outcome.xcom("train")
+    ((uri, aliases, extra),) = events_of(dag.dag_id)
+    assert (uri, aliases) == (ref.uri, ["models"])
+    (directory,) = tmp_path.iterdir()
+    assert extra["run_directory"] == str(directory)
+    assert extra["sha256"] == ref.sha256
+    assert extra["metrics"] == {"loss": 0.5, "step": 2}
+    assert extra["steps_per_second"] > 0
+    log = capfd.readouterr().out
+    assert "::group::Reports of rank 0" in log
+    assert "loss: █▅▁ 1.5 → 0.5" in log
+    assert "     3     2   0.5" in log
+
+
+def test_an_asset_that_the_user_gave_the_alias_gets_the_facts(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk import Asset, AssetAlias
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    def name_it(context: Any) -> None:
+        context["outlet_events"][AssetAlias("models")].add(Asset("s3://bucket/model"), extra={"stage": "test"})
+
+    def train() -> float:
+        return 0.5
+
+    TorchDistributorOperator(
+        task_id="train",
+        train=train,
+        num_processes=1,
+        store=str(tmp_path),
+        conn_id="here",
+        outlets=[AssetAlias("models")],
+        pre_execute=name_it,
+    )
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    ((uri, aliases, extra),) = events_of(dag.dag_id)
+    assert (uri, aliases) == ("s3://bucket/model", ["models"])
+    assert (extra["stage"], extra["format"]) == ("test", "json")
+
+
+def test_a_result_that_cannot_be_an_asset_fails_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    from airflow.sdk import AssetAlias
+    from airflow.sdk.execution_time.context import OutletEventAccessors
+
+    from airflow_rankzero.outlets import fill_outlets
+
+    alias = AssetAlias("models")
+    context: Any = {"outlets": [alias], "outlet_events": OutletEventAccessors()}
+    fill_outlets(context, {"uri": "/" + "x" * 1500})
+    assert "cannot be an asset of the alias 'models'" in caplog.text
+    assert context["outlet_events"][alias].asset_alias_events == []

@@ -1,0 +1,101 @@
+"""Secrets of a task are shown neither in its rendered fields nor in its log, nor in that of its trigger."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunDag = Callable[..., Any]
+
+TOKEN = "token-of-the-test-8261"
+STORE_KEY = "key-of-the-store-7350"
+CONNECTION_KEY = "key-of-the-connection-9142"
+
+
+def show(texts: list[str]) -> None:
+    import os
+
+    print("given", *texts, os.environ["HF_TOKEN"], flush=True)
+
+
+def rendered_fields(dag_id: str) -> dict[str, Any]:
+    from airflow.models.renderedtifields import RenderedTaskInstanceFields
+    from airflow.utils.session import create_session
+
+    with create_session() as session:
+        (row,) = session.query(RenderedTaskInstanceFields).filter_by(dag_id=dag_id).all()
+        return dict(row.rendered_fields)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_they_are_masked_before_the_fields_are_stored(
+    dag: Any,
+    run_dag: RunDag,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    mapped: bool,
+) -> None:
+    from airflow.sdk._shared.secrets_masker import redact
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    token, key = f"{TOKEN}-{mapped}", f"{STORE_KEY}-{mapped}"
+    monkeypatch.setenv("AIRFLOW_VAR_PLAIN", token)
+    dag.params["store"] = {"id": key}
+    arguments: dict[str, Any] = {
+        "task_id": "train",
+        "train": show,
+        # Under names of no suspicion, too, and in a text around it.
+        "op_args": [["{{ params.store.id }}", "with {{ params.store.id }} in it"]],
+        "env": {"HF_TOKEN": "{{ params.token }}"},
+        "spark_conf": {"spark.hadoop.fs.azure.account.key.x": "{{ params.store.id }}"},
+        "conn_id": "here",
+        "store": str(tmp_path),
+    }
+    dag.params["token"] = token
+    if mapped:
+        TorchDistributorOperator.partial(**arguments).expand(num_processes=[1])
+    else:
+        TorchDistributorOperator(num_processes=1, **arguments)
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    fields = rendered_fields(dag.dag_id)
+    assert fields["env"] == {"HF_TOKEN": "***"}
+    assert fields["spark_conf"] == {"spark.hadoop.fs.azure.account.key.x": "***"}
+    assert token not in json.dumps(fields)
+    assert key not in json.dumps(fields)
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "[0] given" in line)
+    # The supervisor of a real task does it.
+    assert "[0] given *** with *** in it ***" in redact(line)
+
+
+def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that has never seen the task: what it registers is what Airflow replaces."""
+    from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
+
+    from airflow_rankzero.triggers import RunTrigger
+    from rankzero import Launcher
+
+    extra = {"engine": "local", "conf": {"spark.hadoop.fs.s3a.secret.key": CONNECTION_KEY}}
+    monkeypatch.setenv("AIRFLOW_CONN_WITH_KEY", json.dumps({"conn_type": "rankzero", "extra": extra}))
+    token = f"{TOKEN}-trigger"
+    handle = Launcher(1, store=tmp_path, env={"HF_TOKEN": token}).submit(show, [CONNECTION_KEY])
+    trigger = RunTrigger(handle.directory, handle.submission, conn_id="with_key")
+    trigger = RunTrigger(**trigger.serialize()[1])
+
+    reset_secrets_masker()
+
+    async def follow() -> None:
+        async for _ in trigger.run():
+            pass
+
+    asyncio.run(asyncio.wait_for(follow(), 120))
+    (line,) = handle.logs(rank=0)
+    # Of the run's own secrets nothing is in any file; the connection's are masked by this process.
+    assert line == f"given {CONNECTION_KEY} ***"
+    assert redact(line) == "given *** ***"
+    assert token not in json.dumps(trigger.serialize())

@@ -1,0 +1,168 @@
+"""Numbers and scripts as templates, and what is refused before a task runs."""
+
+import json
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunDag = Callable[..., Any]
+
+WORLD = "import os\nimport rankzero.train as rt\nrt.set_result(int(os.environ['WORLD_SIZE']))\n"
+
+
+def world_size() -> int:
+    import os
+
+    return int(os.environ["WORLD_SIZE"])
+
+
+def test_numbers_and_scripts_may_be_templates_and_values_of_other_tasks(
+    dag: Any, run_dag: RunDag, tmp_path: Path
+) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import TorchDistributorOperator, torch_distributor
+
+    (tmp_path / "train.py").write_text(WORLD)
+    store = tmp_path / "store"
+
+    @task
+    def count() -> int:
+        return 2
+
+    @torch_distributor(num_processes="{{ params.ranks }}", conn_id="here", store=str(store))
+    def decorated() -> int:
+        return world_size()
+
+    decorated()
+    TorchDistributorOperator(
+        task_id="script",
+        train="{{ params.folder }}/train.py",
+        num_processes=count(),
+        processes_per_task="{{ params.ranks }}",
+        timeout="{{ params.lr * 1000 }}",
+        start_timeout="{{ 60 }}",
+        hang_timeout="{{ none }}",
+        max_restarts="{{ params.ranks - 1 }}",
+        conn_id="here",
+        store=str(store),
+    )
+    dag.params["folder"] = str(tmp_path)
+    outcome = run_dag(dag)
+    assert outcome.xcom("decorated") == 2, outcome.errors
+    assert outcome.xcom("script") == 2, outcome.errors
+    (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/job.json"))
+    names = ("num_processes", "processes_per_task", "timeout", "start_timeout", "hang_timeout", "max_restarts")
+    assert [job[name] for name in names] == [2, 2, 250.0, 60, None, 1]
+
+
+def test_mapped_numbers_and_scripts(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    (tmp_path / "one.py").write_text(WORLD)
+    (tmp_path / "two.py").write_text(WORLD.replace("int(", "-int("))
+    common: dict[str, Any] = {"conn_id": "here", "store": str(tmp_path / "store")}
+    functions = TorchDistributorOperator.partial(task_id="functions", train=world_size, **common)
+    functions.expand(num_processes=[1, "{{ params.ranks }}"])
+    scripts = TorchDistributorOperator.partial(task_id="scripts", num_processes=1, **common)
+    scripts.expand(train=[str(tmp_path / "one.py"), str(tmp_path / "two.py")])
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    assert outcome.mapped_xcoms("functions") == [1, 2]
+    assert outcome.mapped_xcoms("scripts") == [1, -1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_processes": "{{ params.lr }}"}, "num_processes is '0.25'; it must be a whole number"),
+        ({"num_processes": "{{ 0 }}"}, "num_processes is 0; it must be a positive integer"),
+        ({"timeout": "{{ 'soon' }}"}, "timeout is 'soon'; it must be a number of seconds"),
+        ({"start_timeout": "{{ none }}"}, "start_timeout is 'None'"),
+        ({"max_restarts": "{{ -1 }}"}, "max_restarts is -1"),
+    ],
+)
+def test_what_renders_to_nonsense_fails_for_good(
+    dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
+) -> None:
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    TorchDistributorOperator(task_id="train", train=print, store=str(tmp_path), retries=3, **arguments)
+    outcome = run_dag(dag)
+    error = outcome.errors["train"]
+    assert isinstance(error, AirflowFailException)
+    assert isinstance(error.__cause__, InvalidJobError)
+    assert words in str(error)
+    assert outcome.task_state("train") == "failed"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"num_processes": "many"}, "num_processes is 'many'; it must be a whole number"),
+        ({"num_processes": 3, "processes_per_task": 2}, "processes_per_task=2"),
+        ({"processes_per_task": 0}, "processes_per_task is 0"),
+        ({"backend": "mpi"}, "'mpi'"),
+        ({"use_gpu": "yes"}, "use_gpu is 'yes'"),
+        ({"timeout": -1}, "timeout is -1"),
+        ({"start_timeout": None}, "start_timeout is None"),
+        ({"max_restarts": 1.5}, "max_restarts is 1.5"),
+        ({"ports": (2, 1)}, "ports is (2, 1)"),
+        ({"train": 7}, "train is 7; give a function"),
+        ({"backend": "{{ params.backend }}"}, "backend is '{{ params.backend }}', but cannot be a template"),
+        ({"stop_grace": "{{ 5 }}"}, "stop_grace is '{{ 5 }}', but cannot be a template"),
+    ],
+)
+def test_obvious_mistakes_are_refused_when_the_file_is_parsed(dag: Any, arguments: dict[str, Any], words: str) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    with pytest.raises(InvalidJobError, match=re.escape(words)):
+        TorchDistributorOperator(task_id="train", **{"train": print, **arguments})
+
+
+def test_an_argument_that_is_never_rendered_takes_no_value_of_another_task(dag: Any) -> None:
+    from airflow.sdk import task
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    @task
+    def choose() -> str:
+        return "gloo"
+
+    with pytest.raises(InvalidJobError, match=r"backend is .* but cannot be a template or an XCom"):
+        TorchDistributorOperator(task_id="train", train=print, backend=choose())
+
+
+def test_a_relative_script_is_the_one_beside_the_dag_file(
+    run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a module beside it; the worker's own directory has another script of that name."""
+    dags, elsewhere = tmp_path / "bundle" / "dags", tmp_path / "elsewhere"
+    (dags / "code").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "train.py").write_text(WORLD)
+    (dags / "code" / "train.py").write_text("import beside\nimport rankzero.train as rt\nrt.set_result(beside.VALUE)\n")
+    (dags / "code" / "beside.py").write_text("VALUE = 42\n")
+    (dags / "daily.py").write_text(
+        "from airflow.sdk import DAG\n"
+        "from airflow_rankzero import TorchDistributorOperator\n"
+        "with DAG('scripted') as dag:\n"
+        "    TorchDistributorOperator(\n"
+        "        task_id='train', train='code/train.py', num_processes=1, conn_id='here',\n"
+        f"        store={str(tmp_path / 'store')!r},\n"
+        "    )\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    outcome = run_dag(runpy.run_path(str(dags / "daily.py"))["dag"])
+    assert outcome.xcom("train") == 42, outcome.errors

@@ -1,0 +1,63 @@
+"""What is shown of the reports of rank 0: rows, throughput, table, curve."""
+
+import math
+from typing import Any
+
+import pytest
+
+from rankzero.run import reports
+
+
+def events(*metrics: dict[str, Any], rank: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"type": "metric", "rank": rank, "time": 100.0 + number, "metrics": each} for number, each in enumerate(metrics)
+    ]
+
+
+def test_rows_are_the_reports_of_rank_zero() -> None:
+    others = [{"type": "state", "time": 0.0, "state": "running"}, *events({"loss": 9.0}, rank=1)]
+    rows = reports.rows_of([*others, *events({"loss": 2.0}, {"loss": 1.0, "report": "mine"})])
+    assert rows == [
+        {"report": 1, "loss": 2.0, "time": 100.0},
+        {"report": 2, "loss": 1.0, "time": 101.0},
+    ]
+    assert reports.rows_of(others) == []
+
+
+def test_a_long_training_keeps_some_and_the_last() -> None:
+    rows = reports.rows_of(events(*({"step": step} for step in range(5000))))
+    assert len(rows) <= 2 * reports.KEPT_ROWS + 1
+    assert (rows[0]["step"], rows[-1]["step"]) == (0, 4999)
+    shown = reports.evenly(rows, 5)
+    assert (len(shown), shown[0], shown[-1]) == (5, rows[0], rows[-1])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ([{"step": 0}, {"step": 50}], {"steps_per_second": 50.0}),
+        ([{"step": 0, "samples": 0}, {"step": 50, "samples": 800}], {"samples_per_second": 800.0}),
+        # Trained before, up to another step: counted is the training that came last.
+        ([{"epoch": 1}, {"epoch": 9}, {"epoch": 1}, {"epoch": 3}], {"epochs_per_second": 2.0}),
+        ([{"step": 5}], {}),
+        ([{"step": 5}, {"step": 5}], {}),
+        ([{"step": True}, {"step": math.nan}, {"loss": 1.0}], {}),
+        ([], {}),
+    ],
+)
+def test_throughput(metrics: list[dict[str, Any]], expected: dict[str, float]) -> None:
+    assert reports.throughput(reports.rows_of(events(*metrics))) == expected
+
+
+def test_table_and_curve_are_plain_text() -> None:
+    rows = reports.rows_of(events({"loss": 2.0, "note": "a"}, {"loss": math.nan}, {"loss": 0.123456789, "ok": True}))
+    assert reports.table(rows) == [
+        "report     loss  note    ok",
+        "     1        2     a      ",
+        "     2      nan            ",
+        "     3  0.12346        True",
+    ]
+    assert reports.loss_names(rows) == ["loss"]
+    assert reports.curve(rows, "loss") == "█▁ 2 → 0.1235"
+    assert reports.curve(rows[:2], "loss") is None
+    assert reports.curve([{"loss": 1.0}, {"loss": 1.0}], "loss") == "▁▁ 1 → 1"
