@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import dagster as dg
+from dagster._config.field_utils import env_var_to_config_dict, is_dagster_env_var
 from dagster._core.errors import DagsterInvalidPropertyError, DagsterRunNotFoundError
 from dagster._core.storage.tags import (
     ASSET_RESUME_RETRY_TAG,
@@ -44,6 +45,11 @@ def component_folder(context: dg.ResolutionContext) -> str:
 def dagster_type_of(annotation: Any) -> dg.DagsterType:
     """The Dagster type that an annotation of an input means."""
     return resolve_dagster_type(annotation)
+
+
+def variable_of(value: Any) -> str | None:
+    """The name of the environment variable that a `dagster.EnvVar` stands for; None for any other value."""
+    return str(env_var_to_config_dict(value)["env"]) if is_dagster_env_var(value) else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_origin
 
 import dagster as dg
+from pydantic import ValidationError
 
+from dagster_rankzero.fields import check_fields
 from dagster_rankzero.inputs import type_of_input
 from dagster_rankzero.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.resource import TorchDistributorResource
@@ -90,14 +92,14 @@ def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str
     """One dict of the changes to the resource.
 
     Raises:
-        dagster.DagsterInvalidDefinitionError: a name is not a field of the resource.
+        dagster.DagsterInvalidDefinitionError: a name is not a field of the resource, or its value is wrong.
     """
     changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
-    fields = TorchDistributorResource.model_fields
-    if unknown := sorted(set(changes) - set(fields)):
-        raise dg.DagsterInvalidDefinitionError(
-            f"TorchDistributorResource has no option {', '.join(unknown)}; it has {', '.join(fields)}"
-        )
+    check_fields(TorchDistributorResource, changes)
+    try:
+        TorchDistributorResource(**changes)
+    except ValidationError as error:
+        raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
     return changes
 
 

@@ -7,6 +7,7 @@ import dagster as dg
 from pydantic import Field, PrivateAttr
 
 from dagster_rankzero._compat import partition_paths, set_data_version
+from dagster_rankzero.fields import KnownFields, check_fields
 from dagster_rankzero.inputs import wants_reference
 from dagster_rankzero.metadata import describe_partitions, describe_result
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rankzero import ResultRef
 
 
-class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
+class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
     A version is committed by its manifest, which is written last: a crash never harms the version
@@ -51,6 +52,19 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
     )
 
     _base_path: "UPath" = PrivateAttr()
+
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """An IO manager whose other fields are given in the launchpad.
+
+        Args:
+            fields: Those that are known already.
+
+        Raises:
+            dagster.DagsterInvalidDefinitionError: a field does not exist.
+        """
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Finds the place to store in."""

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
+from dagster_rankzero.fields import KnownFields, check_fields, resolve_variables
 from rankzero.policy import STOP_GRACE
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ OBSERVATION_INTERVAL = 5.0
 """Seconds between two observations at least: each is a row in the event log."""
 
 
-class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """Runs distributed PyTorch on Spark and hands rank 0's value to the IO manager.
+class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: ignore[type-arg]
+    """Runs distributed PyTorch on Spark and delivers rank 0's value to the IO manager.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a field does not exist.
+        pydantic.ValidationError: a field has a value of the wrong type.
 
     Example:
         >>> @dg.asset
@@ -112,7 +117,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         """A copy with changed fields, for one run.
 
         Args:
-            changes: Field names of this class and their new values.
+            changes: Field names of this class and their new values; a `dagster.EnvVar` is looked up now.
 
         Returns:
             The copy; this resource stays as it is.
@@ -125,16 +130,24 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             4
         """
         fields = type(self).model_fields
-        unknown = sorted(set(changes) - set(fields))
-        if unknown:
-            raise dg.Failure(
-                f"{type(self).__name__} has no option {', '.join(unknown)}; it has {', '.join(fields)}",
-                allow_retries=False,
-            )
         try:
-            return type(self)(**{**{name: getattr(self, name) for name in fields}, **changes})
-        except ValidationError as error:
+            check_fields(type(self), changes)
+            return type(self)(**{**{name: getattr(self, name) for name in fields}, **resolve_variables(changes)})
+        except (dg.DagsterInvalidDefinitionError, ValidationError) as error:
             raise dg.Failure(f"wrong options of {type(self).__name__}: {error}", allow_retries=False) from error
+
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """A resource whose other fields are given in the launchpad.
+
+        Args:
+            fields: Those that are known already.
+
+        Raises:
+            dagster.DagsterInvalidDefinitionError: a field does not exist.
+        """
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)
 
     @overload
     def run(
