@@ -56,9 +56,7 @@ def build_compute(
         if PARTITION_KEYS in given and not returns_nothing:
             # The value is taken apart by partition.
             resource = resource.options(by_reference=False)
-        result = resource.run(context, train, **arguments, **given)
-        if returns_nothing:
-            result = _without_value(result)
+        result = resource._run(context, train, (), {**arguments, **given})
         return finish(context, result, given.get(PARTITION_KEYS, []))
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
@@ -150,13 +148,6 @@ def _is_resource(annotation: Any) -> bool:
         return True
     cls = get_origin(annotation) or annotation
     return isinstance(cls, type) and issubclass(cls, dg.ConfigurableResource)
-
-
-def _without_value(result: Any) -> Any:
-    """The result of a step whose function is annotated ``-> None``: nothing is stored."""
-    if isinstance(result, dg.MaterializeResult):
-        return dg.MaterializeResult(metadata=result.metadata)
-    return dg.Output(None, metadata=result.metadata)
 
 
 def build_script_compute(

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
 from dagster_rankzero.fields import KnownFields, check_fields, resolve_variables
+from dagster_rankzero.output import build_result, check_single, single_output
 from rankzero.policy import STOP_GRACE
 
 if TYPE_CHECKING:
@@ -184,15 +185,21 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
 
         Returns:
             With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`;
-            return it from the asset or op. Its value is rank 0's, its metadata describes the run.
+            return it from the asset or op. Its value is rank 0's, its metadata describes the run. For an
+            asset without a value (``specs=``, ``-> None``) it has metadata only.
 
         Raises:
             dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the run
-                hung, was cancelled or took too long, the arguments or fields are wrong, or the
-                infrastructure failed. A `dagster.RetryPolicy` applies unless the next try would end
-                the same way.
+                hung, was cancelled or took too long, the arguments or fields are wrong, the step
+                makes several assets, or the infrastructure failed. A `dagster.RetryPolicy` applies
+                unless the next try would end the same way.
             dagster.DagsterExecutionInterruptedError: as it came.
         """
+        check_single(context)
+        return self._run(context, train, args, kwargs)
+
+    def _run(self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Without a look at the assets of the step: torch_multi_asset makes their results itself.
         result = None
         events = self._events(context, train, args, kwargs)
         for event in events:
@@ -247,6 +254,7 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
             ... def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
             ...     yield from torch_distributor.stream(context, train, lr=1e-3)
         """
+        check_single(context)
         return self._events(context, train, args, kwargs)
 
     def _events(
@@ -274,7 +282,7 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
                 step_run.hand(handle, step)
             except RankZeroError as error:
                 raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
-        result = self._result(context, handle, value)
+        result = build_result(context, handle, value, single_output(context))
         yield call.add_to(context, result) if call else result
 
     def _open_pipes(self, context: Any) -> "AbstractContextManager[PipesCall | None]":
@@ -283,15 +291,6 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         from dagster_rankzero import pipes
 
         return pipes.open_call(context)
-
-    def _result(self, context: Any, handle: "RunHandle[Any]", value: Any) -> Any:
-        from dagster_rankzero.metadata import describe_run
-
-        metadata = describe_run(handle)
-        if isinstance(context, dg.AssetExecutionContext):
-            version = dg.DataVersion(handle.result_ref().sha256)
-            return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)
-        return dg.Output(value, metadata=metadata)
 
     def _launcher(self, env: Mapping[str, str]) -> "Launcher":
         from rankzero import Launcher
