@@ -1,23 +1,22 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
 from pydantic import Field, ValidationError
 
 from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
-from dagster_rankzero.fields import KnownFields, check_fields, resolve_variables
+from dagster_rankzero.fields import check_fields, resolve_variables
+from dagster_rankzero.launcher_fields import LauncherFields
 from dagster_rankzero.output import build_result, check_single, single_output
-from rankzero.policy import STOP_GRACE
 
 if TYPE_CHECKING:
     from dagster_rankzero.pipes import PipesCall
-    from rankzero import Launcher, RunHandle
-    from rankzero.engines.base import Engine
+    from rankzero import RunHandle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +28,7 @@ OBSERVATION_INTERVAL = 5.0
 """Seconds between two observations at least: each is a row in the event log."""
 
 
-class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: ignore[type-arg]
+class TorchDistributorResource(LauncherFields):
     """Runs distributed PyTorch on Spark and delivers rank 0's value to the IO manager.
 
     Raises:
@@ -46,52 +45,6 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         ... )
     """
 
-    engine: Literal["spark", "local"] = Field(
-        default="spark",
-        description="Where the ranks run: as one barrier stage of Spark, or as processes of this machine "
-        "without Spark, which starts in a second and suits tests. Local runs ignore master and spark_conf.",
-    )
-    master: str | None = Field(
-        default=None,
-        description="Spark master: local[N], spark://host:port, yarn or k8s://... "
-        "Left out: an embedded local[N] with as many slots as there are tasks.",
-    )
-    spark_conf: dict[str, str] = Field(
-        default_factory=dict, description="Spark configuration of the session that a run starts."
-    )
-    num_processes: int = Field(default=1, description="World size, the number of ranks.")
-    processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
-    use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
-    backend: str | None = Field(
-        default="auto",
-        description="Of the process group: auto (nccl with GPUs, else gloo), nccl, gloo, or null "
-        "if the training function decides.",
-    )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the ranks.")
-    store: str | None = Field(
-        default=None,
-        description="Root of the run directories, a path or an fsspec URL. "
-        "Left out: $RANKZERO_STORE, else ~/.rankzero/runs.",
-    )
-    timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
-    start_timeout: float = Field(default=600.0, description="Seconds until every rank must have started.")
-    hang_timeout: float | None = Field(
-        default=None,
-        description="Seconds without a report or an optimizer step of any rank after which an attempt ends.",
-    )
-    max_restarts: int = Field(
-        default=0,
-        description="New attempts, from the last checkpoint, within one step: after a killed rank, a lost host or "
-        "executor, a hang, a RetryableError.",
-    )
-    stop_grace: float = Field(
-        default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
-    )
-    orphan_timeout: float | None = Field(
-        default=None,
-        description="Seconds for which a training goes on for the next try of its step after the process of this one "
-        "has died. Left out: the longest delay of the retry policy and a quarter of an hour.",
-    )
     observation_interval: float | None = Field(
         default=OBSERVATION_INTERVAL,
         description="Seconds between two observations of an asset with rank 0's metrics at least; null for none.",
@@ -291,31 +244,3 @@ class TorchDistributorResource(KnownFields, dg.ConfigurableResource):  # type: i
         from dagster_rankzero import pipes
 
         return pipes.open_call(context)
-
-    def _launcher(self, env: Mapping[str, str]) -> "Launcher":
-        from rankzero import Launcher
-
-        return Launcher(
-            self.num_processes,
-            engine=self._engine(),
-            use_gpu=self.use_gpu,
-            processes_per_task=self.processes_per_task,
-            backend=self.backend,
-            env={**self.env, **env},
-            timeout=self.timeout,
-            start_timeout=self.start_timeout,
-            hang_timeout=self.hang_timeout,
-            orphan_timeout=self.orphan_timeout,
-            max_restarts=self.max_restarts,
-            stop_grace=self.stop_grace,
-            store=self.store,
-        )
-
-    def _engine(self) -> "Engine":
-        if self.engine == "local":
-            from rankzero import LocalEngine
-
-            return LocalEngine()
-        from rankzero import SparkEngine
-
-        return SparkEngine(master=self.master, conf=self.spark_conf)
