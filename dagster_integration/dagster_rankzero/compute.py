@@ -53,7 +53,7 @@ def build_compute(
     def compute(context: Any, **arguments: Any) -> Any:
         given = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
-        if PARTITION_KEYS in given and not returns_nothing:
+        if PARTITION_KEYS in given:
             # The value is taken apart by partition.
             resource = resource.options(by_reference=False)
         result = resource._run(context, train, (), {**arguments, **given})

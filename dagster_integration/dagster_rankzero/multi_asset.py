@@ -29,8 +29,7 @@ def torch_multi_asset(
     Rank 0 returns a dict by output name, or a tuple in the order of ``outs``. Each value goes to the
     IO manager of its output and has a data version of its own: with `RankZeroIOManager` its checksum,
     so that new metrics of an unchanged model leave what hangs on the model alone. The values pass
-    through the step's process; a model too large for that is an asset of its own (`torch_asset` with
-    ``by_reference``).
+    through the step's process; a model too large for that is an asset of its own (`torch_asset`).
 
     An output with ``is_required=False`` may be left out of the dict: it is not materialized then.
     With ``can_subset=True`` the whole training runs, and what was selected is stored.

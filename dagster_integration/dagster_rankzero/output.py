@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero._compat import OutputFacts, expect_single_result, outputs_of
+from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero.inputs import wants_reference
+from dagster_rankzero.partitions import keys_of
 
 if TYPE_CHECKING:
     from rankzero import RunHandle
@@ -33,6 +35,37 @@ def single_output(context: Any) -> OutputFacts | None:
     """The only output of a context's step; None if it has several, and outside of any step."""
     outputs = outputs_of(context)
     return outputs[0] if len(outputs) == 1 else None
+
+
+def value_of(context: Any, handle: "RunHandle[Any]", output: OutputFacts | None, by_reference: bool | None) -> Any:
+    """Rank 0's value, or the `ResultRef` of it, which is not loaded here.
+
+    Args:
+        context: Of the step.
+        handle: A run that has succeeded.
+        output: Of the step, if it has a single one.
+        by_reference: Which of the two; None: a reference where the output is stored by one.
+    """
+    is_reference = takes_reference(context, output) if by_reference is None else by_reference
+    return handle.result_ref() if is_reference else handle.result()
+
+
+def takes_reference(context: Any, output: OutputFacts | None) -> bool:
+    """True if an output is stored by reference: `RankZeroIOManager` stores the file, and nobody asks for the value.
+
+    One whose type Dagster would check, one of several partitions and a dynamic one need the value.
+    """
+    from dagster_rankzero.io_manager import RankZeroIOManager
+
+    if output is None or output.is_dynamic:
+        return False
+    dagster_type = output.dagster_type
+    if dagster_type.is_nothing:
+        # Nobody gets it.
+        return True
+    if not (dagster_type.is_any or wants_reference(dagster_type)) or len(keys_of(context)) > 1:
+        return False
+    return isinstance(io_manager_of(context, output.name), RankZeroIOManager)
 
 
 def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:

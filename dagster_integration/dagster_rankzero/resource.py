@@ -12,7 +12,7 @@ from dagster_rankzero._compat import name_of
 from dagster_rankzero.arguments import without_annotations, without_dagster
 from dagster_rankzero.fields import check_fields, resolve_variables
 from dagster_rankzero.launcher_fields import LauncherFields
-from dagster_rankzero.output import build_result, check_single, single_output
+from dagster_rankzero.output import build_result, check_single, single_output, value_of
 
 if TYPE_CHECKING:
     from dagster_rankzero.pipes import PipesCall
@@ -49,11 +49,11 @@ class TorchDistributorResource(LauncherFields):
         default=OBSERVATION_INTERVAL,
         description="Seconds between two observations of an asset with rank 0's metrics at least; null for none.",
     )
-    by_reference: bool = Field(
-        default=False,
-        description="Hand the IO manager a ResultRef instead of the value, so that a large result is never "
-        "loaded by the step. RankZeroIOManager stores the file that it stands for; any other IO manager "
-        "stores the small handle, which is good as long as the run directory is kept.",
+    by_reference: bool | None = Field(
+        default=None,
+        description="Deliver a ResultRef instead of the value, so that the step never loads a large result. Left out: "
+        "to a RankZeroIOManager, which stores the file that it stands for, unless the output has a type that Dagster "
+        "checks. Any other IO manager would store the small handle, good as long as the run directory is kept.",
     )
     pipes: bool = Field(
         default=False,
@@ -138,8 +138,9 @@ class TorchDistributorResource(LauncherFields):
 
         Returns:
             With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`;
-            return it from the asset or op. Its value is rank 0's, its metadata describes the run. For an
-            asset without a value (``specs=``, ``-> None``) it has metadata only.
+            return it from the asset or op. Its value is rank 0's, or with ``by_reference`` a `ResultRef`
+            with ``load()``; its metadata describes the run. For an asset without a value (``specs=``,
+            ``-> None``) it has metadata only.
 
         Raises:
             dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the run
@@ -222,7 +223,7 @@ class TorchDistributorResource(LauncherFields):
         from rankzero.launcher import print_line
 
         handle: RunHandle[Any] | None = None
-        step = Step.begin(context)
+        step, output = Step.begin(context), single_output(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         with self._open_pipes(context) as call:
             on_line = call.passing(print_line) if call else print_line
@@ -231,11 +232,11 @@ class TorchDistributorResource(LauncherFields):
                 with step_run.open_run(launcher, step, name_of(context), *shipped, context.log) as (handle, since):
                     for metrics in step_run.follow(handle, since, on_line, self.observation_interval):
                         yield from observe(context, metrics)
-                value = handle.result_ref() if self.by_reference else handle.result()
+                value = value_of(context, handle, output, self.by_reference)
                 step_run.hand(handle, step)
             except RankZeroError as error:
                 raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
-        result = build_result(context, handle, value, single_output(context))
+        result = build_result(context, handle, value, output)
         yield call.add_to(context, result) if call else result
 
     def _open_pipes(self, context: Any) -> "AbstractContextManager[PipesCall | None]":

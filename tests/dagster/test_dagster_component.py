@@ -13,6 +13,7 @@ import dagster as dg
 import pytest
 from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
 from tests.conftest import ROOT
+from tests.dagster.dagster_events import value_of
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, TorchTrainingComponent
 
@@ -83,7 +84,7 @@ def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
         policy = dg.RetryPolicy(max_retries=2, delay=30, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.FULL)
         assert trained.op.retry_policy == policy
         result = whole.resolve_implicit_global_asset_job_def().execute_in_process()
-        assert result.output_for_node("models__digits") == {"w": 4.0, "dagster": []}
+        assert value_of(result, "models__digits") == {"w": 4.0, "dagster": []}
 
 
 def test_options_change_fields_of_the_projects_resource(
@@ -101,7 +102,7 @@ def test_options_change_fields_of_the_projects_resource(
     with sandbox.load_component_and_build_defs(folder) as (_, defs):
         whole = dg.Definitions.merge(defs, dg.Definitions(resources=resources))
         result = whole.resolve_implicit_global_asset_job_def().execute_in_process()
-    assert result.output_for_node("greeting") == {"size": 1, "greeting": "hello"}
+    assert value_of(result, "greeting") == {"size": 1, "greeting": "hello"}
     # The project's store, and the IO manager that the file names.
     assert list((tmp_path / "runs").iterdir())
     assert (tmp_path / "shelf" / "greeting" / "manifest.json").exists()
@@ -125,7 +126,7 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
             defs, dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path=str(tmp_path / "assets"))})
         )
         job = whole.resolve_implicit_global_asset_job_def()
-        assert job.execute_in_process().output_for_node("size") == 2
+        assert value_of(job.execute_in_process(), "size") == 2
     assert list((tmp_path / "runs").iterdir())
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from tests.dagster.dagster_events import value_of
 
 import rankzero.train as rt
 from dagster_rankzero import (
@@ -77,7 +78,7 @@ def test_environment_variables_and_the_launchpad_configure_it(tmp_path: Path, mo
     model = torch_asset(options=variables)(train)
     given = {"torch_distributor": at_launch, "io_manager": manager}
     result = dg.materialize([model], resources=given, run_config=run_config)
-    assert result.output_for_node("train") == {"size": 2, "greeting": "hello"}
+    assert value_of(result, "train") == {"size": 2, "greeting": "hello"}
     assert list((tmp_path / "runs").iterdir())
     wrong = {"resources": {"torch_distributor": {"config": {"num_proceses": 2}}}}
     with pytest.raises(dg.DagsterInvalidConfigError, match="num_proceses"):

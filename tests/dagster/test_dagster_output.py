@@ -5,7 +5,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+from tests.dagster.dagster_events import failure_of, metadata_of, retries_of, value_of
 
 from dagster_rankzero import TorchDistributorResource
 
@@ -51,7 +51,7 @@ def test_the_only_asset_of_a_step_is_named(body: Body, resources: dict[str, obje
     multi = dg.multi_asset(outs={"out": dg.AssetOut(key=["ml", "model"])}, name="multi")(body)
     result = dg.materialize([multi], resources=resources)
     assert materialized(result) == ["ml/model"]
-    assert result.output_for_node("multi", "out") == train()
+    assert value_of(result, "multi", "out") == train()
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -60,7 +60,7 @@ def test_the_only_selected_asset_of_a_step_is_named(body: Body, resources: dict[
     multi = dg.multi_asset(outs=outs, can_subset=True, name="multi")(body)
     result = dg.materialize([multi], selection=["metrics"], resources=resources)
     assert materialized(result) == ["metrics"]
-    assert result.output_for_node("multi", "metrics") == train()
+    assert value_of(result, "multi", "metrics") == train()
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -88,7 +88,7 @@ def test_several_assets_can_be_made_of_an_outputs_value(resources: dict[str, obj
             yield dg.MaterializeResult(asset_key=name, value=value, metadata=output.metadata)
 
     result = dg.materialize([multi], resources=resources)
-    assert result.output_for_node("multi", "metrics") == 2
+    assert value_of(result, "multi", "metrics") == 2
     assert metadata_of(result, "model")["world_size"] == 1
 
 
@@ -116,4 +116,4 @@ def test_an_op_inside_of_a_graph_asset_passes_its_value_on(resources: dict[str, 
 
     result = dg.materialize([metrics], resources={"torch_distributor": resources["torch_distributor"]})
     assert materialized(result) == ["metrics"]
-    assert result.output_for_node("metrics") == 4
+    assert value_of(result, "metrics") == 4
