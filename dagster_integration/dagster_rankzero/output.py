@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
-from dagster_rankzero.inputs import wants_reference
-from dagster_rankzero.partitions import keys_of
+from dagster_rankzero.arguments.inputs import wants_reference
+from dagster_rankzero.arguments.partitions import keys_of
 
 if TYPE_CHECKING:
     from rankzero import RunHandle
@@ -55,7 +55,7 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
 
     One whose type Dagster would check, one of several partitions and a dynamic one need the value.
     """
-    from dagster_rankzero.io_manager import RankZeroIOManager
+    from dagster_rankzero.io_manager.io_manager import RankZeroIOManager
 
     if output is None or output.is_dynamic:
         return False
@@ -80,7 +80,7 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     Returns:
         With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`.
     """
-    from dagster_rankzero.metadata import describe_run
+    from dagster_rankzero.metadata.describe import describe_run
 
     metadata = describe_run(handle)
     takes_nothing = output is not None and output.dagster_type.is_nothing

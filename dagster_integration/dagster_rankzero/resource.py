@@ -9,7 +9,7 @@ import dagster as dg
 from pydantic import Field, ValidationError
 
 from dagster_rankzero._compat import name_of
-from dagster_rankzero.arguments import without_annotations, without_dagster
+from dagster_rankzero.arguments.plain import without_annotations, without_dagster
 from dagster_rankzero.fields import check_fields, resolve_variables
 from dagster_rankzero.launcher_fields import LauncherFields
 from dagster_rankzero.output import build_result, check_single, single_output, value_of
@@ -217,7 +217,7 @@ class TorchDistributorResource(LauncherFields):
         # Only a step that trains pays for the core.
         from dagster_rankzero import step_run
         from dagster_rankzero.failure import as_failure
-        from dagster_rankzero.observation import observe
+        from dagster_rankzero.metadata.observation import observe
         from dagster_rankzero.step import Step
         from rankzero import RankZeroError
         from rankzero.launcher import print_line

@@ -8,10 +8,10 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import set_step_data_version
-from dagster_rankzero.check_specs import check_result
-from dagster_rankzero.compute import build_compute, check_function, collect_options
-from dagster_rankzero.metadata import RESULT_ENTRIES
-from dagster_rankzero.partitions import PartitionArguments, of_single
+from dagster_rankzero.arguments.partitions import PartitionArguments, of_single
+from dagster_rankzero.decorators.check_specs import check_result
+from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
+from dagster_rankzero.metadata.describe import RESULT_ENTRIES
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 
