@@ -31,9 +31,9 @@ from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
 from rankzero.run.checkpoints import CheckpointConfig
 from rankzero.run.cursor import LogCursor
+from rankzero.run.detach import detaching, end
 from rankzero.run.handle import RunHandle
 from rankzero.run.retry import may_retry
-from rankzero.submit.durable import detaching, end
 from rankzero.values.ref import map_refs
 
 if TYPE_CHECKING:

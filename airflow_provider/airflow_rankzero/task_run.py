@@ -14,10 +14,10 @@ from airflow_rankzero.links import push_links
 from airflow_rankzero.tries import TaskTry
 from rankzero.errors import RunCancelledError
 from rankzero.run.cursor import LogCursor
+from rankzero.run.detach import end
 from rankzero.run.directory import RunStatus
 from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
-from rankzero.submit.durable import end
 
 FOLLOW_INTERVAL = 0.1
 """Seconds between two looks at a run directory on a local disk."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankzero.engines.base import Engine
+    from rankzero.run.detach import Caller
     from rankzero.submit import durable
-    from rankzero.submit.durable import Caller
     from rankzero.submit.owned import Opened
     from rankzero.submit.prepare import Request
 

@@ -1,8 +1,17 @@
 """Dagster integration of rankzero: distributed PyTorch as assets and ops.
 
-Lives here: the resource that runs training, decorators over it, checks of what came out, a component, and
-the IO manager that hands rank 0's value on. May not live here: anything that runs inside ranks, and imports
-of torch or pyspark; only Dagster and the core are imported. A name is loaded when it is used.
+From the front down, and none imports back up:
+
+    component                        a training as a folder with a YAML file
+    decorators/                      functions that become assets and ops
+    resource  launcher_fields        runs a training for a step; its options
+    step  step_run  failure  pipes   one try of a step, its run, what its errors mean
+    output  io_manager/              what a step delivers, and where it is stored
+    arguments/  metadata/  checks    what ranks get; what the UI shows; checks of it
+    fields  _compat                  names of fields; all of Dagster's inside
+
+May not live here: anything that runs inside ranks, and imports of torch or pyspark; only Dagster and the core are
+imported. A name is loaded when it is used.
 """
 
 import importlib
@@ -13,13 +22,13 @@ from dagster_shared.libraries import DagsterLibraryRegistry
 from rankzero import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dagster_rankzero.asset import torch_asset as torch_asset
     from dagster_rankzero.checks import build_champion_check as build_champion_check
     from dagster_rankzero.checks import build_metric_bounds_checks as build_metric_bounds_checks
     from dagster_rankzero.component import TorchTrainingComponent as TorchTrainingComponent
-    from dagster_rankzero.io_manager import RankZeroIOManager as RankZeroIOManager
-    from dagster_rankzero.multi_asset import torch_multi_asset as torch_multi_asset
-    from dagster_rankzero.op import torch_distributor_op as torch_distributor_op
+    from dagster_rankzero.decorators.asset import torch_asset as torch_asset
+    from dagster_rankzero.decorators.multi_asset import torch_multi_asset as torch_multi_asset
+    from dagster_rankzero.decorators.op import torch_distributor_op as torch_distributor_op
+    from dagster_rankzero.io_manager.io_manager import RankZeroIOManager as RankZeroIOManager
     from dagster_rankzero.resource import TorchDistributorResource as TorchDistributorResource
 
 __all__ = [
@@ -34,14 +43,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "RankZeroIOManager": "io_manager",
+    "RankZeroIOManager": "io_manager.io_manager",
     "TorchDistributorResource": "resource",
     "TorchTrainingComponent": "component",
     "build_champion_check": "checks",
     "build_metric_bounds_checks": "checks",
-    "torch_asset": "asset",
-    "torch_distributor_op": "op",
-    "torch_multi_asset": "multi_asset",
+    "torch_asset": "decorators.asset",
+    "torch_distributor_op": "decorators.op",
+    "torch_multi_asset": "decorators.multi_asset",
 }
 
 # Without the flag Dagster warns that our version is not one of its own.

@@ -1,5 +1,6 @@
 """Everything that is taken from Dagster's inside. One place to look at when Dagster changes."""
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -8,7 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import dagster as dg
+from dagster._config.field_utils import env_var_to_config_dict, is_dagster_env_var
 from dagster._core.errors import DagsterInvalidPropertyError, DagsterRunNotFoundError
+from dagster._core.execution.plan.outputs import StepOutputHandle
 from dagster._core.execution.stats import StepEventStatus
 from dagster._core.executor.in_process import InProcessExecutor
 from dagster._core.executor.multiprocess import MultiprocessExecutor
@@ -48,6 +51,11 @@ def dagster_type_of(annotation: Any) -> dg.DagsterType:
 
 IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
 """What runs a step: the process of its run, a child of that, or a place of its own such as a pod."""
+
+
+def variable_of(value: Any) -> str | None:
+    """The name of the environment variable that a `dagster.EnvVar` stands for; None for any other value."""
+    return str(env_var_to_config_dict(value)["env"]) if is_dagster_env_var(value) else None
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,61 @@ def assets_of(context: Any) -> Sequence[dg.AssetKey]:
         return sorted(context.selected_asset_keys)
     except DagsterInvalidPropertyError:
         return ()
+
+
+@dataclass(frozen=True)
+class OutputFacts:
+    """What Dagster knows of an output that a step is to make.
+
+    Attributes:
+        name: Of the output.
+        asset_key: Of the asset that it is, if it is one.
+        dagster_type: Of its value.
+        is_dynamic: It is one of many, each with a mapping key.
+    """
+
+    name: str
+    asset_key: dg.AssetKey | None
+    dagster_type: dg.DagsterType
+    is_dynamic: bool
+
+
+def outputs_of(context: Any) -> list[OutputFacts]:
+    """The selected outputs of a context's step, without checks; empty outside of any step."""
+    op_context = getattr(context, "op_execution_context", context)
+    step = getattr(op_context, "_step_execution_context", None)
+    if step is None:
+        return []
+    return [
+        OutputFacts(
+            name=output.name,
+            asset_key=output.properties.asset_key,
+            dagster_type=step.op_def.output_def_named(output.name).dagster_type,
+            is_dynamic=output.properties.is_dynamic,
+        )
+        for output in step.step.step_outputs
+        if output.properties.asset_check_key is None and output.name in step.selected_output_names
+    ]
+
+
+def io_manager_of(context: Any, output: str) -> object:
+    """Where the value of an output of a context's step goes."""
+    step = getattr(context, "op_execution_context", context)._step_execution_context
+    return step.get_io_manager(StepOutputHandle(step.step.key, output))
+
+
+def expect_single_result(context: dg.AssetExecutionContext) -> None:
+    """Lets the function of a step with several outputs return the result of the one that is selected.
+
+    Dagster would take the result, a named tuple, for a tuple of all outputs.
+    """
+    step = getattr(context.op_execution_context, "_step_execution_context", None)
+    if step is None:
+        return
+    assets = [output for output in step.step.step_outputs if output.properties.asset_check_key is None]
+    function = getattr(step.op_def.compute_fn, "decorated_fn", None)
+    if len(assets) > 1 and not inspect.isgeneratorfunction(function):
+        step.set_requires_typed_event_stream()
 
 
 def is_automatic_retry(run: dg.DagsterRun) -> bool:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import dagster as dg
 from pydantic import Field
 
-from dagster_rankzero.arguments import without_annotations
-from dagster_rankzero.asset import torch_asset
-from dagster_rankzero.compute import CONFIG, check_function
-from dagster_rankzero.partitions import PARTITION_KEY, PARTITION_KEYS
+from dagster_rankzero.arguments.partitions import PARTITION_KEY, PARTITION_KEYS
+from dagster_rankzero.arguments.plain import without_annotations
+from dagster_rankzero.decorators.asset import torch_asset
+from dagster_rankzero.decorators.compute import CONFIG, check_function
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource
 
 _TRAIN = '''"""Runs on every rank. What rank 0 returns is the asset's value."""
@@ -58,22 +58,61 @@ def _import_train(context: dg.ResolutionContext, name: str) -> Callable[..., Any
     return function  # type: ignore[no-any-return]
 
 
+class TorchRetryPolicy(dg.Model, dg.Resolvable):
+    """When a step that failed is tried again: the arguments of `dagster.RetryPolicy`.
+
+    Attributes:
+        max_retries: Tries after the first one that failed.
+        delay: Seconds before the next try.
+        backoff: How the delay grows; left out: it does not.
+        jitter: How the delay is spread; left out: it is not.
+    """
+
+    max_retries: int = 1
+    delay: float | None = None
+    backoff: Literal["linear", "exponential"] | None = None
+    jitter: Literal["full", "plus_minus"] | None = None
+
+    def build(self) -> dg.RetryPolicy:
+        """The policy. Raises DagsterInvalidDefinitionError for a backoff or jitter of no delay."""
+        return dg.RetryPolicy(
+            max_retries=self.max_retries,
+            delay=self.delay,
+            backoff=dg.Backoff[self.backoff.upper()] if self.backoff else None,
+            jitter=dg.Jitter[self.jitter.upper()] if self.jitter else None,
+        )
+
+
 class TorchOp(dg.Model, dg.Resolvable):
     """How the step of a training is run.
 
     Attributes:
-        name: Of the op; left out: made from the asset's key.
         tags: Of the op.
         pool: Concurrency pool; it counts steps, not GPUs.
-        max_retries: Tries after the first one that failed.
+        retry_policy: When the step is tried again; left out: never.
         backfill_policy: One run for each partition, or one run for all; left out: Dagster's default.
     """
 
-    name: str | None = None
     tags: dict[str, Any] | None = None
     pool: str | None = None
-    max_retries: int = 0
+    retry_policy: TorchRetryPolicy | None = None
     backfill_policy: Literal["multi_run", "single_run"] | None = None
+
+
+class TorchCheck(dg.Model, dg.Resolvable):
+    """A check of the asset, which rank 0 reports: ``rankzero.train.report({"check/finite": True})``.
+
+    Attributes:
+        name: Of the check.
+        description: For the UI.
+        blocking: In the same run, nothing that depends on the asset starts if it fails.
+        metadata: Of the check.
+    """
+
+    name: str
+    description: str | None = None
+    blocking: bool = False
+    metadata: dict[str, Any] | None = None
 
 
 class TorchTrainingScaffolder(dg.Scaffolder[Any]):
@@ -103,8 +142,9 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
               num_processes: 4
               kwargs: {lr: 0.3}
               ins: {features: raw/features}
-              cluster: {master: "{{ env.SPARK_MASTER }}"}
-              op: {pool: gpu, max_retries: 2}
+              options: {master: "{{ env.SPARK_MASTER }}", max_restarts: 1}
+              op: {pool: gpu, retry_policy: {max_retries: 2, delay: 60, backoff: exponential}}
+              check_specs: [{name: finite, blocking: true}]
               asset: {key: models/resnet, kinds: [pytorch, spark]}
     """
 
@@ -123,12 +163,20 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
     ins: dict[str, str] = Field(
         default_factory=dict, description="Keys of the assets that its other parameters take, where they differ."
     )
-    cluster: dict[str, Any] | None = Field(
-        default=None,
-        description="Fields of a TorchDistributorResource for this training alone: master, spark_conf, engine, store "
-        "... Left out: the project's resource.",
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Changes to the resource for this training alone, by its field names: master, spark_conf, store, "
+        "timeout, max_restarts ...",
     )
-    resource_key: str = Field(default=DEFAULT_RESOURCE_KEY, description="Of the project's resource.")
+    resource_key: str | None = Field(
+        default=DEFAULT_RESOURCE_KEY,
+        description="Of the project's TorchDistributorResource; null for one of this training's own, which options "
+        "alone describe.",
+    )
+    io_manager_key: str | None = Field(default=None, description="Where the value goes; left out: io_manager.")
+    check_specs: list[TorchCheck] = Field(
+        default_factory=list, description="Checks whose results rank 0 reports under check/NAME."
+    )
     op: TorchOp = Field(default_factory=TorchOp)
 
     @classmethod
@@ -136,22 +184,23 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         """What ``dg list components`` says."""
         return dg.ComponentTypeSpec(
             description="Distributed PyTorch training on Spark as an asset.",
-            owners=["team:ml"],
             tags=["pytorch", "spark", "training"],
             produces=["asset"],
         )
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """The asset, and its resource if ``cluster`` is given."""
-        name = self.op.name or self.asset.key.to_python_identifier()
-        resources: dict[str, Any] = {}
-        key = self.resource_key
-        if self.cluster is not None:
-            key = f"{name}__{DEFAULT_RESOURCE_KEY}"
-            resources[key] = TorchDistributorResource(**self.cluster)
+        """The asset, and its resource if it has one of its own."""
+        key, options, resources = self.resource_key, self.options, {}
+        if key is None:
+            key, options = f"{self.asset.key.to_python_identifier()}__{DEFAULT_RESOURCE_KEY}", {}
+            resources[key] = TorchDistributorResource(**self.options)
         train = _bind(self.train_fn, self.kwargs, self.ins)
         decorate = torch_asset(
-            num_processes=self.num_processes, use_gpu=self.use_gpu, resource_key=key, **self._asset_arguments(train)
+            num_processes=self.num_processes,
+            use_gpu=self.use_gpu,
+            options=options,
+            resource_key=key,
+            **self._asset_arguments(train),
         )
         return dg.Definitions(assets=[decorate(train)], resources=resources)
 
@@ -176,9 +225,11 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
             "automation_condition": spec.automation_condition,
             "freshness_policy": spec.freshness_policy,
             "partitions_def": spec.partitions_def,
+            "io_manager_key": self.io_manager_key,
+            "check_specs": [dg.AssetCheckSpec(asset=spec.key, **dict(check)) for check in self.check_specs],
             "op_tags": op.tags,
             "pool": op.pool,
-            "retry_policy": dg.RetryPolicy(max_retries=op.max_retries) if op.max_retries else None,
+            "retry_policy": op.retry_policy.build() if op.retry_policy else None,
             "backfill_policy": backfill[op.backfill_policy]() if op.backfill_policy else None,
         }
         return {name: value for name, value in arguments.items() if value}

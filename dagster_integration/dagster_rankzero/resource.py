@@ -1,20 +1,21 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 import dagster as dg
 from pydantic import Field, ValidationError
 
-from dagster_rankzero.arguments import without_annotations, without_dagster
-from rankzero.bounds import STOP_GRACE
+from dagster_rankzero.arguments.plain import without_annotations, without_dagster
+from dagster_rankzero.fields import check_fields, resolve_variables
+from dagster_rankzero.launcher_fields import LauncherFields
+from dagster_rankzero.output import build_result, check_single, single_output, value_of
 
 if TYPE_CHECKING:
     from dagster_rankzero.pipes import PipesCall
-    from rankzero import Launcher, RunHandle
-    from rankzero.engines.base import Engine
+    from rankzero import RunHandle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,8 +27,12 @@ OBSERVATION_INTERVAL = 5.0
 """Seconds between two observations at least: each is a row in the event log."""
 
 
-class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """Runs distributed PyTorch on Spark and hands rank 0's value to the IO manager.
+class TorchDistributorResource(LauncherFields):
+    """Runs distributed PyTorch on Spark and delivers rank 0's value to the IO manager.
+
+    Raises:
+        dagster.DagsterInvalidDefinitionError: a field does not exist.
+        pydantic.ValidationError: a field has a value of the wrong type.
 
     Example:
         >>> @dg.asset
@@ -39,61 +44,15 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         ... )
     """
 
-    engine: Literal["spark", "local"] = Field(
-        default="spark",
-        description="Where the ranks run: as one barrier stage of Spark, or as processes of this machine "
-        "without Spark, which starts in a second and suits tests. Local runs ignore master and spark_conf.",
-    )
-    master: str | None = Field(
-        default=None,
-        description="Spark master: local[N], spark://host:port, yarn or k8s://... "
-        "Left out: an embedded local[N] with as many slots as there are tasks.",
-    )
-    spark_conf: dict[str, str] = Field(
-        default_factory=dict, description="Spark configuration of the session that a run starts."
-    )
-    num_processes: int = Field(default=1, description="World size, the number of ranks.")
-    processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
-    use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
-    backend: str | None = Field(
-        default="auto",
-        description="Of the process group: auto (nccl with GPUs, else gloo), nccl, gloo, or null "
-        "if the training function decides.",
-    )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the ranks.")
-    store: str | None = Field(
-        default=None,
-        description="Root of the run directories, a path or an fsspec URL. "
-        "Left out: $RANKZERO_STORE, else ~/.rankzero/runs.",
-    )
-    timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
-    start_timeout: float = Field(default=600.0, description="Seconds until every rank must have started.")
-    hang_timeout: float | None = Field(
-        default=None,
-        description="Seconds without a report or an optimizer step of any rank after which an attempt ends.",
-    )
-    max_restarts: int = Field(
-        default=0,
-        description="New attempts, from the last checkpoint, within one step: after a killed rank, a lost host or "
-        "executor, a hang, a RetryableError.",
-    )
-    stop_grace: float = Field(
-        default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
-    )
-    orphan_timeout: float | None = Field(
-        default=None,
-        description="Seconds for which a training goes on for the next try of its step after the process of this one "
-        "has died. Left out: the longest delay of the retry policy and a quarter of an hour.",
-    )
     observation_interval: float | None = Field(
         default=OBSERVATION_INTERVAL,
         description="Seconds between two observations of an asset with rank 0's metrics at least; null for none.",
     )
-    by_reference: bool = Field(
-        default=False,
-        description="Hand the IO manager a ResultRef instead of the value, so that a large result is never "
-        "loaded by the step. RankZeroIOManager stores the file that it stands for; any other IO manager "
-        "stores the small handle, which is good as long as the run directory is kept.",
+    by_reference: bool | None = Field(
+        default=None,
+        description="Deliver a ResultRef instead of the value, so that the step never loads a large result. Left out: "
+        "to a RankZeroIOManager, which stores the file that it stands for, unless the output has a type that Dagster "
+        "checks. Any other IO manager would store the small handle, good as long as the run directory is kept.",
     )
     pipes: bool = Field(
         default=False,
@@ -111,17 +70,12 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         description="Whose lines the step shows, such as [0]; left out: all. A rank whose failure ends the run is "
         "shown as well, and every line is in the run directory.",
     )
-    code_version: str | None = Field(
-        default=None,
-        description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
-        "step whose function, script or modules have changed begins from scratch.",
-    )
 
     def options(self, **changes: Any) -> Self:
         """A copy with changed fields, for one run.
 
         Args:
-            changes: Field names of this class and their new values.
+            changes: Field names of this class and their new values; a `dagster.EnvVar` is looked up now.
 
         Returns:
             The copy; this resource stays as it is.
@@ -134,16 +88,24 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             4
         """
         fields = type(self).model_fields
-        unknown = sorted(set(changes) - set(fields))
-        if unknown:
-            raise dg.Failure(
-                f"{type(self).__name__} has no option {', '.join(unknown)}; it has {', '.join(fields)}",
-                allow_retries=False,
-            )
         try:
-            return type(self)(**{**{name: getattr(self, name) for name in fields}, **changes})
-        except ValidationError as error:
+            check_fields(type(self), changes)
+            return type(self)(**{**{name: getattr(self, name) for name in fields}, **resolve_variables(changes)})
+        except (dg.DagsterInvalidDefinitionError, ValidationError) as error:
             raise dg.Failure(f"wrong options of {type(self).__name__}: {error}", allow_retries=False) from error
+
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """A resource whose other fields are given in the launchpad.
+
+        Args:
+            fields: Those that are known already.
+
+        Raises:
+            dagster.DagsterInvalidDefinitionError: a field does not exist.
+        """
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)
 
     @overload
     def run(
@@ -180,15 +142,22 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
 
         Returns:
             With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`;
-            return it from the asset or op. Its value is rank 0's, its metadata describes the run.
+            return it from the asset or op. Its value is rank 0's, or with ``by_reference`` a `ResultRef`
+            with ``load()``; its metadata describes the run. For an asset without a value (``specs=``,
+            ``-> None``) it has metadata only.
 
         Raises:
             dagster.Failure: a rank failed (metadata: rank, host, traceback, last log lines), the run
-                hung, was cancelled or took too long, the arguments or fields are wrong, or the
-                infrastructure failed. A `dagster.RetryPolicy` applies unless the next try would end
-                the same way.
+                hung, was cancelled or took too long, the arguments or fields are wrong, the step
+                makes several assets, or the infrastructure failed. A `dagster.RetryPolicy` applies
+                unless the next try would end the same way.
             dagster.DagsterExecutionInterruptedError: as it came.
         """
+        check_single(context)
+        return self._run(context, train, args, kwargs)
+
+    def _run(self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Without a look at the assets of the step: torch_multi_asset makes their results itself.
         result = None
         events = self._events(context, train, args, kwargs)
         for event in events:
@@ -243,6 +212,7 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
             ... def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
             ...     yield from torch_distributor.stream(context, train, lr=1e-3)
         """
+        check_single(context)
         return self._events(context, train, args, kwargs)
 
     def _events(
@@ -251,13 +221,13 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         # Only a step that trains pays for the core.
         from dagster_rankzero import step_run
         from dagster_rankzero.failure import as_failure
-        from dagster_rankzero.observation import observe
+        from dagster_rankzero.metadata.observation import observe
         from dagster_rankzero.step import Step
         from rankzero import RankZeroError
         from rankzero.launcher import print_line
 
         handle: RunHandle[Any] | None = None
-        step = Step.of(context)
+        step, output = Step.of(context), single_output(context)
         shipped = without_annotations(train), without_dagster(args), without_dagster(kwargs)
         with self._open_pipes(context) as call:
             on_line = call.passing(print_line) if call else print_line
@@ -267,11 +237,11 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
                     handle = opened.handle
                     for metrics in step_run.follow(opened, on_line, self.observation_interval, self.log_ranks):
                         yield from observe(context, metrics)
-                value = handle.result_ref() if self.by_reference else handle.result()
+                value = value_of(context, handle, output, self.by_reference)
                 step_run.offer(handle, step)
             except RankZeroError as error:
                 raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
-        result = self._result(context, handle, value)
+        result = build_result(context, handle, value, output)
         yield call.add_to(context, result) if call else result
 
     def _open_pipes(self, context: Any) -> "AbstractContextManager[PipesCall | None]":
@@ -280,41 +250,3 @@ class TorchDistributorResource(dg.ConfigurableResource):  # type: ignore[type-ar
         from dagster_rankzero import pipes
 
         return pipes.open_call(context)
-
-    def _result(self, context: Any, handle: "RunHandle[Any]", value: Any) -> Any:
-        from dagster_rankzero.metadata import describe_run
-
-        metadata = describe_run(handle)
-        if isinstance(context, dg.AssetExecutionContext):
-            version = dg.DataVersion(handle.result_ref().sha256)
-            return dg.MaterializeResult(value=value, metadata=metadata, data_version=version)
-        return dg.Output(value, metadata=metadata)
-
-    def _launcher(self, env: Mapping[str, str]) -> "Launcher":
-        from rankzero import Launcher
-
-        return Launcher(
-            self.num_processes,
-            engine=self._engine(),
-            use_gpu=self.use_gpu,
-            processes_per_task=self.processes_per_task,
-            backend=self.backend,
-            env={**self.env, **env},
-            timeout=self.timeout,
-            start_timeout=self.start_timeout,
-            hang_timeout=self.hang_timeout,
-            orphan_timeout=self.orphan_timeout,
-            max_restarts=self.max_restarts,
-            stop_grace=self.stop_grace,
-            store=self.store,
-            code_version=self.code_version,
-        )
-
-    def _engine(self) -> "Engine":
-        if self.engine == "local":
-            from rankzero import LocalEngine
-
-            return LocalEngine()
-        from rankzero import SparkEngine
-
-        return SparkEngine(master=self.master, conf=self.spark_conf)

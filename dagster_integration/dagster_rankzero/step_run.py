@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero import _compat
-from dagster_rankzero.observation import next_interval
+from dagster_rankzero.metadata.observation import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
 from rankzero.run.cursor import LogCursor

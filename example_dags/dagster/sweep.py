@@ -35,7 +35,6 @@ def sweep_scans() -> dict[str, Any]:
 
 @torch_asset(
     partitions_def=dg.StaticPartitionsDefinition(list(SETTINGS)),
-    options={"by_reference": True},
     pool="gpus",
     kinds={"pytorch", "spark"},
 )

@@ -25,6 +25,8 @@ OF_THE_OPERATOR_ALONE = {
     "master": "the engine",
     "spark_conf": "the engine",
     "deferrable": "Airflow's own",
+    "retry_user_errors": "of a pipeline, as Dagster's resource has it",
+    "log_ranks": "of whoever follows, as Dagster's resource has it",
 }
 OTHER_DEFAULTS = {
     "num_processes": "a task of one rank needs no operator for distributed training",

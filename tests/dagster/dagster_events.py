@@ -2,6 +2,8 @@
 
 import dagster as dg
 
+from rankzero import ResultRef
+
 
 def metadata_of(result: dg.ExecuteInProcessResult, key: str) -> dict[str, object]:
     """Plain values of an asset's only materialization in a run."""
@@ -20,3 +22,9 @@ def failure_of(result: dg.ExecuteInProcessResult, step: str) -> tuple[str, dict[
 def retries_of(result: dg.ExecuteInProcessResult, step: str) -> int:
     """How often a step was tried again."""
     return sum(e.event_type_value == "STEP_RESTARTED" for e in result.all_events if e.step_key == step)
+
+
+def value_of(result: dg.ExecuteInProcessResult, node: str, output: str = "result") -> object:
+    """What a step's output stands for: its value, or that of the handle which it delivered instead."""
+    given = result.output_for_node(node, output)
+    return given.load() if isinstance(given, ResultRef) else given

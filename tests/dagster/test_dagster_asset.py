@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import dagster as dg
 import pytest
 import torch
-from tests.dagster.dagster_events import failure_of, metadata_of, retries_of
+from tests.dagster.dagster_events import failure_of, metadata_of, retries_of, value_of
 
 import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource, torch_asset
@@ -41,7 +41,7 @@ def test_inputs_come_from_io_managers_and_the_value_goes_to_one(resources: dict[
         return model["w"].sum().item()
 
     result = dg.materialize([features, scale, model, total], resources=resources)
-    assert result.output_for_node("total") == 15.0 * 3 * 2
+    assert value_of(result, "total") == 15.0 * 3 * 2
     assert metadata_of(result, "model")["world_size"] == 2
 
 
@@ -53,7 +53,7 @@ def test_an_input_of_the_rankzero_io_manager_is_opened_by_the_ranks_and_not_by_t
         return type(features["x"]).__name__
 
     result = dg.materialize([features, model], resources=resources)
-    assert result.output_for_node("model") == "Tensor"
+    assert value_of(result, "model") == "Tensor"
     job = json.loads((Path(metadata_of(result, "model")["run_directory"]) / "job.json").read_text())
     (opened,) = [file["location"] for file in job["files"].values() if file["absolute"]]
     assert opened.startswith(str(assets_path / "features"))
@@ -78,7 +78,7 @@ def test_an_input_of_another_io_manager_keeps_its_type_and_travels_with_the_job(
         return point.x
 
     result = dg.materialize([point, model], resources={**resources, "io_manager": Typed()})
-    assert result.output_for_node("model") == 3
+    assert value_of(result, "model") == 3
     assert seen == [Point]
 
 
@@ -121,7 +121,7 @@ def test_configuration_reaches_the_ranks_without_dagster(resources: dict[str, ob
         return [config.epochs, config.lr, [name for name in sys.modules if name.startswith("dagster")]]
 
     run_config = dg.RunConfig(ops={"model": TrainConfig(epochs=7)})
-    assert dg.materialize([model], resources=resources, run_config=run_config).output_for_node("model") == [7, 0.1, []]
+    assert value_of(dg.materialize([model], resources=resources, run_config=run_config), "model") == [7, 0.1, []]
     with pytest.raises(dg.DagsterInvalidConfigError, match="epochs"):
         dg.materialize([model], resources=resources)
 
@@ -144,10 +144,10 @@ def test_partitions_train_apart_and_know_their_key(resources: dict[str, object],
     for day in ("mon", "wed"):
         dg.materialize([model], resources=resources, partition_key=day, instance=instance)
     result = dg.materialize([week, model], selection=[week], resources=resources, instance=instance)
-    assert result.output_for_node("week") == {"mon": {"day": "mon"}, "wed": {"day": "wed"}}
+    assert value_of(result, "week") == {"mon": {"day": "mon"}, "wed": {"day": "wed"}}
     dg.materialize([model], resources=resources, partition_key="tue", instance=instance)
     result = dg.materialize([ensemble, model], selection=[ensemble], resources=resources, instance=instance)
-    assert result.output_for_node("ensemble") == ["mon=mon", "tue=tue", "wed=wed"]
+    assert value_of(result, "ensemble") == ["mon=mon", "tue=tue", "wed=wed"]
 
 
 def test_a_key_of_two_dimensions_is_a_plain_string(resources: dict[str, object]) -> None:
@@ -162,7 +162,7 @@ def test_a_key_of_two_dimensions_is_a_plain_string(resources: dict[str, object])
         return [partition_key, type(partition_key) is str, "dagster" in sys.modules]
 
     key = dg.MultiPartitionKey({"day": "mon", "size": "s"})
-    assert dg.materialize([model], resources=resources, partition_key=key).output_for_node("model") == [
+    assert value_of(dg.materialize([model], resources=resources, partition_key=key), "model") == [
         "mon|s",
         True,
         False,
@@ -200,7 +200,7 @@ def test_arguments_of_an_asset_pass_through(resources: dict[str, object]) -> Non
     assert (model.op.pool, model.op.retry_policy.max_retries) == ("gpu", 4)
     assert model.op.tags["dagster/priority"] == "3"
     result = dg.materialize([features, model], resources={**resources, "other": 1})
-    assert result.output_for_node("models__digits") == 2
+    assert value_of(result, "models__digits") == 2
 
 
 def test_a_rank_that_fails_is_retried_only_by_the_rules(resources: dict[str, object]) -> None:
@@ -223,7 +223,7 @@ def test_options_and_resource_key_choose_the_resource(
         return [rt.get_context().world_size, os.environ["SHADE"]]
 
     result = dg.materialize([model], resources={"cluster": torch_distributor, "io_manager": resources["io_manager"]})
-    assert result.output_for_node("model") == [1, "blue"]
+    assert value_of(result, "model") == [1, "blue"]
 
 
 def test_a_function_annotated_to_return_nothing_stores_nothing(resources: dict[str, object], assets_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_annotations_that_only_a_type_checker_sees_are_fine(resources: dict[str,
     def model(features: "OrderedDict[str, torch.Tensor]") -> "OrderedDict":
         return len(features)
 
-    assert dg.materialize([features, model], resources=resources).output_for_node("model") == 1
+    assert value_of(dg.materialize([features, model], resources=resources), "model") == 1
 
 
 def with_context(context: dg.AssetExecutionContext) -> None: ...

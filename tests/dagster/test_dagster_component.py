@@ -13,8 +13,9 @@ import dagster as dg
 import pytest
 from dagster.components.testing import DefsFolderSandbox, create_defs_folder_sandbox
 from tests.conftest import ROOT
+from tests.dagster.dagster_events import value_of
 
-from dagster_rankzero import RankZeroIOManager, TorchTrainingComponent
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, TorchTrainingComponent
 
 TRAIN = """
 import dagster as dg
@@ -66,7 +67,11 @@ def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
         kwargs={"lr": 0.5},
         ins={"features": "raw/features"},
         num_processes=1,
-        op={"pool": "gpu", "tags": {"team": "vision"}, "max_retries": 2},
+        op={
+            "pool": "gpu",
+            "tags": {"team": "vision"},
+            "retry_policy": {"max_retries": 2, "delay": 30, "backoff": "exponential", "jitter": "full"},
+        },
         asset={"key": "models/digits", "kinds": ["pytorch"], "group_name": "training", "owners": ["team:vision"]},
     )
     with sandbox.load_component_and_build_defs(folder) as (_, defs):
@@ -75,25 +80,63 @@ def test_a_folder_becomes_an_asset_whose_helpers_travel_and_dagster_does_not(
         spec = trained.get_asset_spec()
         assert (spec.group_name, spec.kinds, spec.owners) == ("training", {"pytorch"}, ["team:vision"])
         assert spec.description == "Trains."
-        assert (trained.op.pool, trained.op.tags["team"], trained.op.retry_policy.max_retries) == ("gpu", "vision", 2)
+        assert (trained.op.pool, trained.op.tags["team"]) == ("gpu", "vision")
+        policy = dg.RetryPolicy(max_retries=2, delay=30, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.FULL)
+        assert trained.op.retry_policy == policy
         result = whole.resolve_implicit_global_asset_job_def().execute_in_process()
-        assert result.output_for_node("models__digits") == {"w": 4.0, "dagster": []}
+        assert value_of(result, "models__digits") == {"w": 4.0, "dagster": []}
 
 
-def test_a_cluster_of_its_own_and_a_deps_only_asset(sandbox: DefsFolderSandbox, tmp_path: Path) -> None:
+def test_options_change_fields_of_the_projects_resource(
+    sandbox: DefsFolderSandbox, torch_distributor: TorchDistributorResource, tmp_path: Path
+) -> None:
+    folder = component(
+        sandbox,
+        train_fn="tests.dagster.trained_component.report_and_greet",
+        options={"num_processes": 1, "env": {"GREETING": "hello"}},
+        io_manager_key="shelf",
+        check_specs=[{"name": "finite", "blocking": True}, {"name": "told"}],
+        asset={"key": "greeting", "deps": ["calendar"]},
+    )
+    resources = {"torch_distributor": torch_distributor, "shelf": RankZeroIOManager(base_path=str(tmp_path / "shelf"))}
+    with sandbox.load_component_and_build_defs(folder) as (_, defs):
+        whole = dg.Definitions.merge(defs, dg.Definitions(resources=resources))
+        result = whole.resolve_implicit_global_asset_job_def().execute_in_process()
+    assert value_of(result, "greeting") == {"size": 1, "greeting": "hello"}
+    # The project's store, and the IO manager that the file names.
+    assert list((tmp_path / "runs").iterdir())
+    assert (tmp_path / "shelf" / "greeting" / "manifest.json").exists()
+    assert {check.check_name: check.passed for check in result.get_asset_check_evaluations()} == {
+        "finite": True,
+        "told": False,
+    }
+
+
+def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> None:
     folder = component(
         sandbox,
         train_fn="tests.dagster.trained_component.world_size",
         num_processes=2,
-        cluster={"engine": "local", "store": str(tmp_path / "runs")},
-        asset={"key": "size", "deps": ["calendar"]},
+        resource_key=None,
+        options={"engine": "local", "store": str(tmp_path / "runs")},
+        asset={"key": "size"},
     )
     with sandbox.load_component_and_build_defs(folder) as (_, defs):
         whole = dg.Definitions.merge(
             defs, dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path=str(tmp_path / "assets"))})
         )
         job = whole.resolve_implicit_global_asset_job_def()
-        assert job.execute_in_process().output_for_node("size") == 2
+        assert value_of(job.execute_in_process(), "size") == 2
+    assert list((tmp_path / "runs").iterdir())
+
+
+def test_a_project_without_the_resource_is_told_which(sandbox: DefsFolderSandbox) -> None:
+    folder = component(sandbox, train_fn="tests.dagster.trained_component.world_size", asset={"key": "size"})
+    with (
+        sandbox.load_component_and_build_defs(folder) as (_, defs),
+        pytest.raises(dg.DagsterInvalidDefinitionError, match="torch_distributor"),
+    ):
+        defs.resolve_implicit_global_asset_job_def()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +148,14 @@ def test_a_cluster_of_its_own_and_a_deps_only_asset(sandbox: DefsFolderSandbox, 
         ({"ins": {"labels": "raw/labels"}}, "labels"),
         ({"num_processes": "two"}, "num_processes"),
         ({"world_size": 2}, "world_size"),
+        ({"options": {"mastr": "local[2]"}}, "no field 'mastr' (did you mean 'master'?)"),
+        ({"options": {"mastr": "local[2]"}, "resource_key": None}, "no field 'mastr' (did you mean 'master'?)"),
+        ({"options": {"num_processes": "two"}}, "num_processes"),
+        ({"op": {"pol": "gpus"}}, "TorchOpModel.pol at"),
+        ({"op": {"retry_policy": {"max_retires": 2}}}, "TorchRetryPolicyModel.max_retires at"),
+        ({"op": {"retry_policy": {"backoff": "linear"}}}, "delay"),
+        ({"check_specs": [{"nam": "finite"}]}, ".0.nam at"),
+        ({"asset": {"key": "model", "kind": "pytorch"}}, ".kind at"),
     ],
 )
 def test_mistakes_in_the_yaml_are_named(wrong: dict[str, object], named: str, sandbox: DefsFolderSandbox) -> None:

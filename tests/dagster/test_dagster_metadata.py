@@ -10,7 +10,7 @@ from tests.dagster.dagster_events import metadata_of
 
 import rankzero.train as rt
 from dagster_rankzero import torch_asset
-from dagster_rankzero.metadata import CURVE_POINTS, TABLE_ROWS, describe_run
+from dagster_rankzero.metadata.describe import CURVE_POINTS, TABLE_ROWS, describe_run
 from rankzero import Launcher, LocalEngine
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 import torch
+from tests.dagster.dagster_events import value_of
 
 import rankzero.train as rt
 from dagster_rankzero import torch_distributor_op
@@ -37,7 +38,7 @@ def test_an_op_takes_inputs_and_configuration_and_gives_rank_zeros_value(resourc
 
     run_config = {"ops": {"train": {"inputs": {"scale": 2.0}, "config": {"power": 3}}}}
     result = pipeline.execute_in_process(run_config=run_config)
-    assert result.output_for_node("add") == 2 * 8.0 * 3
+    assert value_of(result, "add") == 2 * 8.0 * 3
     (event,) = [e for e in result.all_events if e.step_key == "train" and e.event_type_value == "STEP_OUTPUT"]
     assert event.step_output_data.metadata["world_size"].value == 3
     assert train.tags["team"] == "vision"
@@ -54,7 +55,7 @@ def test_a_script_is_an_op_that_can_wait_for_others(resources: dict[str, object]
         fit(load())
 
     result = pipeline.execute_in_process()
-    assert result.output_for_node("fit_model") == ["--epochs", "3"]
+    assert value_of(result, "fit_model") == ["--epochs", "3"]
 
 
 def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> None:
@@ -64,7 +65,7 @@ def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> Non
     def pipeline() -> None:
         join()
 
-    assert pipeline.execute_in_process().output_for_node("joined") == "a/b"
+    assert value_of(pipeline.execute_in_process(), "joined") == "a/b"
 
 
 def test_arguments_for_a_function_are_refused_when_defined() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from tests.dagster.dagster_events import failure_of
+from tests.dagster.dagster_events import failure_of, value_of
 
 from dagster_rankzero import torch_asset
 from rankzero import ResultRef
@@ -89,7 +89,7 @@ def test_a_row_of_a_grid_arrives_as_a_dict_of_handles(
     result = dg.materialize(
         [model, best], selection=[best], resources=resources, instance=instance, partition_key="tue"
     )
-    assert result.output_for_node("best") == ["tue", "tue|l=tue|l", "tue|s=tue|s"]
+    assert value_of(result, "best") == ["tue", "tue|l=tue|l", "tue|s=tue|s"]
 
 
 def test_a_week_is_trained_from_its_days_although_one_is_missing(
@@ -111,7 +111,7 @@ def test_a_week_is_trained_from_its_days_although_one_is_missing(
     result = dg.materialize(
         [day, week], selection=[week], resources=resources, instance=instance, partition_key="2026-01-04"
     )
-    assert result.output_for_node("week") == {"2026-01-05": 5, "2026-01-07": 7}
+    assert value_of(result, "week") == {"2026-01-05": 5, "2026-01-07": 7}
 
 
 def test_training_goes_on_from_the_model_of_the_day_before(
@@ -125,7 +125,7 @@ def test_training_goes_on_from_the_model_of_the_day_before(
 
     for key in ("2026-01-04", "2026-01-05", "2026-01-06"):
         result = dg.materialize([model], resources=resources, instance=instance, partition_key=key)
-    assert result.output_for_node("model") == {"days": ["2026-01-04", "2026-01-05", "2026-01-06"]}
+    assert value_of(result, "model") == {"days": ["2026-01-04", "2026-01-05", "2026-01-06"]}
 
 
 def test_an_hour_of_a_time_window_is_a_string(resources: dict[str, object]) -> None:
@@ -134,4 +134,4 @@ def test_an_hour_of_a_time_window_is_a_string(resources: dict[str, object]) -> N
         return [partition_key, partition_keys]
 
     result = dg.materialize([model], resources=resources, partition_key="2026-01-05-03:00")
-    assert result.output_for_node("model") == ["2026-01-05-03:00", ["2026-01-05-03:00"]]
+    assert value_of(result, "model") == ["2026-01-05-03:00", ["2026-01-05-03:00"]]

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.compute import build_compute, build_script_compute, check_function, collect_options
+from dagster_rankzero.decorators.compute import build_compute, build_script_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 

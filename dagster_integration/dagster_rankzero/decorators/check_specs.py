@@ -4,8 +4,8 @@ from typing import Any
 
 import dagster as dg
 
-from dagster_rankzero.metadata import METRIC_PREFIX
-from dagster_rankzero.partitions import take_single
+from dagster_rankzero.arguments.partitions import take_single
+from dagster_rankzero.metadata.describe import METRIC_PREFIX
 
 CHECK_PREFIX = "check/"
 """Before a check's name in `rankzero.train.report`."""

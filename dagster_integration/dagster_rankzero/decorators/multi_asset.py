@@ -8,10 +8,10 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import set_step_data_version
-from dagster_rankzero.check_specs import check_result
-from dagster_rankzero.compute import build_compute, check_function, collect_options
-from dagster_rankzero.metadata import RESULT_ENTRIES
-from dagster_rankzero.partitions import PartitionArguments, of_single
+from dagster_rankzero.arguments.partitions import PartitionArguments, of_single
+from dagster_rankzero.decorators.check_specs import check_result
+from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
+from dagster_rankzero.metadata.describe import RESULT_ENTRIES
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 
@@ -29,8 +29,7 @@ def torch_multi_asset(
     Rank 0 returns a dict by output name, or a tuple in the order of ``outs``. Each value goes to the
     IO manager of its output and has a data version of its own: with `RankZeroIOManager` its checksum,
     so that new metrics of an unchanged model leave what hangs on the model alone. The values pass
-    through the step's process; a model too large for that is an asset of its own (`torch_asset` with
-    ``by_reference``).
+    through the step's process; a model too large for that is an asset of its own (`torch_asset`).
 
     An output with ``is_required=False`` may be left out of the dict: it is not materialized then.
     With ``can_subset=True`` the whole training runs, and what was selected is stored.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero import curve
+from dagster_rankzero.metadata import curve
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle

@@ -6,7 +6,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import assets_of
-from dagster_rankzero.metadata import METRIC_PREFIX, is_number
+from dagster_rankzero.metadata.describe import METRIC_PREFIX, is_number
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:

@@ -5,9 +5,9 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.check_specs import with_reported_checks
-from dagster_rankzero.compute import build_compute, check_function, collect_options
-from dagster_rankzero.partitions import PartitionArguments, take_single
+from dagster_rankzero.arguments.partitions import PartitionArguments, take_single
+from dagster_rankzero.decorators.check_specs import with_reported_checks
+from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 
 

@@ -56,7 +56,7 @@ class PartitionArguments:
         Raises:
             dagster.Failure: the run has no partition, or several where the function takes one. Not retried.
         """
-        keys = _keys_of(context)
+        keys = keys_of(context)
         if PARTITION_KEY in self.needed and len(keys) != 1:
             has = f"the partitions {', '.join(keys)}: launch them one by one" if keys else "no partition: launch one"
             raise dg.Failure(
@@ -99,7 +99,8 @@ def of_single(value: Any, keys: list[str]) -> Any:
     return value
 
 
-def _keys_of(context: Any) -> list[str]:
+def keys_of(context: Any) -> list[str]:
+    """The partitions of a context's run; empty if it has none."""
     if context.has_partition_key:
         return [str(context.partition_key)]
     return [str(key) for key in context.partition_keys] if context.has_partition_key_range else []

@@ -7,17 +7,18 @@ import dagster as dg
 from pydantic import Field, PrivateAttr
 
 from dagster_rankzero._compat import partition_paths, set_data_version
-from dagster_rankzero.inputs import wants_reference
-from dagster_rankzero.metadata import describe_partitions, describe_result
+from dagster_rankzero.arguments.inputs import wants_reference
+from dagster_rankzero.fields import KnownFields, check_fields
+from dagster_rankzero.metadata.describe import describe_partitions, describe_result
 
 if TYPE_CHECKING:
     from upath import UPath
 
-    from dagster_rankzero.manifest import Manifest
+    from dagster_rankzero.io_manager.manifest import Manifest
     from rankzero import ResultRef
 
 
-class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
+class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
     A version is committed by its manifest, which is written last: a crash never harms the version
@@ -52,6 +53,19 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
 
     _base_path: "UPath" = PrivateAttr()
 
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """An IO manager whose other fields are given in the launchpad.
+
+        Args:
+            fields: Those that are known already.
+
+        Raises:
+            dagster.DagsterInvalidDefinitionError: a field does not exist.
+        """
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)
+
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Finds the place to store in."""
         from upath import UPath
@@ -85,7 +99,7 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
         set_data_version(context, ref.sha256)
 
     def _commit(self, context: dg.OutputContext, value: Any, path: "UPath") -> "ResultRef":
-        from dagster_rankzero.manifest import commit
+        from dagster_rankzero.io_manager.manifest import commit
         from rankzero import ResultError
 
         try:
@@ -100,7 +114,7 @@ class RankZeroIOManager(dg.ConfigurableIOManager, dg.UPathIOManager):
             FileNotFoundError: nothing was stored there.
             dagster.Failure: the file is damaged, or a pickle where none is allowed. Not retried.
         """
-        from dagster_rankzero.manifest import check_format, read_manifest
+        from dagster_rankzero.io_manager.manifest import check_format, read_manifest
         from rankzero import ResultError
 
         directory = str(path)

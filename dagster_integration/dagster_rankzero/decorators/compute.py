@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_origin
 
 import dagster as dg
+from pydantic import ValidationError
 
-from dagster_rankzero.inputs import type_of_input
-from dagster_rankzero.partitions import PARTITION_KEYS, PartitionArguments, take_single
+from dagster_rankzero.arguments.inputs import type_of_input
+from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
+from dagster_rankzero.fields import check_fields
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
@@ -51,12 +53,10 @@ def build_compute(
     def compute(context: Any, **arguments: Any) -> Any:
         given = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
-        if PARTITION_KEYS in given and not returns_nothing:
+        if PARTITION_KEYS in given:
             # The value is taken apart by partition.
             resource = resource.options(by_reference=False)
-        result = resource.run(context, train, **arguments, **given)
-        if returns_nothing:
-            result = _without_value(result)
+        result = resource._run(context, train, (), {**arguments, **given})
         return finish(context, result, given.get(PARTITION_KEYS, []))
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
@@ -90,14 +90,14 @@ def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str
     """One dict of the changes to the resource.
 
     Raises:
-        dagster.DagsterInvalidDefinitionError: a name is not a field of the resource.
+        dagster.DagsterInvalidDefinitionError: a name is not a field of the resource, or its value is wrong.
     """
     changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
-    fields = TorchDistributorResource.model_fields
-    if unknown := sorted(set(changes) - set(fields)):
-        raise dg.DagsterInvalidDefinitionError(
-            f"TorchDistributorResource has no option {', '.join(unknown)}; it has {', '.join(fields)}"
-        )
+    check_fields(TorchDistributorResource, changes)
+    try:
+        TorchDistributorResource(**changes)
+    except ValidationError as error:
+        raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
     return changes
 
 
@@ -148,13 +148,6 @@ def _is_resource(annotation: Any) -> bool:
         return True
     cls = get_origin(annotation) or annotation
     return isinstance(cls, type) and issubclass(cls, dg.ConfigurableResource)
-
-
-def _without_value(result: Any) -> Any:
-    """The result of a step whose function is annotated ``-> None``: nothing is stored."""
-    if isinstance(result, dg.MaterializeResult):
-        return dg.MaterializeResult(metadata=result.metadata)
-    return dg.Output(None, metadata=result.metadata)
 
 
 def build_script_compute(

@@ -1,0 +1,71 @@
+"""Who follows a run for a pipeline step, and whether it goes on without them: detached for the next try, or ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.errors import RankZeroError
+from rankzero.run.handle import RunHandle
+
+
+class Caller(Protocol):
+    """What one try of a pipeline step knows of its orchestrator."""
+
+    @property
+    def is_followed_by_another(self) -> bool:
+        """True if the orchestrator would start another try by itself, should this process die."""
+
+    @property
+    def lease_when_attached(self) -> float | None:
+        """Seconds for which a run that this try has attached to outlives it; None: as its submission says."""
+
+    def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
+        """True if the orchestrator has for good what `RunHandle.offer` offered to this receiver."""
+
+    def repeats(self, receiver: Mapping[str, Any]) -> bool:
+        """True if no user stands between this try and that receiver: the orchestrator repeats what had succeeded."""
+
+    def detaches(self, error: BaseException) -> bool:
+        """True if the run shall outlive the follower that this interrupts."""
+
+
+@contextlib.contextmanager
+def detaching(find: Callable[[], RunHandle[Any] | None], caller: Caller, stop_grace: float, log: Any) -> Iterator[None]:
+    """Around a run that outlives this process: decides about it when its start or its following is interrupted.
+
+    Args:
+        find: Gives the run, if there is one by then.
+        caller: The step.
+        stop_grace: Seconds that the ranks get to end.
+        log: The step's.
+    """
+    try:
+        yield
+    except RankZeroError:
+        # The run's own end, or nothing has begun.
+        raise
+    except BaseException as error:
+        # Found by its name: the interrupt may have come before there was a handle. What cannot be found or cancelled
+        # now is ended by its lease.
+        with contextlib.suppress(Exception):
+            if handle := find():
+                if caller.detaches(error):
+                    log.warning("%s; the run in %s goes on for the next try", type(error).__name__, handle.directory)
+                else:
+                    end(handle, stop_grace)
+        raise
+
+
+def end(handle: RunHandle[Any], stop_grace: float) -> None:
+    """Cancels a run and waits for its end. What cannot be cancelled now is ended by its lease."""
+    with contextlib.suppress(OSError, RankZeroError):
+        try:
+            handle.cancel()
+        except BaseException:
+            # Who interrupts once more, as an impatient person does, wants it no less.
+            handle.cancel()
+            raise
+        handle.wait(stop_grace + CANCEL_TIMEOUT)

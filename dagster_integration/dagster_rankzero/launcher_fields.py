@@ -1,0 +1,139 @@
+"""The options of `rankzero.Launcher` as Dagster configuration: the same names, the same defaults."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import dagster as dg
+from pydantic import Field, field_validator
+
+from dagster_rankzero.fields import KnownFields
+from rankzero.bounds import STOP_GRACE
+
+if TYPE_CHECKING:
+    from rankzero import Launcher
+    from rankzero.engines.base import Engine
+
+
+class Checkpoints(KnownFields):
+    """Which checkpoints of a run are kept: the fields of `rankzero.run.checkpoints.CheckpointConfig`."""
+
+    num_to_keep: int | None = Field(default=2, description="How many; null keeps all. The newest one always is.")
+    metric: str | None = Field(
+        default=None, description="Keep the best by this metric of their reports; null keeps the newest."
+    )
+    mode: Literal["min", "max"] = Field(default="min", description="Which values of the metric are better.")
+
+
+class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type-arg]
+    """How training functions and scripts are run."""
+
+    engine: Literal["spark", "local"] = Field(
+        default="spark",
+        description="Where the ranks run: as one barrier stage of Spark, or as processes of this machine "
+        "without Spark, which starts in a second and suits tests. Local runs ignore master and spark_conf.",
+    )
+    master: str | None = Field(
+        default=None,
+        description="Spark master: local[N], spark://host:port, yarn or k8s://... "
+        "Left out: an embedded local[N] with as many slots as there are tasks.",
+    )
+    spark_conf: dict[str, str] = Field(
+        default_factory=dict, description="Spark configuration of the session that a run starts."
+    )
+    num_processes: int = Field(default=1, description="World size, the number of ranks.")
+    processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
+    use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
+    backend: str | None = Field(
+        default="auto",
+        description="Of the process group: auto (nccl with GPUs, else gloo), nccl, gloo, or null "
+        "if the training function decides.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the ranks.")
+    store: str | None = Field(
+        default=None,
+        description="Root of the run directories, a path or an fsspec URL. "
+        "Left out: $RANKZERO_STORE, else ~/.rankzero/runs.",
+    )
+    timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
+    start_timeout: float = Field(default=600.0, description="Seconds until every rank must have started.")
+    hang_timeout: float | None = Field(
+        default=None,
+        description="Seconds without a report or an optimizer step of any rank after which an attempt ends.",
+    )
+    max_restarts: int = Field(
+        default=0,
+        description="New attempts, from the last checkpoint, within one step: after a killed rank, a lost host or "
+        "executor, a hang, a RetryableError.",
+    )
+    max_preemptions: int | None = Field(
+        default=None,
+        description="New attempts after the cluster took a place back; null for as many as max_restarts.",
+    )
+    stop_grace: float = Field(
+        default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
+    )
+    orphan_timeout: float | None = Field(
+        default=None,
+        description="Seconds for which a training goes on for the next try of its step after the process of this one "
+        "has died. Left out: the longest delay of the retry policy and a quarter of an hour.",
+    )
+    ports: list[int] | None = Field(
+        default=None,
+        description="First and last port on which the driver and rank 0 may listen, for firewalls; null lets the "
+        "system choose.",
+    )
+    checkpoints: Checkpoints = Field(
+        default_factory=Checkpoints,
+        description="Which checkpoints are kept: num_to_keep, metric, mode, as a dict or a CheckpointConfig.",
+    )
+    warm_start: bool = Field(
+        default=True,
+        description="Fork ranks from a process that has torch loaded, one for each executor; false starts every "
+        "rank as a new interpreter.",
+    )
+    code_version: str | None = Field(
+        default=None,
+        description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
+        "step whose function, script or modules have changed begins from scratch.",
+    )
+
+    @field_validator("checkpoints", mode="before")
+    @classmethod
+    def _as_fields(cls, given: Any) -> Any:
+        is_config = dataclasses.is_dataclass(given) and not isinstance(given, type)
+        return dataclasses.asdict(given) if is_config else given
+
+    def _launcher(self, env: Mapping[str, str]) -> "Launcher":
+        from rankzero import Launcher
+        from rankzero.run.checkpoints import CheckpointConfig
+
+        return Launcher(
+            self.num_processes,
+            engine=self._engine(),
+            use_gpu=self.use_gpu,
+            processes_per_task=self.processes_per_task,
+            backend=self.backend,
+            env={**self.env, **env},
+            timeout=self.timeout,
+            start_timeout=self.start_timeout,
+            hang_timeout=self.hang_timeout,
+            orphan_timeout=self.orphan_timeout,
+            max_restarts=self.max_restarts,
+            max_preemptions=self.max_preemptions,
+            stop_grace=self.stop_grace,
+            store=self.store,
+            ports=None if self.ports is None else tuple(self.ports),  # type: ignore[arg-type]
+            checkpoints=CheckpointConfig(**dict(self.checkpoints)),
+            warm_start=self.warm_start,
+            code_version=self.code_version,
+        )
+
+    def _engine(self) -> "Engine":
+        if self.engine == "local":
+            from rankzero import LocalEngine
+
+            return LocalEngine()
+        from rankzero import SparkEngine
+
+        return SparkEngine(master=self.master, conf=self.spark_conf)

@@ -1,0 +1,93 @@
+"""What a step delivers: the result of its training as the event that Dagster takes, for its only asset or output."""
+
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
+from dagster_rankzero.arguments.inputs import wants_reference
+from dagster_rankzero.arguments.partitions import keys_of
+
+if TYPE_CHECKING:
+    from rankzero import RunHandle
+
+
+def check_single(context: Any) -> None:
+    """To be called before a training whose result is to be one asset.
+
+    Raises:
+        dagster.Failure: the step makes several assets. Not retried.
+    """
+    if not isinstance(context, dg.AssetExecutionContext):
+        return
+    keys = [output.asset_key.to_user_string() for output in outputs_of(context) if output.asset_key]
+    if len(keys) > 1:
+        raise dg.Failure(
+            f"the step makes the assets {', '.join(keys)}, and a training has one result: use torch_multi_asset, "
+            "which gives each asset its part of what rank 0 returns; or run(context.op_execution_context, ...), which "
+            "returns an Output, and make the results of its value",
+            allow_retries=False,
+        )
+    expect_single_result(context)
+
+
+def single_output(context: Any) -> OutputFacts | None:
+    """The only output of a context's step; None if it has several, and outside of any step."""
+    outputs = outputs_of(context)
+    return outputs[0] if len(outputs) == 1 else None
+
+
+def value_of(context: Any, handle: "RunHandle[Any]", output: OutputFacts | None, by_reference: bool | None) -> Any:
+    """Rank 0's value, or the `ResultRef` of it, which is not loaded here.
+
+    Args:
+        context: Of the step.
+        handle: A run that has succeeded.
+        output: Of the step, if it has a single one.
+        by_reference: Which of the two; None: a reference where the output is stored by one.
+    """
+    is_reference = takes_reference(context, output) if by_reference is None else by_reference
+    return handle.result_ref() if is_reference else handle.result()
+
+
+def takes_reference(context: Any, output: OutputFacts | None) -> bool:
+    """True if an output is stored by reference: `RankZeroIOManager` stores the file, and nobody asks for the value.
+
+    One whose type Dagster would check, one of several partitions and a dynamic one need the value.
+    """
+    from dagster_rankzero.io_manager.io_manager import RankZeroIOManager
+
+    if output is None or output.is_dynamic:
+        return False
+    dagster_type = output.dagster_type
+    if dagster_type.is_nothing:
+        # Nobody gets it.
+        return True
+    if not (dagster_type.is_any or wants_reference(dagster_type)) or len(keys_of(context)) > 1:
+        return False
+    return isinstance(io_manager_of(context, output.name), RankZeroIOManager)
+
+
+def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
+    """The event for a training that has succeeded.
+
+    Args:
+        context: Of the step.
+        handle: The run.
+        value: Rank 0's, or the handle of it.
+        output: Of the step, if it has a single one. One that takes nothing gets the metadata alone.
+
+    Returns:
+        With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`.
+    """
+    from dagster_rankzero.metadata.describe import describe_run
+
+    metadata = describe_run(handle)
+    takes_nothing = output is not None and output.dagster_type.is_nothing
+    if not isinstance(context, dg.AssetExecutionContext):
+        return dg.Output(None if takes_nothing else value, metadata=metadata)
+    key = output.asset_key if output else None
+    if takes_nothing:
+        return dg.MaterializeResult(asset_key=key, metadata=metadata)
+    version = dg.DataVersion(handle.result_ref().sha256)
+    return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)

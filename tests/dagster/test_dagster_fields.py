@@ -1,0 +1,94 @@
+"""Fields that do not exist are refused by name, wherever a configuration is written."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from tests.dagster.dagster_events import value_of
+
+import rankzero.train as rt
+from dagster_rankzero import (
+    RankZeroIOManager,
+    TorchDistributorResource,
+    torch_asset,
+    torch_distributor_op,
+    torch_multi_asset,
+)
+
+
+def train() -> dict[str, object]:
+    import os
+
+    return {"size": rt.get_context().world_size, "greeting": os.environ.get("GREETING")}
+
+
+@pytest.mark.parametrize(
+    "configure",
+    [
+        lambda: TorchDistributorResource(mastr="spark://host:7077", num_proceses=8),
+        lambda: TorchDistributorResource.configure_at_launch(mastr="spark://host:7077", num_proceses=8),
+        lambda: torch_asset(options={"mastr": "local[2]", "num_proceses": 2})(train),
+        lambda: torch_multi_asset(outs={"a": dg.AssetOut()}, options={"mastr": "x", "num_proceses": 1})(train),
+        lambda: torch_distributor_op("train.py", options={"mastr": "local[2]", "num_proceses": 2}),
+    ],
+)
+def test_a_misspelt_field_of_the_resource_is_refused_when_defined(configure: Callable[[], object]) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError) as raised:
+        configure()
+    message = str(raised.value)
+    assert "TorchDistributorResource has no field 'mastr' (did you mean 'master'?)" in message
+    assert "'num_proceses' (did you mean 'num_processes'" in message
+    assert "store" in message
+
+
+@pytest.mark.parametrize("make", [RankZeroIOManager, RankZeroIOManager.configure_at_launch])
+def test_a_misspelt_field_of_the_io_manager_is_refused_when_defined(make: Callable[..., object]) -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="no field 'basepath' \\(did you mean 'base_path'"):
+        make(basepath="s3://bucket/assets")
+
+
+def test_a_subclass_may_have_fields_of_its_own() -> None:
+    class Ours(TorchDistributorResource):
+        team: str = "vision"
+
+    assert Ours(team="audio", master="local[2]").options(num_processes=2).team == "audio"
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="Ours has no field 'tean' \\(did you mean 'team'"):
+        Ours(tean="audio")
+
+
+def test_options_of_a_wrong_type_are_refused_when_defined() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_processes"):
+        torch_asset(options={"num_processes": "two"})(train)
+
+
+def test_environment_variables_and_the_launchpad_configure_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORE", str(tmp_path / "runs"))
+    monkeypatch.setenv("RANKS", "2")
+    monkeypatch.setenv("GREETING_NOW", "hello")
+    at_launch = TorchDistributorResource.configure_at_launch(engine="local", store=dg.EnvVar("STORE"))
+    manager = RankZeroIOManager.configure_at_launch()
+    run_config = {
+        "resources": {
+            "torch_distributor": {"config": {"num_processes": {"env": "RANKS"}}},
+            "io_manager": {"config": {"base_path": str(tmp_path / "assets")}},
+        }
+    }
+    variables = {"env": {"GREETING": dg.EnvVar("GREETING_NOW")}}
+    model = torch_asset(options=variables)(train)
+    given = {"torch_distributor": at_launch, "io_manager": manager}
+    result = dg.materialize([model], resources=given, run_config=run_config)
+    assert value_of(result, "train") == {"size": 2, "greeting": "hello"}
+    assert list((tmp_path / "runs").iterdir())
+    wrong = {"resources": {"torch_distributor": {"config": {"num_proceses": 2}}}}
+    with pytest.raises(dg.DagsterInvalidConfigError, match="num_proceses"):
+        dg.materialize([model], resources=given, run_config=wrong)
+
+
+def test_a_variable_that_is_not_set_is_named_and_not_retried(
+    torch_distributor: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPARK_MASTER", raising=False)
+    with pytest.raises(dg.Failure, match="SPARK_MASTER") as raised:
+        torch_distributor.options(master=dg.EnvVar("SPARK_MASTER"))
+    assert raised.value.allow_retries is False

@@ -1,0 +1,115 @@
+"""The options of the resource, of `rankzero.Launcher` and of Airflow's operator: names, defaults, their way down."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from pydantic import ValidationError
+
+from dagster_rankzero import TorchDistributorResource
+from rankzero import Launcher
+from rankzero.run.checkpoints import CheckpointConfig
+
+OF_THE_LAUNCHER_ALONE = {
+    "dataset": "not part of this version",
+    "labels": "the integration's own notes",
+    "run_id": "made of Dagster run and step: every try finds the same run",
+}
+OF_DAGSTER_ALONE = {
+    "master": "the engine",
+    "spark_conf": "the engine",
+    "observation_interval": "Dagster's own",
+    "by_reference": "Dagster's own",
+    "pipes": "Dagster's own",
+    "retry_user_errors": "of a pipeline, as Airflow's operator has it",
+    "log_ranks": "of whoever follows, as Airflow's operator has it",
+}
+OTHER_THAN_THE_LAUNCHER = {
+    "engine": "a name, for YAML and the launchpad; a pipeline's trainings run on Spark",
+    "env": "Dagster has no empty value for a mapping but an empty one",
+}
+OF_AIRFLOW_ALONE = {
+    "train": "an argument of TorchDistributorResource.run",
+    "op_args": "an argument of TorchDistributorResource.run",
+    "op_kwargs": "an argument of TorchDistributorResource.run",
+    "conn_id": "Dagster has no connections: the resource is one",
+    "deferrable": "Airflow's own",
+}
+OTHER_THAN_AIRFLOW = {
+    "num_processes": "2 there: a task of one rank needs no operator; a resource is shared, and its assets choose",
+    "use_gpu": "None there: what the connection says",
+    "processes_per_task": "None there: what the connection says",
+    "checkpoints": "None there, for the launcher's default",
+    "env": "None there; Dagster has no empty value for a mapping but an empty one",
+    "spark_conf": "None there; Dagster has no empty value for a mapping but an empty one",
+}
+
+# In a process of its own, where Airflow writes into a home of its own.
+OPERATOR = """
+import inspect, json
+from airflow_rankzero import TorchDistributorOperator
+found = inspect.signature(TorchDistributorOperator.__init__).parameters.values()
+own = {each.name: each.default for each in found if each.kind is each.KEYWORD_ONLY}
+print("OPTIONS", json.dumps(own, default=lambda value: "an object"))
+"""
+
+
+def defaults_of_the_resource() -> dict[str, object]:
+    resource = TorchDistributorResource()
+    plain = {name: getattr(resource, name) for name in TorchDistributorResource.model_fields}
+    return {**plain, "checkpoints": dict(resource.checkpoints)}
+
+
+def test_names_and_defaults_are_those_of_the_launcher() -> None:
+    launcher = {name: getattr(Launcher(), name) for name in Launcher.__dataclass_fields__ if name != "_"}
+    launcher["checkpoints"] = dataclasses.asdict(launcher["checkpoints"])
+    resource = defaults_of_the_resource()
+    assert set(launcher) - set(resource) == set(OF_THE_LAUNCHER_ALONE)
+    assert set(resource) - set(launcher) == set(OF_DAGSTER_ALONE)
+    shared = set(launcher) & set(resource)
+    assert {name for name in shared if launcher[name] != resource[name]} == set(OTHER_THAN_THE_LAUNCHER)
+
+
+def test_names_and_defaults_are_those_of_airflows_operator(tmp_path: Path) -> None:
+    pytest.importorskip("airflow")
+    environment = {**os.environ, "AIRFLOW_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", OPERATOR], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("OPTIONS ")]
+    operator, resource = json.loads(line.removeprefix("OPTIONS ")), defaults_of_the_resource()
+    # What the operator lacks is the launcher's, too, and Airflow's own test finds it.
+    assert set(operator) - set(resource) == set(OF_AIRFLOW_ALONE)
+    shared = set(operator) & set(resource)
+    assert {name for name in shared if operator[name] != resource[name]} == set(OTHER_THAN_AIRFLOW)
+
+
+@pytest.mark.parametrize(
+    "checkpoints", [{"num_to_keep": None, "metric": "loss", "mode": "max"}, CheckpointConfig(None, "loss", "max")]
+)
+def test_they_reach_the_run(checkpoints: object, torch_distributor: TorchDistributorResource, tmp_path: Path) -> None:
+    configured = torch_distributor.options(
+        num_processes=1, max_preemptions=3, ports=(20000, 29999), checkpoints=checkpoints, warm_start=False
+    )
+
+    @dg.asset
+    def trained(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.options(max_restarts=1).run(context, lambda: 1)
+
+    dg.materialize([trained], resources={"torch_distributor": configured})
+    (job,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/job.json"))
+    assert job["checkpoints"] == {"num_to_keep": None, "metric": "loss", "mode": "max"}
+    assert (job["max_restarts"], job["max_preemptions"], job["ports"]) == (1, 3, [20000, 29999])
+    assert job["warm_start"] is False
+
+
+def test_a_wrong_way_to_keep_checkpoints_is_refused_when_defined() -> None:
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="no field 'num_to_kep' \\(did you mean 'num_to_keep'"):
+        TorchDistributorResource(checkpoints={"num_to_kep": 1})
+    with pytest.raises(ValidationError, match="checkpoints.mode"):
+        TorchDistributorResource(checkpoints={"mode": "best"})
