@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -373,15 +372,8 @@ class Agent:
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
             self._say_goodbye()
-        if self._orphaned or self._holder_is_gone():
-            # Whoever holds this agent would read its log and then remove the directory.
-            shutil.rmtree(self._config["scratch"], ignore_errors=True)
-
-    @staticmethod
-    def _holder_is_gone() -> bool:
-        """True if standard input has ended by now."""
-        readable, _, _ = select.select([sys.stdin], [], [], 0)
-        return bool(readable) and not os.read(sys.stdin.fileno(), _READ)
+        # Whoever holds this agent does the same, for one that was killed; but it may be stopped, or die before it can.
+        shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
     def _say_goodbye(self) -> None:
         """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped."""
