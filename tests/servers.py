@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,13 @@ def start(*command: str, log: Path, **options: Any) -> subprocess.Popen[bytes]:
     """Starts a server in a session of its own, whose output goes to the end of ``log``.
 
     It has the default disposition of every signal: what this process ignores, a server would ignore, too. A shell's
-    background job ignores SIGINT, and Dagster makes of it that SIGTERM is ignored.
+    background job ignores SIGINT, and Dagster makes of it that SIGTERM is ignored. It gets SIGTERM when the tests are
+    killed, which then cannot `stop` it.
     """
+    prepared = ["env", "--default-signal", *(["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else [])]
     with open(log, "ab") as output:
         return subprocess.Popen(
-            ["env", "--default-signal", *command],
+            [*prepared, *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests import servers
 from tests.conftest import ROOT, until
 
@@ -53,3 +55,24 @@ def test_a_server_ignores_nothing_and_ends_with_all_that_it_started(tmp_path: Pa
     servers.stop([server], timeout=0.1)
     assert log.read_text().split() == ["default", "child"]
     assert list(servers.session(server.pid)) == []
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="util-linux is not here")
+def test_a_server_ends_with_tests_that_are_killed(tmp_path: Path) -> None:
+    program = f"""
+import pathlib, time
+import pytest
+from tests import servers
+server = servers.start("sleep", "600", log=pathlib.Path({str(tmp_path / "log")!r}))
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", program]
+    tests = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True)
+    assert tests.stdout is not None
+    server = int(tests.stdout.readline())
+    until(lambda: Path(f"/proc/{server}/comm").read_text() == "sleep\n", 30, "a server")
+    tests.kill()
+    tests.communicate()
+    until(lambda: not servers.is_alive(server), 30, "its end")
