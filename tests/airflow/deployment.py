@@ -81,6 +81,8 @@ class Deployment:
             "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
             "TRIGGERER__JOB_HEARTBEAT_SEC": "2",
             "WORKERS__MIN_HEARTBEAT_INTERVAL": str(HEARTBEAT),
+            # A task that waits in vain for the API server of a busy machine fails before it has begun.
+            "WORKERS__EXECUTION_API_TIMEOUT": "30",
             "DAG_PROCESSOR__REFRESH_INTERVAL": "5",
         }
         return {
