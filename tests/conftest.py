@@ -3,11 +3,12 @@
 import contextlib
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -132,6 +133,39 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert left == [], "processes outlived the suite"
 
 
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGUSR1", "SIGUSR2")
+"""Those of which every test must leave the handlers as they were. pytest-timeout has SIGALRM."""
+
+
+def signal_handlers() -> dict[str, Any]:
+    """What happens on each of these signals in this process."""
+    return {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
+
+
+def restore_signal_handlers(before: dict[str, Any]) -> dict[str, Any]:
+    """Sets them again; those that were others."""
+    changed = {name: handler for name, handler in signal_handlers().items() if handler is not before[name]}
+    for name in changed:
+        signal.signal(getattr(signal, name), before[name])
+    return changed
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers() -> Iterator[None]:
+    """No test changes what a signal does: what is ignored would be so in every process that a later test starts."""
+    before = signal_handlers()
+    yield
+    assert restore_signal_handlers(before) == {}, "handlers of signals are others after the test"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_signal_handlers_of_fixtures() -> Iterator[None]:
+    """The same for what is there for a file of tests."""
+    before = signal_handlers()
+    yield
+    assert restore_signal_handlers(before) == {}, "handlers of signals are others after the tests of this file"
+
+
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[str]:
     """A value for the ranks' environment; after the test no process carries it any more."""
@@ -153,7 +187,10 @@ def session() -> Iterator[object]:
     from pyspark.sql import SparkSession
 
     os.environ.pop("PYSPARK_PYTHON", None)
+    handlers = signal_handlers()
     spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
+    # A SparkContext takes SIGINT, and leaves its handler.
+    restore_signal_handlers(handlers)
     yield spark
     spark.stop()
 

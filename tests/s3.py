@@ -1,8 +1,6 @@
 """A server that speaks S3, as a process of its own, for tests of what lies on an object store."""
 
-import os
 import re
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -10,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import servers
 from tests.conftest import free_port, until
 
 START_TIMEOUT = 60
@@ -45,9 +44,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     """Starts the server; it ends with the block."""
     port = free_port()
     log = folder / "s3.log"
-    with log.open("wb") as file:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ})
+    process = servers.start(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), log=log)
     server = S3Server(f"http://127.0.0.1:{port}", log)
 
     def answers() -> bool:
@@ -62,5 +59,4 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         until(answers, START_TIMEOUT, "the S3 server does not answer", pause=0.1)
         yield server
     finally:
-        process.terminate()
-        process.wait(20)
+        servers.stop([process])

@@ -1,6 +1,7 @@
 """What can be launched, what is refused, and what travels along."""
 
 import ast
+import gc
 import importlib.util
 import io
 import os
@@ -313,9 +314,12 @@ class Parsing:
         ast.parse("x = 1")
 
 
-def test_what_finalizers_do_meanwhile_does_not_disturb(user_package: Any, tmp_path: Path) -> None:
+def test_what_finalizers_do_meanwhile_does_not_disturb(user_package: Any, request: pytest.FixtureRequest) -> None:
     path = Path(user_package.__file__)
-    for number in range(30):
+    # A collection every few allocations, so that one comes while the tree of the file is made.
+    request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
+    gc.set_threshold(50)
+    for number in range(3):
         # A new state of the file is read and parsed anew.
         path.write_text(path.read_text() + "\n".join(f"x{number}_{line} = [{line}]" for line in range(300)) + "\n")
         for _ in range(300):

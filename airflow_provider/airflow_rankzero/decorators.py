@@ -67,10 +67,12 @@ def torch_distributor(
         The task, or a decorator that makes one.
 
     Example:
-        >>> @torch_distributor(num_processes=2)              # doctest: +SKIP
+        >>> from airflow.sdk import DAG
+        >>> @torch_distributor(num_processes=2)
         ... def train(lr: float) -> float:
-        ...     ...
-        >>> loss = train(lr=1e-3)                            # doctest: +SKIP
+        ...     return lr
+        >>> with DAG("digits"):
+        ...     loss = train(lr=1e-3)
     """
     # Explicit: Airflow would conclude True from `-> dict[...]`, and then refuse a ResultRef.
     return task_decorator_factory(

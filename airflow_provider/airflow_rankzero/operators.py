@@ -106,10 +106,10 @@ class TorchDistributorOperator(BaseOperator):
         AirflowRescheduleException: this worker goes away; the training does not, and the task comes back to it.
 
     Example:
-        >>> train_model = TorchDistributorOperator(          # doctest: +SKIP
+        >>> train_model = TorchDistributorOperator(
         ...     task_id="train",
-        ...     train=train,
-        ...     op_kwargs={"lr": "{{ params.lr }}", "data": prepared},
+        ...     train="train.py",
+        ...     op_args=["--lr", "{{ params.lr }}"],
         ...     num_processes=4,
         ...     conn_id="spark_default",
         ... )

@@ -24,7 +24,7 @@ def run_id_of(dag_id: str, dag_run_id: str, task_id: str, map_index: int) -> str
 
     Example:
         >>> run_id_of("digits", "manual__2026-01-01T00:00:00+00:00", "train", -1)
-        'digits__manual__2026-01-01T00-00-00+00-00__train-e2a272a9'
+        'digits__manual__2026-01-01T00-00-00+00-00__train-e2a272a94de9b56a'
     """
     parts = [dag_id, dag_run_id, task_id, *([str(map_index)] if map_index >= 0 else [])]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -84,7 +84,7 @@ class Launcher:
         ...     x = torch.full((1,), lr)
         ...     dist.all_reduce(x)
         ...     return x.item()
-        >>> Launcher(num_processes=2).run(train, lr=0.5)  # doctest: +SKIP
+        >>> Launcher(num_processes=2).run(train, lr=0.5)
         1.0
     """
 

@@ -153,7 +153,7 @@ def run_id_of(root: str, key: str, call: int) -> str:
 
     Example:
         >>> run_id_of("8f14e45f-ceea-467f-a2d0-1f3c5a7b9d0e", "train[3]", 0)
-        '8f14e45f-train-3-8f1a2b6d7f1f5a4e'
+        '8f14e45f-train-3-71b02c8d86f0e6e2'
     """
     digest = hashlib.sha256("\0".join([root, key, str(call)]).encode()).hexdigest()[:16]
     return f"{stem_of(root, key)}{f'-{call}' if call else ''}-{digest}"

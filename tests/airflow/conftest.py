@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT
+from tests.conftest import ROOT, restore_signal_handlers, signal_handlers
 
 EXAMPLES = ROOT / "example_dags"
 
@@ -33,6 +33,14 @@ os.environ.update(
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{HOME}/airflow.db",
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def airflows_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
+    """A task that Airflow runs in this process (`dag.test`) leaves its handler of SIGTERM."""
+    before = signal_handlers()
+    yield
+    restore_signal_handlers({**signal_handlers(), "SIGTERM": before["SIGTERM"]})
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests import servers
 from tests.conftest import free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
+from tests.servers import STOP_TIMEOUT
 
 from airflow_rankzero.run_id import run_id_of
 from rankzero import RunHandle
@@ -24,7 +26,6 @@ from rankzero import RunHandle
 DAGS = Path(__file__).parent / "dags"
 START_TIMEOUT = 180.0
 RUN_TIMEOUT = 240.0
-STOP_TIMEOUT = 30.0
 HEARTBEAT = 1
 """Seconds between two signs of life of a task, with which Airflow tells it what users did."""
 
@@ -80,6 +81,8 @@ class Deployment:
             "SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
             "TRIGGERER__JOB_HEARTBEAT_SEC": "2",
             "WORKERS__MIN_HEARTBEAT_INTERVAL": str(HEARTBEAT),
+            # A task that waits in vain for the API server of a busy machine fails before it has begun.
+            "WORKERS__EXECUTION_API_TIMEOUT": "30",
             "DAG_PROCESSOR__REFRESH_INTERVAL": "5",
         }
         return {
@@ -95,15 +98,8 @@ class Deployment:
 
     def start(self, name: str) -> None:
         """Starts a component."""
-        with open(self._home / f"{name}.log", "ab") as log:
-            self._components[name] = subprocess.Popen(
-                [sys.executable, "-m", "airflow", name],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command = (sys.executable, "-m", "airflow", name)
+        self._components[name] = servers.start(*command, log=self._home / f"{name}.log", env=self._env)
 
     def kill(self, name: str) -> None:
         """Ends a component and its helpers at once, as the death of their host does."""
@@ -203,13 +199,11 @@ class Deployment:
 
     def stop(self) -> None:
         """Ends everything: first the scheduler, which waits for running tasks, and these need the API server to end."""
-        others = [name for name in self._components if name != "scheduler"]
+        scheduler = [self._components[name] for name in self._components if name == "scheduler"]
+        others = [self._components[name] for name in self._components if name != "scheduler"]
         try:
-            for names in (["scheduler"] if "scheduler" in self._components else [], others):
-                for name in names:
-                    self._components[name].send_signal(signal.SIGTERM)
-                for name in names:
-                    self._components[name].wait(STOP_TIMEOUT)
+            servers.stop(scheduler)
+            servers.stop(others)
             wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):

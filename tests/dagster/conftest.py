@@ -6,8 +6,20 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from tests.conftest import restore_signal_handlers, signal_handlers
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
+
+
+@pytest.fixture(autouse=True)
+def dagsters_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
+    """A run that Dagster executes in this process leaves SIGTERM with whatever SIGINT has.
+
+    That is `dagster._utils.interrupts.capture_interrupts`; in a shell's background job it means: ignored.
+    """
+    before = signal_handlers()
+    yield
+    restore_signal_handlers({**signal_handlers(), "SIGTERM": before["SIGTERM"]})
 
 
 @pytest.fixture(autouse=True)

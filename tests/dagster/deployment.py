@@ -9,19 +9,18 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests import servers
 from tests.conftest import ROOT, free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 
 START_TIMEOUT = 180.0
 RUN_TIMEOUT = 180.0
-STOP_TIMEOUT = 30.0
 
 FINAL = ("SUCCESS", "FAILURE", "CANCELED")
 
@@ -96,11 +95,7 @@ class Deployment:
             "DAGSTER_OF_TEST": self.marker,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        with open(home / "dagster-dev.log", "wb") as log:
-            # Not from a shell's background, which ignores SIGINT: Dagster would then ignore SIGTERM too.
-            self._server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
-            )
+        self._server = servers.start(*command, log=home / "dagster-dev.log", env=variables)
         try:
             wait_until(self._answers, START_TIMEOUT, "a webserver that answers")
         except BaseException:
@@ -181,12 +176,7 @@ class Deployment:
     def stop(self) -> None:
         """Ends everything."""
         try:
-            self._server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(STOP_TIMEOUT)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
+            servers.stop([self._server])
             for pid in processes_with(self.marker):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

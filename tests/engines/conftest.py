@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests import servers
 
 START_TIMEOUT = 60.0
 
@@ -38,9 +39,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory, gpu_script: Path) -> It
     }
 
     def start(name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with open(logs / name, "wb") as log:
-            command = [str(home / "bin" / "spark-class"), *arguments]
-            return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        return servers.start(str(home / "bin" / "spark-class"), *arguments, log=logs / name, env=env)
 
     def wait_for(name: str, pattern: str, count: int = 1) -> re.Match[str]:
         deadline = time.monotonic() + START_TIMEOUT
@@ -62,7 +61,4 @@ def standalone(tmp_path_factory: pytest.TempPathFactory, gpu_script: Path) -> It
         wait_for("master", "Registering worker", count=2)
         yield url
     finally:
-        for process in reversed(processes):
-            process.terminate()
-        for process in processes:
-            process.wait(START_TIMEOUT)
+        servers.stop(processes)

@@ -111,6 +111,9 @@ class Cell:
 
 TARGETS = ("worker", "agent", "executor", "driver", "submitter", "channel", "store")
 
+DRIVEN_HERE = ("worker", "agent", "channel")
+"""By a driver in this process: the proxy is here, and its warm server serves many cells."""
+
 MOMENTS = {
     "rendezvous": "a rank has started and not yet joined its process group",
     "training": "in a step; the other rank waits in the collective",
@@ -259,6 +262,7 @@ class Stage:
         self.launcher = launcher.options(num_processes=cell.ranks, store=store, run_id="run", engine=engine)
         self.stack = stack
         self.proxy: Proxy | None = None
+        self.value: Future[Any] | None = None
         self.struck_at = 0.0
         self._wall_at = 0.0
 
@@ -269,17 +273,19 @@ class Stage:
         return {"folder": str(self.folder), "moment": self.cell.moment, "who": self.cell.who, "pace": pace}
 
     def start(self, **options: Any) -> RunHandle[Any]:
-        """Submits the training; through the proxy it is driven in a thread of this process."""
+        """Submits the training, or runs it in a thread of this process."""
         self.launcher = self.launcher.options(**options)
-        if self.cell.target != "channel":
+        if self.cell.target not in DRIVEN_HERE:
             return self.launcher.submit(train, **self.arguments)
-        self.proxy = Proxy(self.folder / "driver-port")
-        self.stack.callback(self.proxy.close)
-        self.launcher = self.launcher.options(engine=ProxyEngine(self.proxy.port, str(self.proxy.file)))
+        if self.cell.target == "channel":
+            self.proxy = Proxy(self.folder / "driver-port")
+            self.stack.callback(self.proxy.close)
+            self.launcher = self.launcher.options(engine=ProxyEngine(self.proxy.port, str(self.proxy.file)))
         executor = ThreadPoolExecutor(1)
         self.stack.callback(executor.shutdown)
-        self.value: Future[Any] = executor.submit(lambda: self.launcher.run(train, **self.arguments))
-        until(lambda: self.directory.joinpath("job.json").exists() or self.value.done(), WAIT, "a run directory")
+        self.value = executor.submit(lambda: self.launcher.run(train, **self.arguments))
+        done = self.value.done
+        until(lambda: self.directory.joinpath("job.json").exists() or done(), WAIT, "a run directory")
         return RunHandle.attach(self.directory)
 
     def arrival(self, handle: RunHandle[Any] | None = None) -> Arrival:
@@ -436,7 +442,7 @@ def strike_and_heal_later(stage: Stage, handle: RunHandle[Any]) -> None:
 
 def result(stage: Stage, handle: RunHandle[Any], timeout: float) -> Any:
     """The run's value, from whoever has it."""
-    return stage.value.result(timeout) if stage.proxy else handle.result(timeout)
+    return stage.value.result(timeout) if stage.value else handle.result(timeout)
 
 
 def error(stage: Stage) -> None:

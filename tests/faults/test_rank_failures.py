@@ -55,9 +55,12 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", CASES)
 def test_the_failing_rank_and_its_cause_are_named(launcher: Launcher, how: str, who: int) -> None:
-    handle = launcher.submit(fail, how, who)
+    # By `run`: its warm server is there for all these tests, a detached driver would start one for each.
+    launcher = launcher.options(run_id="failing")
     with pytest.raises(WorkerFailedError) as caught:
-        handle.result(WAIT)
+        launcher.run(fail, how, who)
+    handle = launcher.find()
+    assert handle is not None
     error = caught.value
     assert error.rank == who
     for field, value in CASES[how].items():

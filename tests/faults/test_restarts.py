@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,20 @@ def train(how: str, failures: int, witness: str) -> list[list[int]]:
     return starts
 
 
+def run(launcher: Launcher, function: Callable[..., Any], *args: Any) -> tuple[Any, RunHandle[Any]]:
+    """The value and the run. By `run`: a detached driver would start a warm server of its own."""
+    launcher = launcher.options(run_id="run")
+    value = launcher.run(function, *args)
+    handle = launcher.find()
+    assert handle is not None
+    return value, handle
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGTERM", "retryable", "agent"])
 def test_a_loss_is_followed_by_an_attempt_from_the_last_checkpoint(
     launcher: Launcher, marker: str, tmp_path: Path, how: str
 ) -> None:
-    handle = launcher.options(max_restarts=1).submit(train, how, 1, str(tmp_path / "witness"))
-    starts = handle.result(WAIT)
+    starts, handle = run(launcher.options(max_restarts=1), train, how, 1, str(tmp_path / "witness"))
     assert [attempt for attempt, _ in starts] == [0, 1]
     # At most one interval is lost: rank 0 may not have come to its report of step 3.
     assert starts[1][1] in (2, 3)
@@ -184,8 +193,7 @@ def test_the_newest_or_the_best_are_kept(launcher: Launcher, config: CheckpointC
         for index, loss in enumerate([9.0, 1.0, 5.0, 2.0, float("nan"), 4.0]):
             rt.report({"loss": loss}, checkpoint={"index": index})
 
-    handle = launcher.options(num_processes=1, checkpoints=config).submit(report)
-    handle.result(WAIT)
+    _, handle = run(launcher.options(num_processes=1, checkpoints=config), report)
     assert [manifest.index for manifest in handle.checkpoints()] == kept
     folders = os.listdir(os.path.join(handle.directory, "checkpoints"))
     assert sorted(folders) == [manifest.id for manifest in handle.checkpoints()]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import select
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,8 +27,6 @@ STOP_FAREWELL_TIMEOUT = 1.5
 FIRST_LOOK = 0.001
 """Seconds to the first of the looks whether the driver has taken the last lines; the pauses double."""
 
-_READ = 1 << 10
-
 
 class Ending:
     """The end of the ranks of one task.
@@ -44,19 +38,17 @@ class Ending:
         kill_at: Monotonic time at which those that live are killed; None if they may go on.
     """
 
-    def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float, scratch: str) -> None:
+    def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float) -> None:
         """Nothing ends yet.
 
         Args:
             ranks: Those of the task, also those that are started later.
             client: Where last words and lines go.
             grace: Seconds between SIGTERM and SIGKILL where nobody asks for others.
-            scratch: The task's directory.
         """
         self._ranks = ranks
         self._client = client
         self._grace = grace
-        self._scratch = scratch
         self.has_begun = False
         self.is_early = False
         self.is_orphaned = False
@@ -129,14 +121,3 @@ class Ending:
     def _waiting(self) -> int:
         """Bytes of lines that the driver has not taken."""
         return self._client.bulk_bytes + sum(rank.output.waiting for rank in self._ranks)
-
-    def remove_scratch_of_orphan(self) -> None:
-        """Removes the task's directory if nobody else will: whoever holds this agent would read its log there first."""
-        if self.is_orphaned or _holder_is_gone():
-            shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-def _holder_is_gone() -> bool:
-    """True if standard input has ended by now."""
-    readable, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(readable) and not os.read(sys.stdin.fileno(), _READ)

@@ -47,7 +47,7 @@ class Agent:
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
         self._client = ChannelClient(hosts, port, config["secret"], config["task"])
-        self._ending = Ending(self._ranks, self._client, config["grace"], config["scratch"])
+        self._ending = Ending(self._ranks, self._client, config["grace"])
         self._inputs: Inputs | None = None
         self._lost: str | None = None
         self._stacks_at: float | None = None
@@ -327,7 +327,8 @@ class Agent:
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
             self._ending.say_goodbye(self._look)
-        self._ending.remove_scratch_of_orphan()
+        # Whoever holds this agent does the same, for one that was killed; but it may be stopped, or die before it can.
+        shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
 
 def _signal_name(number: int) -> str:

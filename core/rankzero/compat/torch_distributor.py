@@ -30,7 +30,8 @@ class TorchDistributor:
 
     Example:
         >>> from rankzero import TorchDistributor
-        >>> TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(train, 1e-3)  # doctest: +SKIP
+        >>> TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(max, 0.1, 0.5)
+        0.5
     """
 
     def __init__(

@@ -142,9 +142,9 @@ def collect(
         OSError: the store cannot be listed (or an error of its fsspec driver).
 
     Example:
-        >>> from rankzero.run.retention import collect
-        >>> collect("~/.rankzero/runs", older_than=30 * 86400, dry_run=True).size  # doctest: +SKIP
-        1480249344
+        >>> from rankzero.retention import collect
+        >>> collect("runs", older_than=30 * 86400, dry_run=True).size
+        0
     """
     check_seconds("older_than", older_than, optional=False)
     now = time.time() if now is None else now

@@ -22,6 +22,9 @@ from rankzero.task.start import start_fresh, start_warm
 AGENT_EXIT_TIMEOUT = 3.0
 """Seconds for an agent to end once whoever holds it lets go."""
 
+_TAIL = 4096
+"""Bytes of what an agent wrote that its error shows."""
+
 _MARKER = "RANKZERO_AGENT"
 """Variable by which everything is found that an agent has started."""
 
@@ -39,19 +42,19 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     Raises:
         RuntimeError: the agent crashed; holds the end of what it wrote.
     """
+    # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
+    log = tempfile.TemporaryFile()
     marker = secrets.token_hex(8)
     scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
-    log = os.path.join(scratch, "agent.log")
     config = {**config, "env": _with_defaults(config)}
     # First, so that no long environment pushes the marker out of sight (see `forked`).
     own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
     env = {**own, **os.environ, **own}
     try:
-        with open(log, "wb") as output:
-            agent: Any = start_warm(config, output.fileno(), env)
-            code = _place_code(config, scratch) if agent is None else ""
-            if agent is None:
-                agent = start_fresh(code, output.fileno(), env)
+        agent: Any = start_warm(config, log.fileno(), env)
+        code = _place_code(config, scratch) if agent is None else ""
+        if agent is None:
+            agent = start_fresh(code, log.fileno(), env)
         told = {key: value for key, value in config.items() if key != "code_zip"}
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -72,11 +75,12 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             if agent.returncode != 0:
                 _kill_marked(f"{_MARKER}={marker}")
         if code_of_agent != 0:
-            with open(log, "rb") as written:
-                tail = written.read()[-4096:].decode(errors="replace").strip()
+            tail = os.pread(log.fileno(), _TAIL, max(0, os.fstat(log.fileno()).st_size - _TAIL))
+            text = tail.decode(errors="replace").strip()
             how = f"signal {-code_of_agent}" if code_of_agent < 0 else f"exit code {code_of_agent}"
-            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {tail}")
+            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {text}")
     finally:
+        log.close()
         shutil.rmtree(scratch, ignore_errors=True)
 
 

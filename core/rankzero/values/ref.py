@@ -33,8 +33,9 @@ class ResultRef:
             file is opened without reading it for its checksum first. None for every other file.
 
     Example:
-        >>> ref = handle.result_ref()          # doctest: +SKIP
-        >>> state_dict = ref.load()            # doctest: +SKIP
+        >>> ref = ResultRef.save([0.5, 0.25], "results")  # as `RunHandle.result_ref` gives one
+        >>> ref.load()
+        [0.5, 0.25]
     """
 
     __version__: ClassVar[int] = 1
@@ -61,7 +62,7 @@ class ResultRef:
             ResultError: the value cannot be pickled, or the directory cannot be written.
 
         Example:
-            >>> ref = ResultRef.save({"a": 1}, "/tmp/rankzero-docs")
+            >>> ref = ResultRef.save({"a": 1}, "results")
             >>> ref.load()
             {'a': 1}
         """

@@ -21,12 +21,12 @@ class ChannelClient:
     """An agent's session with the driver; one thread of its own does all the work.
 
     Example:
-        >>> client = ChannelClient(["driver.example", "10.0.0.7"], 40400, secret, task=0)
+        >>> client = ChannelClient(["localhost", "127.0.0.1"], 40400, secret="00" * 32, task=0)
         >>> client.start()
         >>> client.queue({"type": "join"})
-        >>> selector.register(client.fileno(), selectors.EVENT_READ)
-        >>> messages = client.receive()
-        >>> client.close(timeout=2.0)
+        >>> client.receive()  # nothing yet: `fileno` becomes readable when there is
+        []
+        >>> client.close(timeout=0.0)
     """
 
     def __init__(self, hosts: Sequence[str], port: int, secret: str, task: int) -> None:
