@@ -5,7 +5,7 @@ import pytest
 from rankzero import errors
 from rankzero.driver import policy
 from rankzero.driver.policy import Failure
-from rankzero.run import liveness, reconcile
+from rankzero.run import liveness
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
 ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
@@ -120,21 +120,6 @@ def test_restarts_and_preemptions_have_budgets_of_their_own(
         assert (after and after[1]) == expected
         if after:
             budget = after[0]
-
-
-@pytest.mark.parametrize(
-    ("state", "delivered", "meaning"),
-    [
-        ("pending", False, reconcile.ATTACH),
-        ("running", False, reconcile.ATTACH),
-        ("succeeded", False, reconcile.ATTACH),
-        ("succeeded", True, reconcile.FRESH),
-        ("failed", False, reconcile.CONTINUE),
-        ("cancelled", False, reconcile.CONTINUE),
-    ],
-)
-def test_what_submitting_an_existing_run_means(state: str, delivered: bool, meaning: str) -> None:
-    assert reconcile.on_resubmit(state, delivered) == meaning
 
 
 def test_a_run_hangs_when_its_last_progress_is_too_old() -> None:

@@ -13,8 +13,6 @@ from dagster._config.field_utils import env_var_to_config_dict, is_dagster_env_v
 from dagster._core.errors import DagsterInvalidPropertyError, DagsterRunNotFoundError
 from dagster._core.execution.plan.outputs import StepOutputHandle
 from dagster._core.execution.stats import StepEventStatus
-from dagster._core.executor.in_process import InProcessExecutor
-from dagster._core.executor.multiprocess import MultiprocessExecutor
 from dagster._core.storage.tags import MAX_RETRIES_TAG, RETRY_NUMBER_TAG
 from dagster._core.types.dagster_type import resolve_dagster_type
 from dagster.components.core.context import ComponentDeclLoadContext
@@ -88,15 +86,22 @@ def facts_of(context: Any) -> StepFacts | None:
     step = _step_of(context)
     if step is None:
         return None
-    kinds: dict[type[Any], str] = {InProcessExecutor: IN_PROCESS, MultiprocessExecutor: MULTIPROCESS}
     return StepFacts(
         run=step.dagster_run,
         instance=step.instance,
         key=step.step.key,
         number=step.previous_attempt_count,
         policy=None if step.retry_mode.disabled else step.op_retry_policy,
-        executor=kinds.get(type(step.executor), DELEGATED),
+        executor=_executor_of(step),
     )
+
+
+def _executor_of(step: Any) -> str:
+    if not step.retry_mode.deferred:
+        # Whoever retries a step in its own process.
+        return IN_PROCESS
+    own = {dg.multiprocess_executor.name, dg.multi_or_in_process_executor.name}
+    return MULTIPROCESS if step.job_def.executor_def.name in own else DELEGATED
 
 
 def _step_of(context: Any) -> Any:

@@ -30,7 +30,7 @@ def main() -> None:
             handle = launcher.submit(train, **asked["train"])
             note(folder / "submitted", "")
             value = handle.result()
-            handle.mark_delivered()
+            handle.acknowledge()
     except RankZeroError as error:
         note(folder / "error", json.dumps(error.to_json()))
         sys.exit(1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.conftest import ROOT, until, wait_until_gone
 
-from rankzero import EngineError, Launcher, RunCancelledError, RunHandle
+from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
@@ -74,10 +74,10 @@ def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_pa
     (tmp_path / "go").touch()
     assert [handle.result(WAIT) for handle in handles] == ["attempt 0"] * 8
     assert starts(tmp_path) == 1
-    # The result waits until somebody says that it was handed on.
+    # The result waits until its receiver acknowledges it.
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
     assert starts(tmp_path) == 1
-    handles[0].mark_delivered()
+    handles[0].acknowledge()
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
     assert starts(tmp_path) == 2
 
@@ -85,14 +85,38 @@ def test_a_run_id_submitted_by_many_at_once_starts_once(single: Launcher, tmp_pa
 def test_a_run_that_was_asked_to_end_is_not_attached_to(single: Launcher, tmp_path: Path) -> None:
     assert single.find() is None
     handle = start(single, tmp_path)
-    assert single.take_up() is not None
+    assert single.submit(count_and_wait, str(tmp_path)).submission == 0
     handle.cancel()
-    assert single.take_up() is None
     again = single.options(labels={"asks": "again"}).submit(count_and_wait, str(tmp_path))
     assert again.labels == {"asks": "again"}
     assert again.submission == 1
     (tmp_path / "go").touch()
     assert again.result(WAIT) == "attempt 1"
+
+
+def test_a_late_cancel_does_not_reach_the_next_submission(single: Launcher, tmp_path: Path) -> None:
+    first = start(single, tmp_path)
+    first.cancel()
+    again = single.submit(count_and_wait, str(tmp_path))
+    # As a process does that was held up between its decision and its call.
+    first.cancel()
+    assert not again.status().final
+    (tmp_path / "go").touch()
+    assert again.result(WAIT) == "attempt 1"
+
+
+def test_another_training_is_refused_while_one_lives_and_begins_from_scratch_after_it(
+    single: Launcher, tmp_path: Path
+) -> None:
+    other = single.options(code_version="another")
+    handle = start(single, tmp_path)
+    with pytest.raises(InvalidJobError, match="run_id 'one' is running another training"):
+        other.submit(count_and_wait, str(tmp_path))
+    handle.cancel()
+    (tmp_path / "go").touch()
+    assert other.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
+    # What another one has returned is not its result, although nobody has acknowledged it.
+    assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 2"
 
 
 FOLLOW = """
@@ -196,10 +220,10 @@ def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp
     (tmp_path / "go").touch()
     handle = single.submit(count_and_wait, str(tmp_path))
     assert handle.result(WAIT) == "attempt 0"
-    command = [sys.executable, "-m", "rankzero.driver.main", handle.directory, "--submission"]
+    command = [sys.executable, "-m", "rankzero.driver", handle.directory, "--submission"]
     again = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
     assert "has a driver already" in again.stderr
-    handle.mark_delivered()
+    handle.acknowledge()
     single.submit(count_and_wait, str(tmp_path)).result(WAIT)
     late = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=WAIT)
     assert "was submitted again" in late.stderr

@@ -142,7 +142,7 @@ def collect(
         OSError: the store cannot be listed (or an error of its fsspec driver).
 
     Example:
-        >>> from rankzero.retention import collect
+        >>> from rankzero.run.retention import collect
         >>> collect("runs", older_than=30 * 86400, dry_run=True).size
         0
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.submit.modules import imports_of_code
+from rankzero.submit.modules import imports_of_code, is_user_module_name
 from rankzero.submit.payload import TrainingPickler, resolve_training, search_path
 from rankzero.submit.sources import digest_of_modules, digest_of_script
 from rankzero.values.ref import ResultRef
@@ -140,10 +140,13 @@ class _ContentPickler(TrainingPickler):
             return None
 
     def _is_named(self, value: Any) -> bool:
-        """True if ranks import the function or class by its name."""
-        module = getattr(value, "__module__", None)
-        if module in ("__main__", "__mp_main__") or not isinstance(module, str):
+        """True if ranks import the function or class by its name; else it goes by value."""
+        module, name = getattr(value, "__module__", None), value.__qualname__
+        if module in ("__main__", "__mp_main__") or "<locals>" in name:
             return False
+        if not isinstance(module, str) or (isinstance(value, type) and not is_user_module_name(module)):
+            # Of an interpreter or an installed package, whatever its name says.
+            return True
         # Registers what goes by value, as it does for the payload.
         self.travels(module)
         return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))

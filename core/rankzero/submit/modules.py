@@ -103,6 +103,12 @@ def is_user_module(module: types.ModuleType) -> bool:
     return isinstance(file, str) and _is_user_file(file)
 
 
+def is_user_module_name(name: str) -> bool:
+    """The same for the name of a loaded module."""
+    module = sys.modules.get(name)
+    return isinstance(module, types.ModuleType) and is_user_module(module)
+
+
 def spec_of(root: str) -> Any:
     """The spec of a top-level user module that can be found by name, else None."""
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:

@@ -168,11 +168,6 @@ def _ask(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAg
         os.close(read)
 
 
-def tell(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends one line of JSON."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
 def _hear(connection: socket.socket) -> dict[str, Any]:
     """Receives one line of JSON, byte by byte: what follows belongs to the next call."""
     line = b""

@@ -34,7 +34,7 @@ from typing import Any
 
 from rankzero.agent import supervise
 from rankzero.host import descendants, forked
-from rankzero.task import start
+from rankzero.host.processes import process_start
 from rankzero.warm import hugepages
 
 IDLE_TIMEOUT = 300.0
@@ -196,7 +196,7 @@ class WarmServer:
                 os.close(descriptor)
         # Nobody holds it if this fails: it reads the end of its standard input, and is reaped like the others.
         with contextlib.suppress(OSError):
-            start.tell(connection, {"pid": pid})
+            _tell(connection, {"pid": pid})
         return pid
 
     def _on_holder(self, pid: int, connection: socket.socket) -> None:
@@ -217,7 +217,7 @@ class WarmServer:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(connection)
                 with contextlib.suppress(OSError):
-                    start.tell(connection, {"status": status})
+                    _tell(connection, {"status": status})
                 connection.close()
 
 
@@ -294,6 +294,11 @@ def touches_gpu() -> bool:
     return False
 
 
+def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Sends one line of JSON, which `rankzero.task.start` waits for."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
 def main() -> None:
     """Entry point of the server.
 
@@ -303,7 +308,7 @@ def main() -> None:
     directory, path, listener, _, owner, started = sys.argv[1:]
     descendants.become_subreaper()
     watched = os.pidfd_open(int(owner))
-    if start.start_time(int(owner)) != started:
+    if process_start(int(owner)) != started:
         raise SystemExit("whoever started this server is gone")
     with ending_with(watched):
         load(PRELOADED)

@@ -1,0 +1,63 @@
+"""What an existing run means, as a table: no processes, no clocks."""
+
+import itertools
+
+import pytest
+
+from rankzero.run.lease import lease, longest_delay, power
+from rankzero.run.reconcile import Decision, decide
+
+ATTACH, DELIVER, RESUME, FRESH = Decision
+
+
+@pytest.mark.parametrize(
+    ("state", "facts", "decision"),
+    [
+        pytest.param("pending", "same", ATTACH, id="submitted, its driver not there yet"),
+        pytest.param("running", "same", ATTACH, id="it lives"),
+        pytest.param("running", "same repeated", ATTACH, id="it lives, and its try was killed"),
+        pytest.param("running", "same ending", RESUME, id="a user has ended it, and wants it again"),
+        pytest.param("failed", "same", RESUME, id="it failed, or its driver died"),
+        pytest.param("cancelled", "same", RESUME, id="it was ended"),
+        pytest.param("failed", "same acknowledged", RESUME, id="after a success that was delivered before"),
+        pytest.param("succeeded", "same", DELIVER, id="nobody has got the result"),
+        pytest.param("succeeded", "same acknowledged", FRESH, id="a user runs again what had succeeded"),
+        pytest.param("succeeded", "same acknowledged repeated", DELIVER, id="an orchestrator does, by itself"),
+    ],
+)
+def test_the_same_training(state: str, facts: str, decision: Decision) -> None:
+    assert (
+        decide(
+            state,
+            same_training="same" in facts,
+            acknowledged="acknowledged" in facts,
+            ending="ending" in facts,
+            same_generation="repeated" in facts,
+        )
+        is decision
+    )
+
+
+@pytest.mark.parametrize("state", ["pending", "starting", "running", "succeeded", "failed", "cancelled"])
+def test_another_training_lends_nothing(state: str) -> None:
+    for acknowledged, ending, repeated in itertools.product([False, True], repeat=3):
+        decided = decide(state, same_training=False, acknowledged=acknowledged, ending=ending, same_generation=repeated)
+        assert decided is FRESH
+
+
+@pytest.mark.parametrize(
+    ("delay", "unnoticed", "least", "seconds"),
+    [(0.0, 0.0, 900.0, 900), (600.0, 0.0, 900.0, 1500), (0.0, 300.0, 900.0, 1200), (0.0, 0.0, 1800.0, 1800)],
+)
+def test_a_lease_outlasts_the_wait_for_the_next_try(
+    delay: float, unnoticed: float, least: float, seconds: float
+) -> None:
+    assert lease(delay, unnoticed=unnoticed, least=least) == seconds
+
+
+def test_delays_that_grow_have_a_bound() -> None:
+    assert longest_delay(600, 1) == 600
+    assert longest_delay(600, power(2, 3)) == 4800
+    assert longest_delay(600, power(2.0, 9999)) == 24 * 3600
+    assert longest_delay(48 * 3600, 2) == 48 * 3600
+    assert longest_delay(0, power(2.0, 9999)) == 0

@@ -1,0 +1,254 @@
+"""What tells a training from another one."""
+
+import dataclasses
+import functools
+import importlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankzero import ResultRef
+from rankzero.submit.identity import digest_of, identity_of
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    program = (
+        "from rankzero.submit.identity import digest_of\nprint(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True, env={"PYTHONPATH": path}
+        ).stdout
+        for path in [":".join(sys.path)]
+        for _ in range(4)
+    }
+    assert digests == {digest_of({"a", "b", "c"}, [{"lr": frozenset("xyz")}]) + "\n"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: (1.0,), lambda: (2.0,)),
+        (lambda: ({"a"},), lambda: (frozenset("a"),)),
+        (lambda: ((1, 2),), lambda: (1, 2)),
+        (lambda: (__import__("numpy").zeros(100_000),), lambda: (__import__("numpy").ones(100_000),)),
+    ],
+)
+def test_it_is_another_one_for_other_arguments(one: Callable[[], Any], other: Callable[[], Any]) -> None:
+    assert digest_of(*one()) == digest_of(*one())
+    assert digest_of(*one()) != digest_of(*other())
+
+
+def test_one_object_twice_is_as_two_equal_ones() -> None:
+    one, other = [1.5, "x"], [1.5, "x"]
+    assert digest_of({"a": one, "b": one}) == digest_of({"a": one, "b": other})
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert digest_of(loop) == digest_of(loop) != ""
+
+
+def test_objects_of_a_script_s_own_classes_are_told_by_their_attributes() -> None:
+    program = """
+import enum
+from rankzero.submit.identity import digest_of
+class Config:
+    def __init__(self, rate): self.rate = rate
+class Kind(enum.Enum):
+    SMALL = 1
+    LARGE = 2
+print(digest_of(Config(0.1), Kind.SMALL), digest_of(Config(0.2), Kind.SMALL), digest_of(Config(0.1), Kind.LARGE))
+"""
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    said = [
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
+        for _ in range(3)
+    ]
+    assert len({done.stdout for done in said}) == 1
+    assert len(set(said[0].stdout.split())) == 3
+
+
+def test_what_cannot_be_pickled_has_none(tmp_path: Path) -> None:
+    assert identity_of(print_it, (threading.Lock(),), {}, 1) == ""
+
+
+# -- trainings ---------------------------------------------------------------------------------
+
+
+def print_it(value: object) -> None:
+    print(value)
+
+
+SCRIPT = """
+import rankzero.train as rt
+import {helper}
+
+def train(lr):
+    # Says how far it has come.
+    return {helper}.scale(lr)
+
+rt.set_result(train(0.1))
+"""
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of the user's, which imports another one when it is called."""
+    name = f"helper_{secrets.token_hex(4)}"
+    (tmp_path / f"{name}_rates.py").write_text("RATE = 2\n")
+    path = tmp_path / f"{name}.py"
+    path.write_text(f"def scale(x):\n    from {name}_rates import RATE\n    return RATE * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return path
+
+
+def of(train: object, *args: object, world_size: int = 2, **more: Any) -> str:
+    made = identity_of(train, args, {}, world_size, **more)
+    assert len(made) == 16
+    return made
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    # Two edits may fall into one tick of the file system's clock, and be of one size.
+    moment = time.time_ns()
+    os.utime(path, ns=(moment, moment))
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("what", "same"),
+    [
+        pytest.param(
+            ("script", "# Says how far it has come.", "# Another remark, and an empty line.\n"), True, id="a comment"
+        ),
+        pytest.param(("script", "train(0.1)", "train(0.2)"), False, id="the script"),
+        pytest.param(("helper", "RATE * x", "RATE * x + 1"), False, id="a module that it imports"),
+        pytest.param(("rates", "RATE = 2", "RATE = 3"), False, id="a module that this one imports"),
+        pytest.param(("helper", "    return RATE * x", "    return (RATE * x)"), True, id="the layout of a module"),
+    ],
+)
+def test_a_script_counts_by_content(helper: Path, tmp_path: Path, what: tuple[str, str, str], same: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(helper=helper.stem))
+    files = {"script": script, "helper": helper, "rates": helper.with_name(f"{helper.stem}_rates.py")}
+    before = of(str(script), "--epochs", 3)
+    edited(files[what[0]], *what[1:])
+    assert (of(str(script), "--epochs", 3) == before) is same
+    # Where it lies does not matter: a bundle has another path for each version.
+    elsewhere = tmp_path / "version-2"
+    elsewhere.mkdir()
+    (elsewhere / "train.py").write_text(script.read_text())
+    assert of(str(elsewhere / "train.py"), "--epochs", 3) == of(str(script), "--epochs", 3)
+
+
+def test_a_function_of_a_module_counts_with_its_module(helper: Path) -> None:
+    module = importlib.import_module(helper.stem)
+    before = of(module.scale, 1)
+    assert of(f"{helper.stem}:scale", 1) == before
+    edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
+    assert of(module.scale, 1) != before
+
+
+def nested(rate: float, shift: int = 0) -> Callable[[], float]:
+    def train() -> float:
+        return rate * 2 + shift
+
+    return train
+
+
+def nested_otherwise(rate: float, shift: int = 0) -> Callable[[], float]:
+    def train() -> float:
+        return rate * 3 + shift
+
+    train.__qualname__ = "nested.<locals>.train"
+    return train
+
+
+def test_a_closure_counts_by_its_code_and_by_what_it_holds() -> None:
+    same = of(nested(0.1))
+    assert of(nested(0.1)) == same
+    different = [nested(0.2), nested(0.1, 1), nested_otherwise(0.1), functools.partial(nested(0.1))]
+    assert len({same, *map(of, different)}) == 5
+
+
+PROGRAM = """
+import threading
+from dataclasses import dataclass
+from rankzero.submit.identity import identity_of
+{unrelated}
+
+RATES = {{"b": 2, "a": 1}}
+
+@dataclass
+class Config:
+    rate: float = 0.1
+    tags: frozenset = frozenset("abc")
+
+class Model:
+    def size(self):
+        return {size}
+
+def helper(depth):
+    return helper(depth - 1) if depth else Model().size()
+
+def train(config):
+    import torch
+    return helper(3) * RATES["a"] * config.rate
+
+print(identity_of(train, (Config(),), {{"z": 1, "a": {{"y": 2, "b": 1}}}}, 2))
+"""
+
+
+def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+
+    def run(**changes: object) -> str:
+        program = PROGRAM.format(**{"unrelated": "", "size": 1, **changes})
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.strip()
+
+    before = run()
+    assert len(before) == 16
+    assert run() == before
+    # Other lines move it in the file; another class of the file counts as far as it refers to it.
+    assert run(unrelated="def other():\n    return 1\n\nX = 5") == before
+    assert run(size=2) != before
+
+
+def test_results_count_by_content_and_not_by_where_they_lie() -> None:
+    one = ResultRef("/runs/a/result/value-0.safetensors", "safetensors", "ab" * 32, 9, {"loss": 1.0}, "1-2-3")
+    other = dataclasses.replace(one, uri="s3://b/value-3.safetensors", summary={}, fingerprint=None)
+    changed = dataclasses.replace(one, sha256="cd" * 32)
+    assert of(print_it, {"model": [one]}) == of(print_it, {"model": [other]})
+    assert of(print_it, {"model": [one]}) != of(print_it, {"model": [changed]})
+
+
+def test_tensors_count_by_their_numbers_whatever_they_are_a_part_of() -> None:
+    whole = torch.arange(10.0)
+    assert of(print_it, whole[2:4]) == of(print_it, torch.tensor([2.0, 3.0]))
+    assert of(print_it, whole[2:4]) != of(print_it, torch.tensor([2.0, 3.0], dtype=torch.float64))
+    assert of(print_it, torch.tensor([1, 2], dtype=torch.bfloat16)) != of(
+        print_it, torch.tensor([1, 3], dtype=torch.bfloat16)
+    )
+
+
+def test_the_order_of_names_does_not_count() -> None:
+    assert identity_of(print_it, (), {"a": 1, "b": 2}, 1) == identity_of(print_it, (), {"b": 2, "a": 1}, 1)
+
+
+def test_the_world_size_and_a_code_version_count() -> None:
+    assert of(nested(0.1), world_size=4) != of(nested(0.1))
+    assert of(nested(0.1), code_version="1") == of(nested(0.2), code_version="1")
+    assert of(nested(0.1), code_version="1") != of(nested(0.1), code_version="2")
+    assert of(nested(0.1), "a", code_version="1") != of(nested(0.1), "b", code_version="1")
