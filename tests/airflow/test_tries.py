@@ -53,8 +53,8 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
         (OSError("the API server is gone, too"), False),
     ],
 )
-def test_a_users_word_is_told_from_everything_else(answer: Any, ended: bool) -> None:
-    from airflow_rankzero import tries
+def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) -> None:
+    from airflow_rankzero.tries import TaskTry
 
     asked: list[dict[str, Any]] = []
 
@@ -65,7 +65,7 @@ def test_a_users_word_is_told_from_everything_else(answer: Any, ended: bool) -> 
         return answer
 
     ti = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=3, get_task_states=get_task_states)
-    assert tries.was_ended_by_a_user(ti) is ended
+    assert TaskTry(ti).was_ended_by_user() is ended
     assert asked == [{"dag_id": "d", "task_ids": ["train"], "run_ids": ["r"], "map_index": 3}]
 
 
@@ -80,3 +80,25 @@ def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
     ]
     task, ti = make(1, 1, retry_policy=ExceptionRetryPolicy(rules))
     assert tries.lease(task, ti, deferred=False) == 300 + 7200 + 900
+
+
+def test_what_interrupts_a_try_and_leaves_its_training() -> None:
+    from airflow.sdk.exceptions import AirflowRescheduleException, AirflowTaskTimeout, TaskDeferred
+
+    from airflow_rankzero.tries import TaskTry
+
+    _, retried = make(1, 1)
+    _, last = make(2, 1)
+    away = OSError("the store is away")
+    rescheduled = AirflowRescheduleException.__new__(AirflowRescheduleException)
+    deferred = TaskDeferred.__new__(TaskDeferred)
+    for error, after_retried, after_last in [
+        (away, True, False),
+        (AirflowTaskTimeout(), False, False),
+        (KeyboardInterrupt(), False, False),
+        # The task comes back without a try.
+        (rescheduled, True, True),
+        (deferred, True, True),
+    ]:
+        assert TaskTry(retried).detaches(error) is after_retried, error
+        assert TaskTry(last).detaches(error) is after_last, error

@@ -208,9 +208,14 @@ def test_a_rank_that_fails_is_retried_only_by_the_rules(resources: dict[str, obj
     def model() -> None:
         raise KeyError("lr")
 
-    result = dg.materialize([model], resources=resources, raise_on_error=False)
+    @torch_asset(retry_policy=dg.RetryPolicy(max_retries=1), options={"retry_user_errors": False})
+    def once() -> None:
+        raise KeyError("lr")
+
+    result = dg.materialize([model, once], resources=resources, raise_on_error=False)
     assert failure_of(result, "model")[1]["exception_type"] == "KeyError"
-    assert retries_of(result, "model") == 0
+    assert retries_of(result, "model") == 1
+    assert retries_of(result, "once") == 0
 
 
 def test_options_and_resource_key_choose_the_resource(

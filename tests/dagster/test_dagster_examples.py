@@ -80,7 +80,7 @@ def test_a_script_is_an_asset(load: Load, instance: dg.DagsterInstance, monkeypa
     monkeypatch.setenv("DIGITS_EPOCHS", "2")
     _, defs = load("script_training")
     result = run(defs, "script_scores", instance)
-    scores = result.output_for_node("script_scores")
+    scores = result.output_for_node("script_scores").load()
     assert scores["world_size"] == 2
     assert 0.1 < scores["accuracy"] <= 1
     event = instance.get_latest_materialization_event(dg.AssetKey("script_scores"))

@@ -167,7 +167,7 @@ def test_a_failing_rank_shows_its_cause_and_is_not_retried(torch_distributor: To
 
     @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
     def broken(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.run(context, fail)
+        return torch_distributor.options(retry_user_errors=False).run(context, fail)
 
     result = dg.materialize([broken], resources={"torch_distributor": torch_distributor}, raise_on_error=False)
     description, facts = failure_of(result, "broken")

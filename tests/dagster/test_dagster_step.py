@@ -1,40 +1,20 @@
-"""What a try is to the tries before it, and how long its training waits for the next: decisions, without processes."""
+"""What a step answers about Dagster: will another try come, how long may that take. Without processes."""
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._utils.interrupts import raise_interrupts_as
 
-from dagster_rankzero.step import goes_on, lease, run_id_of, tries_left
+from dagster_rankzero._compat import DELEGATED, IN_PROCESS, MULTIPROCESS, Calls, signal_of
+from dagster_rankzero.step import Step, lease, run_id_of
 
 POLICY = dg.RetryPolicy
-
-
-@pytest.mark.parametrize(
-    ("state", "facts", "expected"),
-    [
-        pytest.param("running", "training generation", True, id="a step died, its training lives"),
-        pytest.param("succeeded", "training generation", True, id="a step died before it got the result"),
-        pytest.param("succeeded", "training generation handed", True, id="a step died while it stored the result"),
-        pytest.param("failed", "training generation", True, id="a retry of a failed training"),
-        pytest.param("failed", "training", True, id="re-executed after a failure"),
-        pytest.param("failed", "training from_failure", True, id="re-executed from the failure"),
-        pytest.param("running", "training", True, id="re-executed while the training still waits for a try"),
-        pytest.param("succeeded", "training", True, id="re-executed, but nobody had got the result"),
-        pytest.param("succeeded", "training handed", False, id="re-executed after a success"),
-        pytest.param("succeeded", "training handed from_failure", True, id="got, but never stored"),
-        pytest.param("running", "generation", False, id="the arguments have changed"),
-        pytest.param("failed", "generation", False, id="the arguments have changed, after a failure"),
-        pytest.param("succeeded", "generation from_failure", False, id="the arguments have changed, after a success"),
-    ],
-)
-def test_what_goes_on_and_what_begins_anew(state: str, facts: str, expected: bool) -> None:
-    decided = goes_on(
-        state,
-        same_training="training" in facts,
-        same_generation="generation" in facts,
-        from_failure="from_failure" in facts,
-        handed="handed" in facts,
-    )
-    assert decided is expected
 
 
 @pytest.mark.parametrize(
@@ -56,12 +36,79 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(policy: dg.RetryPolicy | No
     assert lease(policy) == seconds
 
 
-@pytest.mark.parametrize(
-    ("policy", "number", "left"),
-    [(None, 0, False), (POLICY(max_retries=1), 0, True), (POLICY(max_retries=1), 1, False)],
+STEP = Step(
+    dagster_run="one",
+    root="one",
+    generation="one",
+    key="train",
+    number=0,
+    executor=MULTIPROCESS,
+    is_retried=True,
+    run_is_retried=False,
+    lease=900.0,
+    instance=SimpleNamespace(get_run_by_id=lambda _: SimpleNamespace(is_finished=False, status="STARTED")),  # type: ignore[arg-type]
 )
-def test_the_last_try_is_known(policy: dg.RetryPolicy | None, number: int, left: bool) -> None:
-    assert tries_left(policy, number) is left
+
+
+@pytest.mark.parametrize(
+    ("facts", "comes"),
+    [
+        pytest.param({}, True, id="the run's process retries a step that died"),
+        pytest.param({"is_retried": False}, False, id="no try is left"),
+        pytest.param({"executor": IN_PROCESS}, False, id="with the step died the only process"),
+        pytest.param({"executor": IN_PROCESS, "run_is_retried": True}, True, id="a daemon starts the run again"),
+        pytest.param({"executor": DELEGATED}, True, id="the step of a pod"),
+    ],
+)
+def test_whether_another_try_comes_after_a_death(facts: dict[str, Any], comes: bool) -> None:
+    step = replace(STEP, **facts)
+    assert step.is_followed_by_another is comes
+    assert (step.lease_when_attached is None) is comes
+
+
+@pytest.mark.parametrize(
+    ("number", "facts", "detaches"),
+    [
+        pytest.param("SIGTERM", {}, True, id="the step's process alone is ended"),
+        pytest.param("SIGINT", {}, False, id="the run goes down with its steps"),
+        pytest.param("SIGINT", {"run_is_retried": True}, True, id="the run goes down, and a daemon starts it again"),
+        pytest.param("SIGTERM", {"is_retried": False}, False, id="no try is left"),
+        pytest.param("SIGTERM", {"executor": IN_PROCESS}, False, id="the run's only process goes down"),
+        pytest.param("SIGINT", {"executor": DELEGATED}, True, id="the pod of a step is evicted"),
+    ],
+)
+def test_whether_another_try_comes_after_a_signal(number: str, facts: dict[str, Any], detaches: bool) -> None:
+    def handler(_signo: int) -> None:
+        raise dg.DagsterExecutionInterruptedError
+
+    with pytest.raises(dg.DagsterExecutionInterruptedError) as caught:
+        handler(getattr(signal, number))
+    assert replace(STEP, **facts).detaches(caught.value) is detaches
+
+
+def test_the_signal_is_read_off_the_handler_of_this_dagster() -> None:
+    with pytest.raises(dg.DagsterExecutionInterruptedError) as caught:  # noqa: PT012, SIM117
+        with raise_interrupts_as(dg.DagsterExecutionInterruptedError):
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(10)
+    assert signal_of(caught.value) == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "detaches"), [(OSError("the store is away"), True), (GeneratorExit(), False), (SystemExit(), False)]
+)
+def test_what_else_interrupts(error: BaseException, detaches: bool) -> None:
+    assert STEP.detaches(error) is detaches
+    assert not replace(STEP, is_retried=False).detaches(error)
+
+
+def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
+    left = {0: "b", 1: "a"}
+    calls = Calls()
+    assert [calls.claim(identity, left.get) for identity in ("a", "b", "c", "c")] == [1, 0, 2, 3]
+    # A training that has changed takes the first number that is free.
+    calls = Calls()
+    assert [calls.claim(identity, left.get) for identity in ("changed", "a")] == [0, 1]
 
 
 def test_names_are_stable_distinct_and_can_name_directories() -> None:

@@ -1,6 +1,5 @@
-"""What the runs of one step are to each other: tries, re-executions one after the other, and at the same time."""
+"""The run of a step's training: tries, re-executions one after the other, and at the same time."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,16 +12,19 @@ import dagster as dg
 import pytest
 from tests.conftest import until
 
-from dagster_rankzero import step_run
-from dagster_rankzero._compat import is_from_failure
+from dagster_rankzero._compat import DELEGATED, MULTIPROCESS
 from dagster_rankzero.step import Step
 from dagster_rankzero.step_run import open_run
 from rankzero import Launcher, RunHandle
-from rankzero.submit.identity import digest_of
+from rankzero.run import lease as leases
 
 LOG = logging.getLogger(__name__)
 
 Open = Callable[..., AbstractContextManager[Any]]
+
+
+class Try:
+    """Stands for Dagster's own object of a try."""
 
 
 def endless(word: str = "same") -> None:
@@ -52,9 +54,9 @@ def step(unfinished: set[str]) -> Step:
         generation="one",
         key="train",
         number=0,
-        call=0,
-        from_failure=False,
-        another_follows=True,
+        executor=MULTIPROCESS,
+        is_retried=True,
+        run_is_retried=False,
         lease=600.0,
         instance=SimpleNamespace(get_run_by_id=get_run_by_id, get_run_group=get_run_group),  # type: ignore[arg-type]
     )
@@ -65,7 +67,9 @@ def open_step(tmp_path: Path, marker: str) -> Iterator[Open]:
     launcher = Launcher(1, store=tmp_path / "runs", env={"MARK": marker}, start_timeout=240)
 
     def open_it(step: Step, *args: Any) -> AbstractContextManager[Any]:
-        return open_run(launcher, step, "train", endless, args, {}, LOG)
+        # Each stands for a process of its own.
+        context = SimpleNamespace(log=LOG, _step_execution_context=Try())
+        return open_run(launcher, step, context, endless, args, {})
 
     yield open_it
     # Nobody follows them to their ends here.
@@ -80,11 +84,11 @@ def test_re_executions_at_the_same_time_have_trainings_of_their_own(
 ) -> None:
     unfinished |= {"one", "two"}
     again = replace(step, dagster_run="two", generation="two")
-    with open_step(step) as (first, _):
-        with open_step(again) as (second, _), open_step(replace(again, number=1)) as (taken_up, _):
-            assert second.directory != first.directory
-            assert taken_up.directory == second.directory
-        assert not first.status().final
+    with open_step(step) as first:
+        with open_step(again) as second, open_step(replace(again, number=1)) as attached:
+            assert second.handle.directory != first.handle.directory
+            assert attached.handle.directory == second.handle.directory
+        assert not first.handle.status().final
 
 
 def test_an_automatic_retry_does_not_meddle_with_a_re_execution(
@@ -92,72 +96,54 @@ def test_an_automatic_retry_does_not_meddle_with_a_re_execution(
 ) -> None:
     unfinished |= {"two", "three"}
     # Run "one" has failed; a user re-executes it before its own retry begins.
-    with open_step(replace(step, dagster_run="two", generation="two")) as (by_hand, _):
-        with open_step(replace(step, dagster_run="three")) as (by_itself, _):
-            assert by_itself.directory != by_hand.directory
-        assert not by_hand.status().final
+    with open_step(replace(step, dagster_run="two", generation="two")) as by_hand:
+        with open_step(replace(step, dagster_run="three")) as by_itself:
+            assert by_itself.handle.directory != by_hand.handle.directory
+        assert not by_hand.handle.status().final
 
 
-def test_a_function_is_told_by_the_plain_values_that_are_bound_to_it() -> None:
-    def bound(rate: float) -> Any:
-        return lambda: (rate, LOG)
-
-    functions = [bound(0.1), bound(0.2), functools.partial(endless, "a"), functools.partial(endless, "b"), endless]
-    facts = [digest_of(step_run._facts_of(function)) for function in functions]
-    assert len(set(facts)) == len(functions)
-    assert digest_of(step_run._facts_of(bound(0.1))) == facts[0]
-
-
-def test_a_re_execution_of_a_re_execution_from_failure_is_from_failure_only_after_a_failure() -> None:
-    run = SimpleNamespace(tags={"dagster/is_resume_retry": "true"}, parent_run_id="before")
-    for succeeded in (True, False):
-        parent = SimpleNamespace(is_success=succeeded)
-        instance: Any = SimpleNamespace(get_run_by_id=lambda _, parent=parent: parent)
-        assert is_from_failure(run, instance) is not succeeded  # type: ignore[arg-type]
-
-
-def test_a_re_execution_takes_up_what_a_dead_run_has_left(step: Step, open_step: Open, unfinished: set[str]) -> None:
+def test_a_re_execution_attaches_to_what_a_dead_run_has_left(step: Step, open_step: Open, unfinished: set[str]) -> None:
     class Lost(Exception):
         pass
 
     unfinished.add("one")
-    with pytest.raises(Lost), open_step(step) as (left, _):
+    with pytest.raises(Lost), open_step(step) as left:
         raise Lost
-    assert not left.status().final
+    assert not left.handle.status().final
     # Its Dagster run has failed meanwhile.
     unfinished.discard("one")
-    with open_step(replace(step, dagster_run="two", generation="two")) as (taken_up, _):
-        assert taken_up.directory == left.directory
-        assert taken_up.submission == 0
+    with open_step(replace(step, dagster_run="two", generation="two")) as attached:
+        assert attached.handle.directory == left.handle.directory
+        assert attached.handle.submission == 0
 
 
-def test_the_last_try_is_not_survived_for_long_by_what_it_took_up(
+def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     step: Step, open_step: Open, unfinished: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_run, "LAST_LEASE", 1.0)
+    monkeypatch.setattr(leases, "LAST_LEASE", 1.0)
     unfinished.add("one")
-    with open_step(step) as (handle, _):
+    with open_step(step) as handle:
         pass
-    with open_step(replace(step, number=1, another_follows=False)) as (taken_up, _):
-        assert taken_up.directory == handle.directory
+    with open_step(replace(step, number=1, is_retried=False)) as attached:
+        assert attached.handle.directory == handle.handle.directory
     # A process that was killed says nothing; neither does a block that ends before the run.
-    until(lambda: handle.status().final, 60, "the end of the training")
-    assert handle.status().state == "cancelled"
+    until(lambda: handle.handle.status().final, 60, "the end of the training")
+    assert handle.handle.status().state == "cancelled"
 
 
 def test_other_arguments_end_the_training_that_lives(step: Step, open_step: Open, unfinished: set[str]) -> None:
     unfinished.add("one")
-    with open_step(step, "same") as (first, _), open_step(replace(step, number=1), "other") as (second, _):
-        assert second.directory == first.directory
-        assert second.submission == 1
+    with open_step(step, "same") as first, open_step(replace(step, number=1), "other") as second:
+        assert second.handle.directory == first.handle.directory
+        assert second.handle.submission == 1
 
 
 @pytest.mark.parametrize(
     ("facts", "error", "lives"),
     [
         # The pod of a step is evicted, its run goes on.
-        ({}, dg.DagsterExecutionInterruptedError, True),
-        ({"another_follows": False}, dg.DagsterExecutionInterruptedError, False),
+        ({"executor": DELEGATED}, dg.DagsterExecutionInterruptedError, True),
+        ({"is_retried": False}, dg.DagsterExecutionInterruptedError, False),
         # A user has terminated the run.
         ({"dagster_run": "terminated"}, dg.DagsterExecutionInterruptedError, False),
         # A person at a terminal; a generator that was left.
@@ -177,7 +163,7 @@ def test_who_interrupts_decides_whether_the_training_goes_on(
 ) -> None:
     unfinished.add("one")
     raised = error()
-    with pytest.raises(error) as caught, open_step(replace(step, **facts)) as (handle, _):
+    with pytest.raises(error) as caught, open_step(replace(step, **facts)) as handle:
         raise raised
     assert caught.value is raised
-    assert handle.status().final is not lives
+    assert handle.handle.status().final is not lives
