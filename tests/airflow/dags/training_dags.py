@@ -56,7 +56,7 @@ def endless() -> None:
     )
 
 
-def train_until_told(folder: str, megabytes: int) -> dict:
+def train_until_told(folder: str, megabytes: int, rate: float) -> dict:
     """Ends when the file ``go`` is there; the result tells which process trained, and on what it went on."""
     import os
     import time
@@ -97,7 +97,8 @@ def make_told(dag_id: str, **kwargs: object) -> None:
         trained = TorchDistributorOperator(
             task_id="train",
             train=train_until_told,
-            op_args=["{{ params.folder }}", "{{ params.megabytes }}"],
+            # A user corrects the rate by a variable of the run's own.
+            op_args=["{{ params.folder }}", "{{ params.megabytes }}", "{{ var.value.get(params.mark, 1.0) }}"],
             env={"MARK": "{{ params.mark }}"},
             conn_id="here",
             retry_delay=timedelta(seconds=1),

@@ -81,7 +81,7 @@ def durable(airflow: Deployment, tmp_path: Path) -> Iterator[Training]:
     wait_until(lambda: not processes_with(training.marker), STOP_TIMEOUT, "the end of the ranks")
 
 
-def test_the_next_try_takes_up_the_training_of_a_killed_one(durable: Training) -> None:
+def test_the_next_try_attaches_to_the_training_of_a_killed_one(durable: Training) -> None:
     ranks = durable.await_ranks()
     os.kill(durable.airflow.task_process("durable", durable.run_id, "train"), signal.SIGKILL)
     durable.await_try(2)
@@ -91,7 +91,7 @@ def test_the_next_try_takes_up_the_training_of_a_killed_one(durable: Training) -
     assert made["pid"] in ranks
     assert made["epoch"] == 0
     log = durable.airflow.log("durable", durable.run_id, "train", 2)
-    assert "took up the run" in log
+    assert "attached to the run" in log
     assert "[0] rank has seen it" in log
 
 
@@ -113,7 +113,7 @@ def test_a_worker_that_is_drained_leaves_the_training_to_another(durable: Traini
     ranks = durable.await_ranks()
     # What a supervisor does with a SIGTERM of its own: it passes it on.
     os.kill(durable.airflow.task_process("durable", durable.run_id, "train"), signal.SIGTERM)
-    durable.await_log("took up the run")
+    durable.await_log("attached to the run")
     durable.let_go()
     assert durable.finish()["pid"] in ranks
     # It has cost no try.
@@ -137,6 +137,19 @@ def test_clearing_a_running_task_ends_its_training_and_goes_on_from_the_checkpoi
     made = durable.finish()
     assert made["pid"] not in ranks
     assert made["epoch"] == 1
+
+
+def test_clearing_a_running_task_with_corrected_arguments_begins_from_scratch(durable: Training) -> None:
+    ranks = durable.await_ranks()
+    durable.airflow.call("POST", "/api/v2/variables", {"key": durable.marker, "value": "0.001"})
+    durable.airflow.clear("durable", durable.run_id, "train")
+    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), HEARTBEAT + GONE_WITHIN, "their end")
+    durable.await_try(2)
+    durable.let_go()
+    made = durable.finish()
+    assert made["pid"] not in ranks
+    # The checkpoint of the other rate is there, and not lent.
+    assert made["epoch"] == 0
 
 
 def test_clearing_a_delivered_task_trains_from_scratch(durable: Training) -> None:
