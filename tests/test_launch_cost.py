@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import restore_signal_handlers, signal_handlers
 
 import rankzero
 from rankzero import Launcher, SparkEngine
@@ -109,7 +110,10 @@ def spark() -> Any:
     from pyspark.sql import SparkSession
 
     os.environ.pop("PYSPARK_PYTHON", None)
+    handlers = signal_handlers()
     session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    # A SparkContext takes SIGINT, and leaves its handler.
+    restore_signal_handlers(handlers)
     yield session
     session.stop()
 

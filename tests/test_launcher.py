@@ -108,6 +108,8 @@ def test_a_run_id_that_lives_is_not_run_twice(launcher: Launcher) -> None:
     launcher = launcher.options(num_processes=1, run_id="once")
     handle = launcher.submit(sleep_forever)
     with pytest.raises(InvalidJobError, match="run_id 'once' is running: attach to it with RunHandle.attach"):
+        launcher.run(sleep_forever)
+    with pytest.raises(InvalidJobError, match="run_id 'once' is running another training"):
         launcher.run(int)
     handle.cancel()
     assert handle.wait(WAIT)

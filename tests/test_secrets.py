@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero import launcher as launcher_module
+from rankzero import Launcher, RankZeroError, RunHandle, WorkerFailedError
+from rankzero.submit import drivers
 
 SECRET = "hunter2-of-the-user"
 WAIT = 60.0
@@ -93,7 +93,7 @@ def test_a_submitter_that_dies_before_its_driver_starts(
     def die(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher_module, "DriverProcess", die)
+    monkeypatch.setattr(drivers, "DriverProcess", die)
     with pytest.raises(KeyboardInterrupt):
         secretive.submit(is_there)
     assert files_with_the_secret(tmp_path) == []
@@ -133,4 +133,18 @@ def test_a_person_can_read_which_modules_a_submission_shipped(launcher: Launcher
         ["2", "acme/table.txt"],
         ["left", "out", "acme/.env"],
     ]
+    assert files_with_the_secret(tmp_path) == []
+
+
+def tell_it() -> str:
+    value = os.environ["API_TOKEN"]
+    print(f"the token is {value}")
+    raise ValueError(f"{value} is refused")
+
+
+def test_what_ranks_write_of_it_is_masked(secretive: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"ValueError: \*\*\* is refused") as caught:
+        secretive.options(run_id="told", env={**(secretive.env or {}), "API_TOKEN": SECRET}).run(tell_it)
+    assert caught.value.log_tail
+    assert "the token is ***" in caught.value.log_tail
     assert files_with_the_secret(tmp_path) == []

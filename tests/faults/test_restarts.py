@@ -55,7 +55,8 @@ def train(how: str, failures: int, witness: str) -> list[list[int]]:
         dist.all_reduce(addend)
         state = {"step": state["step"] + 1, "sum": state["sum"] + addend, "starts": state["starts"]}
         rt.report({"step": state["step"]}, checkpoint=state)
-        if state["step"] >= 3 and context.rank == 1 and context.attempt < failures:
+        healed = Path(f"{witness}-healed").exists()
+        if state["step"] >= 3 and context.rank == 1 and context.attempt < failures and not healed:
             # These steps are shorter than a commit, which goes on beside them.
             while not has_committed(context.attempt):
                 time.sleep(0.01)
@@ -108,8 +109,9 @@ def test_the_budget_ends_and_the_last_failure_is_raised(launcher: Launcher, tmp_
     assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
     handle = RunHandle.attach(tmp_path / "store" / "budget")
     assert handle.status().attempt == 1
-    # The same run id again: as an orchestrator's retry does, from the last checkpoint.
-    starts = launcher.run(train, "SIGKILL", 0, str(tmp_path / "witness"))
+    # The same training again: as an orchestrator's retry does, from the last checkpoint.
+    (tmp_path / "witness-healed").touch()
+    starts = launcher.run(train, "SIGKILL", 9, str(tmp_path / "witness"))
     assert [attempt for attempt, _ in starts] == [0, 1, 2]
     assert starts[-1][1] >= 2
 
