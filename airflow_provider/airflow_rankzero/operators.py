@@ -233,7 +233,7 @@ class TorchDistributorOperator(BaseOperator):
         cursor = LogCursor(handle, opened.since, ranks=self.log_ranks, attached=opened.attached)
         follower = Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log)
         if self.deferrable and not handle.status().final:
-            follower.leave_if_killed()
+            follower.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
 
             self.defer(

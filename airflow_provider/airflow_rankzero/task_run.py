@@ -84,7 +84,7 @@ class Follower:
                     break
             if status.final:
                 return
-            self.leave_if_killed()
+            self.detach_if_killed()
             # An Event, not a sleep: exceptions of signal handlers get out at once.
             tick.wait(interval)
             if time.monotonic() - shown > PROGRESS_INTERVAL:
@@ -95,13 +95,15 @@ class Follower:
         age = time.time() - self._handle.created
         self._log.info("%s for %.0f s %s", status.state, age, status.metrics or "")
 
-    def leave_if_killed(self) -> None:
+    def detach_if_killed(self) -> None:
         """Nothing, unless this process was told to go: with its worker, or by a user. Raises as `follow`."""
         if not self._is_killed():
             return
         if self._try.was_ended_by_user():
             end(self._handle, self._stop_grace)
-            raise RunCancelledError(f"a user ended the task, and with it the run in {self._handle.directory}")
+            raise RunCancelledError(
+                f"a user ended the task, and with it the run in {self._handle.directory}", requested=True
+            )
         self._log.warning(
             "this worker goes away; the run in %s goes on, and this task attaches to it on another",
             self._handle.directory,

@@ -56,7 +56,7 @@ class TaskTry:
         return None
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """False: Airflow's listener has acknowledged by now what Airflow has (`airflow_rankzero.listener`)."""
+        """False: Airflow's listener has acknowledged by now what Airflow has (`airflow_rankzero.delivery`)."""
         return False
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:

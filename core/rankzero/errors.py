@@ -128,7 +128,14 @@ class RunTimeoutError(RankZeroError, TimeoutError):
 
 
 class RunCancelledError(RankZeroError):
-    """The run was cancelled."""
+    """The run was cancelled.
+
+    Attributes:
+        requested: True if somebody asked for it; else its driver was ended, or nobody followed the run.
+    """
+
+    _fields = ("requested",)
+    requested: bool | None
 
 
 class ResultError(RankZeroError):

@@ -10,10 +10,15 @@ MASK = "***"
 
 # What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores.
 _SECRET_NAME = re.compile(
-    r"password|passphrase|secret|token|credential|(access|account|api|private|shared)[._-]?key|[._-]key$", re.IGNORECASE
+    r"passw|passphrase|[._-]pass$|secret|token(?!iz)|credential|[._-]auth$|(access|account|api|private|shared)[._-]?key"
+    r"|\..*[._-]key$",
+    re.IGNORECASE,
 )
+_NO_SECRET_NAME = re.compile(r"[._-](file|path|dir)$", re.IGNORECASE)
 # Masking these would make unreadable every line of a log that has them.
 _NO_SECRET = re.compile(r"true|false|\d*|.{1,3}", re.IGNORECASE)
+_SHORT = 8
+"""Characters below which a secret is masked only where it is a word of its own."""
 
 
 def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
@@ -24,7 +29,8 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
         ['geheim']
     """
     texts = [(name, value) for name, value in pairs.items() if isinstance(name, str) and isinstance(value, str)]
-    return [value for name, value in texts if _SECRET_NAME.search(name) and not _NO_SECRET.fullmatch(value)]
+    secret = [value for name, value in texts if _SECRET_NAME.search(name) and not _NO_SECRET_NAME.search(name)]
+    return [value for value in secret if not _NO_SECRET.fullmatch(value)]
 
 
 class Mask:
@@ -36,9 +42,11 @@ class Mask:
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
+        # A key in a file has several lines, each of which comes by itself.
+        parts = {line.strip() for secret in secrets for line in secret.splitlines()}
         # The longest first: one may be part of another.
-        ordered = sorted(set(secrets), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        ordered = sorted((part for part in parts if not _NO_SECRET.fullmatch(part)), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(_pattern_of, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
         """The text without secrets."""
@@ -56,3 +64,8 @@ class Mask:
         if isinstance(value, str):
             return self.text(value)
         return [self.text(item) for item in value] if isinstance(value, list) else value
+
+
+def _pattern_of(secret: str) -> str:
+    escaped = re.escape(secret)
+    return escaped if len(secret) >= _SHORT else rf"(?<!\w){escaped}(?!\w)"

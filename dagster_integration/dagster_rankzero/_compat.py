@@ -117,23 +117,24 @@ class Calls:
         self._claimed: set[int] = set()
 
     def claim(self, identity: str, identity_of: Callable[[int], str | None]) -> int:
-        """A number for the training: that of an earlier try's run of the same one, else the first that is free.
+        """A number for the training: that of an earlier try's run of the same one, else one that is free.
 
         Args:
             identity: Of the training.
             identity_of: Of the run that an earlier try has left under a number; None if there is none.
         """
         with self._lock:
-            free: int | None = None
+            others = 0
             for number in itertools.count():
                 if number in self._claimed:
                     continue
                 found = identity_of(number)
                 if found is None or found == identity:
                     break
-                free = number if free is None else free
-            if found is None and free is not None:
-                number = free
+                others += 1
+            if found is None and number == others == 1:
+                # The step's only training, which has changed. Of several, another may be one that a call comes for.
+                number = 0
             self._claimed.add(number)
             return number
 

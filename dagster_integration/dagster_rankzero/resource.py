@@ -235,7 +235,11 @@ class TorchDistributorResource(LauncherFields):
                 launcher = self._launcher(call.env if call else {})
                 with step_run.open_run(launcher, step, context, *shipped) as opened:
                     handle = opened.handle
-                    for metrics in step_run.follow(opened, on_line, self.observation_interval, self.log_ranks):
+                    # Rank 0's messages are among its lines.
+                    ranks = self.log_ranks and [0, *self.log_ranks] if call else self.log_ranks
+                    for metrics in step_run.follow(
+                        opened, on_line, self.observation_interval, ranks, whole=call is not None
+                    ):
                         yield from observe(context, metrics)
                 value = value_of(context, handle, output, self.by_reference)
                 step_run.offer(handle, step)

@@ -17,6 +17,9 @@ from rankzero.run.handle import FOLLOW_INTERVAL, FOLLOW_INTERVAL_REMOTE
 from rankzero.store import is_url
 from rankzero.submit.durable import Opened
 
+# Dagster runs that were interrupted in this process: Dagster goes on with their other steps.
+_interrupted: set[str] = set()
+
 
 @contextlib.contextmanager
 def open_run(
@@ -46,9 +49,9 @@ def open_run(
         with launcher.options(run_id=run_id).owned(train, args, kwargs) as (handle, since):
             yield Opened(handle, since)
         return
-    if step.number and step.is_terminating():
+    if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
         # An interrupt counts as a failure for a retry policy, also one that a user has asked for.
-        raise dg.Failure("the run is being terminated, so the training does not begin again", allow_retries=False)
+        raise dg.Failure("the run is being ended, so no training begins", allow_retries=False)
     identity = launcher.identity(train, args, kwargs)
     launcher = _named(launcher, step, _compat.calls_of(context), identity)
     try:
@@ -57,6 +60,7 @@ def open_run(
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
             # Else the same process would train again at once: an interrupt counts as a failure there.
+            _interrupted.add(step.dagster_run)
             raise dg.Failure("the step was interrupted, and its training ended", allow_retries=False) from interrupt
         raise
 
@@ -88,7 +92,12 @@ def _root_of(launcher: Launcher, step: Step, call: int) -> str:
 
 
 def follow(
-    opened: Opened, on_line: Callable[[str], None], interval: float | None, log_ranks: Collection[int] | None = None
+    opened: Opened,
+    on_line: Callable[[str], None],
+    interval: float | None,
+    log_ranks: Collection[int] | None = None,
+    *,
+    whole: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Shows what the ranks write until the run has ended.
 
@@ -97,12 +106,13 @@ def follow(
         on_line: Gets every line, with its ``[rank]`` prefix.
         interval: Seconds between two looks at the metrics at least; more as time goes by. None for no look.
         log_ranks: Whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
+        whole: Show again all that an earlier try has shown, however much it is.
 
     Yields:
         Rank 0's metrics, the last value of each, whenever they have changed.
     """
     handle = opened.handle
-    cursor = LogCursor(handle, opened.since, ranks=log_ranks, attached=opened.attached)
+    cursor = LogCursor(handle, opened.since, ranks=log_ranks, attached=opened.attached and not whole)
     pause = FOLLOW_INTERVAL_REMOTE if is_url(handle.directory) else FOLLOW_INTERVAL
     seen: dict[str, Any] = {}
     started = next_look = time.monotonic()

@@ -19,7 +19,7 @@ from rankzero import (
 )
 
 
-@pytest.mark.parametrize("error", [RunCancelledError("by a user"), EngineError("the driver died")])
+@pytest.mark.parametrize("error", [RunCancelledError("by a user", requested=True), EngineError("the driver died")])
 def test_dagster_retries_what_the_rule_of_core_allows(error: RankZeroError) -> None:
     assert as_failure(error, None, retry_user_errors=True).allow_retries is isinstance(error, EngineError)
 

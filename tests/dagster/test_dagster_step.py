@@ -106,9 +106,11 @@ def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
     left = {0: "b", 1: "a"}
     calls = Calls()
     assert [calls.claim(identity, left.get) for identity in ("a", "b", "c", "c")] == [1, 0, 2, 3]
-    # A training that has changed takes the first number that is free.
+    # One that has changed does not take the place of another, which may be called for.
     calls = Calls()
-    assert [calls.claim(identity, left.get) for identity in ("changed", "a")] == [0, 1]
+    assert [calls.claim(identity, left.get) for identity in ("changed", "a", "b")] == [2, 1, 0]
+    # The only one does.
+    assert Calls().claim("changed", {0: "a"}.get) == 0
 
 
 def test_names_are_stable_distinct_and_can_name_directories() -> None:

@@ -65,6 +65,27 @@ def test_an_interrupt_while_a_point_is_stored_ends_the_training_and_the_retries_
     assert lives == [False]
 
 
+def test_a_run_that_was_interrupted_trains_nothing_more(
+    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise dg.DagsterExecutionInterruptedError
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=2))
+    def first(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        monkeypatch.setattr(context, "log_event", interrupt)
+        return torch_distributor.run(context, endless)
+
+    @dg.asset
+    def second(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
+        return torch_distributor.run(context, lambda: 1)
+
+    done = dg.materialize([first, second], resources={"torch_distributor": one_rank}, raise_on_error=False)
+    assert not done.success
+    # Dagster goes on with the other step, whose training does not begin.
+    assert len(list(Path(str(one_rank.store)).iterdir())) == 1
+
+
 def endless() -> None:
     import threading
 

@@ -45,7 +45,9 @@ def because_of(error: RankZeroError, cause: BaseException) -> RankZeroError:
         (RunTimeoutError(""), "", False),
         (RunTimeoutError(""), "checkpoint", True),
         # Requested by a user.
-        (RunCancelledError(""), "checkpoint asked", False),
+        (RunCancelledError("", requested=True), "checkpoint asked", False),
+        # Its driver was told to go, or its lease ran out.
+        (RunCancelledError("the driver got SIGTERM"), "", True),
         # A wrong value stays wrong; a store may be back.
         (InvalidJobError("num_processes is 0"), "asked", False),
         (because_of(InvalidJobError("the store cannot be written"), OSError("no space left")), "", True),

@@ -18,6 +18,7 @@ import torch
 
 from rankzero import ResultRef
 from rankzero.submit.identity import digest_of, identity_of
+from rankzero.submit.modules import imports_of_code
 
 
 def test_it_is_the_same_in_every_process() -> None:
@@ -252,3 +253,104 @@ def test_the_world_size_and_a_code_version_count() -> None:
     assert of(nested(0.1), code_version="1") == of(nested(0.2), code_version="1")
     assert of(nested(0.1), code_version="1") != of(nested(0.1), code_version="2")
     assert of(nested(0.1), "a", code_version="1") != of(nested(0.1), "b", code_version="1")
+
+
+CLASSES = """
+import sys, threading
+from dataclasses import dataclass
+from typing import NamedTuple
+from rankzero.submit.identity import identity_of
+
+class Named(NamedTuple):
+    lr: float
+
+class Pairs(dict): pass
+class Rows(list): pass
+class Rate(float): pass
+
+@dataclass(slots=True)
+class Base:
+    lr: float
+
+@dataclass(slots=True)
+class Slots(Base):
+    depth: int = 1
+
+class Slot:
+    __slots__ = "lr"
+    def __init__(self, lr): self.lr = lr
+
+class Stateful:
+    def __init__(self, lr): self.lr, self.lock = lr, threading.Lock()
+    def __getstate__(self): return {"lr": self.lr}
+
+class Loop:
+    def __init__(self, lr): self.lr, self.me = lr, self
+
+def train(value): pass
+
+for make in (Named, lambda lr: Pairs(lr=lr), lambda lr: Rows([lr]), Rate, Slots, Slot, Stateful, Loop):
+    print(*(identity_of(train, (make(lr),), {}, 1) for lr in (0.1, 0.1, 0.5)))
+"""
+
+
+def test_objects_of_every_kind_of_class_count_by_content() -> None:
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", CLASSES]
+    done = [subprocess.run(command, check=True, capture_output=True, text=True, env=environment) for _ in range(2)]
+    assert done[0].stdout == done[1].stdout
+    for line in done[0].stdout.splitlines():
+        one, again, other = line.split()
+        assert len(one) == 16
+        assert one == again != other
+
+
+def test_only_what_a_function_looks_up_in_its_module_counts() -> None:
+    # As in a DAG file, where the task has the name of the module's function that the ranks import.
+    program = """
+import threading
+from rankzero.submit.identity import identity_of
+train = threading.Lock()
+def fit(model):
+    import rankzero.train as rt
+    return model.train()
+print(identity_of(fit, (), {}, 1))
+"""
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
+    assert len(done.stdout.strip()) == 16
+
+
+@pytest.mark.parametrize(
+    "how", ["from {package} import net", "from {package}.net import DEPTH", "import {package}.net"]
+)
+def test_modules_count_that_a_function_imports_when_it_is_called(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"package_{secrets.token_hex(4)}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    net = tmp_path / package / "net.py"
+    net.write_text("DEPTH = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: dict[str, Any] = {"__name__": "__main__"}
+    exec(f"def train():\n    {how.format(package=package)}\n", made)
+    before = of(made["train"])
+    edited(net, "DEPTH = 1", "DEPTH = 22")
+    assert of(made["train"]) != before
+
+
+def test_relative_imports_are_resolved() -> None:
+    made: dict[str, Any] = {}
+    exec("def train():\n    from .net import x\n    from .. import other\n", made)
+    found = imports_of_code(made["train"].__code__, "a.b")
+    assert found == {"a.b.net", "a.b.net.x", "a", "a.other"}
+
+
+def test_what_refers_to_itself_counts_by_content() -> None:
+    def looped(lr: float) -> dict[str, Any]:
+        made: dict[str, Any] = {"lr": lr}
+        made["me"] = made
+        return made
+
+    assert of(print_it, looped(0.1)) == of(print_it, looped(0.1)) != of(print_it, looped(0.5))

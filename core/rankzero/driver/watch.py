@@ -75,7 +75,8 @@ class Watch:
         """Raises RunCancelledError, with the reason, if the run is to end. Cheap enough for every turn of a loop."""
         if self._inbox.interrupted:
             # Who cancels a run of this host wakes its driver by a signal.
-            raise RunCancelledError(_ON_REQUEST if self._is_requested() else self._inbox.interrupted)
+            requested = self._is_requested()
+            raise RunCancelledError(_ON_REQUEST if requested else self._inbox.interrupted, requested=requested)
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -84,7 +85,7 @@ class Watch:
             raise RunCancelledError("another submission of this run took over, since this driver seemed dead")
         try:
             if self._run.cancel_requested(self._submission):
-                raise RunCancelledError(_ON_REQUEST)
+                raise RunCancelledError(_ON_REQUEST, requested=True)
             if self._orphan_timeout:
                 self._check_lease(now, self._orphan_timeout)
         except RunCancelledError:

@@ -44,6 +44,7 @@ def decide(
         return Decision.FRESH
     if state not in FINAL_STATES:
         return Decision.RESUME if ending else Decision.ATTACH
-    if state != "succeeded":
-        return Decision.RESUME
-    return Decision.FRESH if acknowledged and not same_generation else Decision.DELIVER
+    if acknowledged and not same_generation:
+        # Also if a submission after it died before there was more of it than a status.
+        return Decision.FRESH
+    return Decision.DELIVER if state == "succeeded" else Decision.RESUME

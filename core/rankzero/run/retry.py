@@ -21,4 +21,4 @@ def may_retry(error: RankZeroError, *, has_checkpoint: bool, retry_user_errors: 
         return isinstance(error.__cause__, OSError)
     if isinstance(error, RunTimeoutError):
         return has_checkpoint
-    return not isinstance(error, RunCancelledError)
+    return not (isinstance(error, RunCancelledError) and error.requested)

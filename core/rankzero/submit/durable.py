@@ -11,7 +11,7 @@ from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
-from rankzero.run.reconcile import Decision, decide
+from rankzero.run.reconcile import Decision
 from rankzero.submit import submission
 from rankzero.submit.drivers import start_driver
 from rankzero.submit.identity import identity_of
@@ -61,51 +61,43 @@ def open_durable(
         EngineError: an earlier run does not end.
     """
     run = RunDirectory(request.directory)
-    with detaching(lambda: submission.find(run), caller, request.template.stop_grace, log):
+    handle: RunHandle[Any] | None = None
+    # Its own run, once there is one: by its name alone it may be a later submission by now.
+    with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
         template = request.template
         identity = request.identity or identity_of(train, args, kwargs, template.num_processes, request.code_version)
         request = replace(request, identity=identity)
         before = submission.find(run)
         if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):
-            log.info("attached to the run in %s", before.directory)
-            if caller.lease_when_attached is not None and not before.status().final:
-                before.hold(caller.lease_when_attached)
-            yield Opened(before, attached=True)
+            handle = before
+            log.info("attached to the run in %s", handle.directory)
+            if caller.lease_when_attached is not None and not handle.status().final:
+                handle.hold(caller.lease_when_attached)
+            yield Opened(handle, attached=True)
             return
         since = before.ends() if before else {}
         if caller.is_followed_by_another:
             _, started = prepare(request, train, args, kwargs, detached=True)
-            driver = start_driver(run, request.private()) if started else None
+            handle = RunHandle(run.directory, start_driver(run, request.private())) if started else None
+            handle = handle or RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
-            yield Opened(RunHandle(run.directory, driver), since, attached=not started)
+            yield Opened(handle, since, attached=not started)
             return
-    with open_owned(request, train, args, kwargs) as (handle, _):
-        log.info("started the run in %s; it ends with this process", handle.directory)
-        yield Opened(handle, since)
+    with open_owned(request, train, args, kwargs) as (owned, _):
+        log.info("started the run in %s; it ends with this process", owned.directory)
+        yield Opened(owned, since)
 
 
 def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: Any) -> Decision:
-    """What the run is to this try, with what a submission would find made true: acknowledged, or ended."""
+    """What the run is to this try; one that stands in the way of another training is ended."""
     run = RunDirectory(before.directory)
-    existing = submission.look(run, identity)
+    existing = submission.look(run, identity, caller)
     assert existing
-    decision = existing.decision
-    if existing.status.state == "succeeded" and decision is not Decision.RESUME:
-        delivery = before.delivery()
-        accepted = delivery.acknowledged or (bool(delivery.receiver) and caller.has_accepted(delivery.receiver))
-        if accepted and not delivery.acknowledged:
-            before.acknowledge()
-        decision = decide(
-            existing.status.state,
-            same_training=identity == existing.job.identity,
-            acknowledged=accepted,
-            same_generation=accepted and caller.repeats(delivery.receiver),
-        )
-    if decision is Decision.FRESH:
-        same = identity == existing.job.identity
-        why = "its result was delivered" if same else "its code, arguments or world size have changed"
+    if existing.decision is Decision.FRESH:
+        delivered = "its result was delivered"
+        why = delivered if existing.same_training else "its code, arguments or world size have changed"
         log.info("the training begins from scratch: %s", why)
         if not existing.status.final:
             before.cancel()
             submission.await_end(run, existing.job)
-    return decision
+    return existing.decision

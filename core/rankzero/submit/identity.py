@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import os
 import pickle
 import sys
@@ -20,6 +21,8 @@ from rankzero.submit.modules import imports_of_code, is_user_module_name
 from rankzero.submit.payload import TrainingPickler, resolve_training, search_path
 from rankzero.submit.sources import digest_of_modules, digest_of_script
 from rankzero.values.ref import ResultRef
+
+logger = logging.getLogger(__name__)
 
 _DIGITS = 16
 
@@ -49,7 +52,14 @@ def identity_of(
     try:
         code = _code_of(resolved) if code_version is None else ("version", code_version)
         arguments, modules = _digest((args, kwargs))
-    except Exception:
+    except Exception as error:
+        # What cannot be pickled is refused by its submission; anything else trains, and is like no other training.
+        logger.warning(
+            "this training cannot be told from others, so no later try resumes it; give code_version, or plainer "
+            "arguments: %s: %s",
+            type(error).__name__,
+            str(error).splitlines()[0] if str(error) else "",
+        )
         return ""
     sources = digest_of_modules(modules) if code_version is None else ""
     return hashlib.sha256(repr((code, arguments, sources, world_size)).encode()).hexdigest()[:_DIGITS]
@@ -79,15 +89,14 @@ def _digest(value: object) -> tuple[str, set[str]]:
     try:
         # Without a memo equal values are the same whether they are one object or two.
         return _digest_with(value, memo=False)
-    except (RecursionError, ValueError):
+    except (RecursionError, ValueError, pickle.PicklingError):
         # What refers to itself needs it.
         return _digest_with(value, memo=True)
 
 
 def _digest_with(value: object, *, memo: bool) -> tuple[str, set[str]]:
     hashed = _Hash()
-    pickler = _ContentPickler(hashed)
-    pickler.fast = not memo
+    pickler = _ContentPickler(hashed, memo=memo)
     pickler.dump(value)
     return hashed.sha256.hexdigest(), pickler.needed
 
@@ -106,8 +115,10 @@ class _Hash:
 class _ContentPickler(TrainingPickler):
     """Pickles content alone: in place of what is pickled in another way in every process stands what it consists of."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, *, memo: bool) -> None:
         super().__init__(file)
+        self.fast = not memo
+        self._memo = memo
         self._seen: dict[int, tuple[int, object]] = {}
 
     def persistent_id(self, value: Any) -> Any:
@@ -115,29 +126,56 @@ class _ContentPickler(TrainingPickler):
         if cls is ResultRef:
             return "result", value.format, value.sha256
         if cls is dict:
-            return self._pairs(value)
+            return self._contents(value, self._pairs)
         if cls in (set, frozenset):
-            return cls.__name__, sorted(digest_of(item) for item in value)
+            return cls.__name__, sorted(map(self._digest_of_item, value))
         if isinstance(value, types.FunctionType):
             return None if self._is_named(value) else self._once(value, self._function)
         if isinstance(value, type):
             return None if self._is_named(value) else self._once(value, self._class)
+        if isinstance(value, types.ModuleType):
+            return self._module(value)
         if _is_tensor(value):
             return _tensor(value)
-        if not self._is_named(cls):
-            # Its class travels by value, under a random name.
-            state = value.value if isinstance(value, enum.Enum) else getattr(value, "__dict__", None)
-            slots = [getattr(value, name, None) for name in getattr(cls, "__slots__", ())]
-            return cls, state, slots
-        return None
+        # Its class travels by value, under a random name.
+        return None if self._is_named(cls) else self._contents(value, self._instance)
+
+    def _digest_of_item(self, item: Any) -> str:
+        digest, needed = _digest(item)
+        self.needed |= needed
+        return digest
+
+    def _contents(self, value: Any, facts: Any) -> Any:
+        return self._once(value, facts) if self._memo else facts(value)
 
     @staticmethod
     def _pairs(value: dict[Any, Any]) -> Any:
-        """The items in an order of their own; None leaves a dict that has no such order to pickle."""
+        """The items in an order of their own, where they have one."""
         try:
             return "dict", sorted(value.items(), key=lambda item: item[0])
         except TypeError:
+            return "dict", list(value.items())
+
+    @staticmethod
+    def _instance(value: Any) -> Any:
+        """What pickle would write of an object: arguments of its making, state, items."""
+        if isinstance(value, enum.Enum):
+            return type(value), value.value
+        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(reduced, str):
+            return type(value), reduced
+        # Items come as iterators.
+        parts = [list(part) if hasattr(part, "__next__") else part for part in reduced[1:]]
+        return type(value), reduced[0], parts
+
+    def _module(self, module: types.ModuleType) -> Any:
+        """A user's module that travels by value counts by its source, wherever that lies."""
+        name, path = module.__name__, getattr(module, "__file__", None)
+        if not is_user_module_name(name) or self.travels(name) or not isinstance(path, str):
             return None
+        digest, imported = digest_of_script(path)
+        self.needed |= imported
+        return "module", digest
 
     def _is_named(self, value: Any) -> bool:
         """True if ranks import the function or class by its name; else it goes by value."""
@@ -161,27 +199,42 @@ class _ContentPickler(TrainingPickler):
 
     def _function(self, function: types.FunctionType) -> Any:
         self.needed |= imports_of_code(function.__code__, function.__globals__.get("__package__"))
-        names = _names_of(function.__code__)
+        names = cloudpickle.cloudpickle._extract_code_globals(function.__code__)
         return (
             function.__qualname__,
             _code_facts(function.__code__),
             function.__defaults__,
             function.__kwdefaults__,
+            vars(function),
             [_content(cell) for cell in function.__closure__ or ()],
             [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__],
         )
 
     @staticmethod
     def _class(cls: type) -> Any:
-        hidden = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__static_attributes__"}
-        members = [(name, member) for name, member in sorted(vars(cls).items()) if name not in hidden]
-        unwrapped = [
-            (name, getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
-            for name, member in members
-            if not isinstance(member, (types.GetSetDescriptorType, types.MemberDescriptorType))
-            and not name.startswith("_abc_")
+        members = [
+            (name, _unwrapped(member))
+            for name, member in sorted(vars(cls).items())
+            if name not in _NOT_OF_A_CLASS and not name.startswith("_abc_")
         ]
-        return cls.__qualname__, cls.__bases__, unwrapped
+        descriptors = (types.GetSetDescriptorType, types.MemberDescriptorType)
+        told = [(name, member) for name, member in members if not isinstance(member, descriptors)]
+        return cls.__qualname__, type(cls), cls.__bases__, told
+
+
+_NOT_OF_A_CLASS = frozenset(
+    {
+        *("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"),
+        *("__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"),
+    }
+)
+
+
+def _unwrapped(member: Any) -> Any:
+    """The functions of a method or property."""
+    if isinstance(member, (staticmethod, classmethod)):
+        return type(member).__name__, member.__func__
+    return (member.fget, member.fset, member.fdel) if isinstance(member, property) else member
 
 
 def _content(cell: types.CellType) -> Any:
@@ -189,15 +242,6 @@ def _content(cell: types.CellType) -> Any:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-def _names_of(code: types.CodeType) -> set[str]:
-    """Names that code, and the code nested in it, may look up in its module."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names_of(constant)
-    return found
 
 
 def _code_facts(code: types.CodeType) -> tuple[Any, ...]:
@@ -210,7 +254,7 @@ def _code_facts(code: types.CodeType) -> tuple[Any, ...]:
 
 def _is_tensor(value: Any) -> bool:
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and type(value) is tensor and value.device.type == "cpu"
+    return tensor is not None and type(value) is tensor
 
 
 def _tensor(value: Any) -> Any:
@@ -218,7 +262,7 @@ def _tensor(value: Any) -> Any:
     import torch
 
     try:
-        plain = value.detach().contiguous().reshape(-1)
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = pickle.PickleBuffer(plain.view(torch.uint8).numpy())
     except (RuntimeError, TypeError):
         # One of the kinds of tensors that do not have all that others have.

@@ -173,9 +173,8 @@ def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
-            module = ".".join(filter(None, [base if node.level else "", node.module or ""]))
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            names = [alias.name for alias in node.names]
+            found |= _names_of_import(package, node.level, node.module or "", names)
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not _is_type_checking(node):
             waiting += ast.iter_child_nodes(node)
     return found
@@ -187,31 +186,48 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]:
-    """Absolute names that code and the functions nested in it import when they run."""
+    """Absolute names that code and the functions nested in it import when they run, and those that may be modules."""
     found: set[str] = set()
-    level = 0
-    previous: object = None
+    constants: tuple[Any, Any] = (None, None)
     for instruction in dis.get_instructions(code):
         # The compiler pushes the level (0 for absolute imports), then the names, then imports.
         if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            level, previous = previous if isinstance(previous, int) else 0, instruction.argval
+            constants = (constants[1], instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
-            found.add((package or "") if level else instruction.argval)
+            level = constants[0] if isinstance(constants[0], int) else 0
+            names = constants[1] if isinstance(constants[1], tuple) else ()
+            found |= _names_of_import(package or "", level, instruction.argval, names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= imports_of_code(constant, package)
-    return frozenset(found - {""})
+    return frozenset(found)
 
 
-def imports_of_tree(tree: ast.AST) -> set[str]:
-    """Absolute names that a source imports anywhere in it."""
-    found = set()
+def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
+    """Absolute names that a source imports anywhere in it, and those that may be modules.
+
+    Args:
+        tree: The source.
+        package: Against which relative imports are resolved; without it they are left out.
+    """
+    found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            found |= _names_of_import(package, node.level, node.module or "", names)
     return found
+
+
+def _names_of_import(package: str, level: int, module: str, names: Iterable[str]) -> set[str]:
+    """The module of ``from module import names``, and the names, each of which may be a module of its own."""
+    if level:
+        if not package:
+            return set()
+        base = package.rsplit(".", level - 1)[0] if level > 1 else package
+        module = f"{base}.{module}" if module else base
+    return {module, *(f"{module}.{name}" for name in names if name != "*")}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Iterable
 
-from rankzero.submit.modules import parse, spec_of
+from rankzero.submit.modules import imports_of_tree, parse, spec_of
 
 
 def digest_of_modules(names: Iterable[str]) -> str:
@@ -70,17 +70,4 @@ def _read(path: str, _size: int, _modified: int, package: str) -> tuple[str, fro
     except (SyntaxError, ValueError):
         return hashlib.sha256(source).hexdigest(), frozenset()
     # Without line numbers: comments and layout are not part of it.
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(_imports(tree, package))
-
-
-def _imports(tree: ast.AST, package: str) -> set[str]:
-    """Absolute names that a source imports anywhere in it, and those that may be modules."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
-            module = ".".join(filter(None, [base if node.level else "", node.module or ""]))
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return found - {""}
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(imports_of_tree(tree, package))

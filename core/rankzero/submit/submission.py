@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import store
@@ -21,6 +21,7 @@ from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.checkpoints import FOLDER
+from rankzero.run.detach import Caller
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.handle import RunHandle
 from rankzero.run.reconcile import Decision, decide
@@ -43,12 +44,14 @@ class Existing:
         status: Its state now, ``"failed"`` if its driver died.
         decision: What submitting a training under its id means.
         ending: It lives, and was asked to end, or its owner is gone: who submits it again wants another.
+        same_training: It is the training that is asked for.
     """
 
     job: Job
     status: RunStatus
     decision: Decision
     ending: bool
+    same_training: bool
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
@@ -65,10 +68,15 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def look(run: RunDirectory, identity: str) -> Existing | None:
+def look(run: RunDirectory, identity: str, caller: Caller | None = None) -> Existing | None:
     """What submitting a training of this identity under this run id would mean now; None if there is no such run.
 
     A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
+
+    Args:
+        run: Its directory.
+        identity: Of the training; one that is empty is like no other.
+        caller: A pipeline step, which is asked whether its orchestrator has the result; that is then acknowledged.
     """
     try:
         job = run.job()
@@ -76,16 +84,22 @@ def look(run: RunDirectory, identity: str) -> Existing | None:
         return None
     status = _await_certainty(RunHandle(run.directory))
     ending = not status.final and (run.cancel_requested(job.submission) or bool(job.owner and is_gone(job.owner)))
+    delivered = delivery.read(run.directory, job.submission)
+    if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
+        delivered = replace(delivered, acknowledged=True)
+        delivery.write(run.directory, delivered)
+    same_training = bool(identity) and identity == job.identity
     decision = decide(
         status.state,
-        same_training=bool(identity) and identity == job.identity,
-        acknowledged=status.state == "succeeded" and delivery.read(run.directory, job.submission).acknowledged,
+        same_training=same_training,
+        acknowledged=delivered.acknowledged,
         ending=ending,
+        same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
         logger.warning("the result of run %s is gone, so it goes on from its last checkpoint", run.directory)
         decision = Decision.RESUME
-    return Existing(job, status, decision, ending)
+    return Existing(job, status, decision, ending, same_training)
 
 
 def _await_certainty(handle: RunHandle[object]) -> RunStatus:
