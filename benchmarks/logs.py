@@ -52,8 +52,8 @@ def main() -> None:
                 count += 1
 
             started = time.perf_counter()
-            with launcher.owned(talk, (LINES // RANKS,), {}) as (handle, since):
-                for line in handle.lines(since, follow=True, prefix=True):
+            with launcher.owned(talk, (LINES // RANKS,), {}) as handle:
+                for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                     take(line)
             rates.append(count / (time.perf_counter() - started))
             printed.append(handle.result())

@@ -52,8 +52,8 @@ def all_reduce(value: float, times: int = 1) -> dict[str, Any]:
 
 
 def follow_owned(launcher: Launcher, on_line: Callable[[str], None], train: Any, *args: Any) -> None:
-    with launcher.owned(train, args, {}) as (handle, since):
-        for line in handle.lines(since, follow=True, prefix=True):
+    with launcher.owned(train, args, {}) as handle:
+        for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
             on_line(line)
 
 

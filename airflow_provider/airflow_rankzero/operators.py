@@ -230,16 +230,14 @@ class TorchDistributorOperator(BaseOperator):
         handle = opened.handle
         push_links(task_try.ti, directory=handle.directory)
         log_groups.show(self.log, "Training run", log_groups.describe(handle, launcher))
-        cursor = LogCursor(handle, opened.since, ranks=self.log_ranks, attached=opened.attached)
+        cursor = LogCursor(handle, ranks=self.log_ranks, attached=opened.attached)
         follower = Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log)
         if self.deferrable and not handle.status().final:
             follower.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
 
             self.defer(
-                trigger=RunTrigger(
-                    handle.directory, handle.submission, cursor.to_json(), self.conn_id, self.log_ranks, opened.attached
-                ),
+                trigger=RunTrigger(handle.directory, handle.submission, self.conn_id, self.log_ranks, opened.attached),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
@@ -261,7 +259,7 @@ class TorchDistributorOperator(BaseOperator):
             push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
             if not handle.status().final:
                 # The trigger has lost sight of it; its training has not.
-                cursor = LogCursor(handle, handle.ends(), ranks=self.log_ranks)
+                cursor = LogCursor(handle, ranks=self.log_ranks, attached=True)
                 Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log).follow()
         return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 

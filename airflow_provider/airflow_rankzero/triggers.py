@@ -13,7 +13,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from airflow_rankzero import tries
 from airflow_rankzero.connection.target import Target
 from rankzero.errors import RankZeroError
-from rankzero.run.cursor import LogCursor, positions_from_json
+from rankzero.run.cursor import LogCursor
 from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
 from rankzero.store import is_url
 
@@ -31,7 +31,6 @@ class RunTrigger(BaseTrigger):
     Args:
         directory: The run directory, which the triggerer must be able to read and to write.
         submission: Which submission of the run this is; another one is not this trigger's to end.
-        since: Where each rank's lines ended before this training, as `LogCursor.to_json` writes it.
         conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
         log_ranks: Whose lines are shown; None for all.
         attached: An earlier try has shown lines of this training.
@@ -41,7 +40,6 @@ class RunTrigger(BaseTrigger):
         self,
         directory: str,
         submission: int,
-        since: dict[str, list[int]] | None = None,
         conn_id: str | None = None,
         log_ranks: list[int] | None = None,
         attached: bool = False,
@@ -50,7 +48,6 @@ class RunTrigger(BaseTrigger):
         self.conn_id = conn_id
         self.directory = directory
         self.submission = submission
-        self.since = since or {}
         self.log_ranks = log_ranks
         self.attached = attached
 
@@ -59,7 +56,6 @@ class RunTrigger(BaseTrigger):
         arguments = {
             "directory": self.directory,
             "submission": self.submission,
-            "since": self.since,
             "conn_id": self.conn_id,
             "log_ranks": self.log_ranks,
             "attached": self.attached,
@@ -95,8 +91,7 @@ class RunTrigger(BaseTrigger):
             Target.from_conn_id(self.conn_id)
 
     def _cursor(self, handle: RunHandle[Any]) -> LogCursor:
-        since = positions_from_json(self.since)
-        return LogCursor(handle, since, ranks=self.log_ranks, attached=self.attached)
+        return LogCursor(handle, ranks=self.log_ranks, attached=self.attached)
 
     def _event(self, **facts: str) -> TriggerEvent:
         return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]

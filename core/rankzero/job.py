@@ -46,6 +46,7 @@ class Job:
         first_attempt: Number of this submission's first attempt.
         fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
         identity: What makes this training the same as another one: `rankzero.submit.identity`.
+        log_starts: By rank (as text, as JSON has it): piece and offset at which its lines of this submission begin.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of what the workers need.
         python: ``major.minor`` of the Python that made the payload.
@@ -75,6 +76,7 @@ class Job:
     first_attempt: int = 0
     fresh_since: int = 0
     identity: str = ""
+    log_starts: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
     created: float = field(default_factory=time.time)

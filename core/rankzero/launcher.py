@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rankzero.engines.base import Engine
     from rankzero.run.detach import Caller
     from rankzero.submit import durable
-    from rankzero.submit.owned import Opened
     from rankzero.submit.prepare import Request
 
 P = ParamSpec("P")
@@ -179,8 +178,8 @@ class Launcher:
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
-        with self.owned(train, args, kwargs) as (handle, since):
-            for line in handle.lines(since, follow=True, prefix=True):
+        with self.owned(train, args, kwargs) as handle:
+            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                 print_line(line)
         value = handle.result()
         try:
@@ -219,7 +218,9 @@ class Launcher:
             return RunHandle.attach(run.directory)
         return RunHandle(run.directory, drivers.start_driver(run, request.private()))
 
-    def owned(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Opened]:
+    def owned(
+        self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[RunHandle[Any]]:
         """A run that ends with the block, however that ends, and with this process; what `run` stands on.
 
         Args:
@@ -228,8 +229,7 @@ class Launcher:
             kwargs: Keyword arguments of the function.
 
         Returns:
-            A context manager that gives the handle, to be followed until the run has ended, and where each rank's
-            lines of earlier submissions end.
+            A context manager that gives the handle, to be followed until the run has ended.
 
         Raises:
             InvalidJobError: refused before anything started; on entering the block.

@@ -46,8 +46,8 @@ def open_run(
     """
     if step is None:
         run_id = f"{stem_of('test', _compat.name_of(context))}-{secrets.token_hex(4)}"
-        with launcher.options(run_id=run_id).owned(train, args, kwargs) as (handle, since):
-            yield Opened(handle, since)
+        with launcher.options(run_id=run_id).owned(train, args, kwargs) as handle:
+            yield Opened(handle)
         return
     if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
         # An interrupt counts as a failure for a retry policy, also one that a user has asked for.
@@ -112,7 +112,7 @@ def follow(
         Rank 0's metrics, the last value of each, whenever they have changed.
     """
     handle = opened.handle
-    cursor = LogCursor(handle, opened.since, ranks=log_ranks, attached=opened.attached and not whole)
+    cursor = LogCursor(handle, ranks=log_ranks, attached=opened.attached and not whole)
     pause = FOLLOW_INTERVAL_REMOTE if is_url(handle.directory) else FOLLOW_INTERVAL
     seen: dict[str, Any] = {}
     started = next_look = time.monotonic()

@@ -8,17 +8,17 @@ import pytest
 from rankzero import WorkerFailedError
 from rankzero.job import Job
 from rankzero.run import cursor as cursors
-from rankzero.run.cursor import LogCursor, positions_from_json
+from rankzero.run.cursor import LogCursor
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.handle import RunHandle
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run of three ranks that each have written two lines."""
+    """A run of three ranks that each have written two lines, the first of ranks 0 and 2 for an earlier submission."""
     run = RunDirectory(str(tmp_path / "run"))
     assert run.claim(0)
-    run.write_submission(Job("run", "train", 3, 1, False, None, None, 60.0, {"kind": "local"}))
+    run.write_submission(Job("run", "train", 3, 1, False, None, None, 60.0, {}, log_starts={"0": [0, 6], "2": [0, 6]}))
     for rank in range(3):
         (tmp_path / f"run/logs/rank-{rank}.log").write_text(f"old {rank}\nnew {rank}\n")
     return run
@@ -31,32 +31,28 @@ def status(failed_rank: int | None = None) -> RunStatus:
     return RunStatus(state="failed", error=json.loads(json.dumps(error.to_json())))
 
 
-def test_every_rank_is_shown_from_where_the_training_began(run: RunDirectory) -> None:
-    since = positions_from_json({"0": [0, 6], "2": [0, 6]})
-    cursor = LogCursor(RunHandle(run.directory), since)
+def test_every_rank_is_shown_from_where_the_submission_began(run: RunDirectory) -> None:
+    cursor = LogCursor(RunHandle(run.directory))
     assert sorted(cursor.lines(status())) == ["[0] new 0", "[1] new 1", "[1] old 1", "[2] new 2"]
     assert list(cursor.lines(status())) == []
-    assert positions_from_json(cursor.to_json()) == since
 
 
 def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: RunDirectory) -> None:
-    cursor = LogCursor(RunHandle(run.directory), positions_from_json({"1": [0, 6]}), ranks=[0])
-    assert list(cursor.lines(status())) == ["[0] old 0", "[0] new 0"]
-    assert list(cursor.lines(status(failed_rank=1))) == ["[1] new 1"]
+    cursor = LogCursor(RunHandle(run.directory), ranks=[1])
+    assert list(cursor.lines(status())) == ["[1] old 1", "[1] new 1"]
+    assert list(cursor.lines(status(failed_rank=0))) == ["[0] new 0"]
     # One that was shown is not shown twice.
-    assert list(LogCursor(RunHandle(run.directory), ranks=[1]).lines(status(failed_rank=1))) == [
-        "[1] old 1",
-        "[1] new 1",
-    ]
+    shown = LogCursor(RunHandle(run.directory), ranks=[0])
+    assert list(shown.lines(status(failed_rank=0))) == ["[0] new 0"]
 
 
 def test_a_follower_that_attaches_shows_again_only_what_is_little(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(list(LogCursor(RunHandle(run.directory), attached=True).lines(status()))) == 6
-    monkeypatch.setattr(cursors, "REPLAY_BYTES", 10)
-    attached = LogCursor(RunHandle(run.directory), ranks=[0], attached=True)
+    assert len(list(LogCursor(RunHandle(run.directory), attached=True).lines(status()))) == 4
+    monkeypatch.setattr(cursors, "REPLAY_BYTES", 5)
+    attached = LogCursor(RunHandle(run.directory), ranks=[1], attached=True)
     assert list(attached.lines(status())) == []
     # Of much, the tail that came with the failure.
     assert list(attached.lines(status(failed_rank=2))) == ["[2] the last line"]
-    assert len(list(LogCursor(RunHandle(run.directory)).lines(status()))) == 6
+    assert len(list(LogCursor(RunHandle(run.directory)).lines(status()))) == 4

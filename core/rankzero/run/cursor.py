@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from rankzero.errors import WorkerFailedError, error_from_json
@@ -21,29 +21,22 @@ class LogCursor:
     """Where each rank's lines have been read to, for the ranks that are shown.
 
     Args:
-        handle: The run.
-        since: Where each rank's lines ended before this training; a rank that is not there began with nothing.
+        handle: The run. Lines of its earlier submissions are not shown.
         ranks: Whose lines are shown; None for all. The rank whose failure ended the run is shown with them.
-        attached: The run was not started by this follower: what an earlier one has shown is not shown again if it is
-            much.
+        attached: Another follower came before: what it has shown is not shown again if it is much.
     """
 
-    def __init__(
-        self,
-        handle: RunHandle[Any],
-        since: Mapping[int, Position] | None = None,
-        *,
-        ranks: Collection[int] | None = None,
-        attached: bool = False,
-    ) -> None:
+    def __init__(self, handle: RunHandle[Any], *, ranks: Collection[int] | None = None, attached: bool = False) -> None:
         self._handle = handle
-        self._since = dict(since or {})
         self._ranks = None if ranks is None else frozenset(ranks)
-        ends = handle.ends()
-        starts = {rank: self._since.get(rank, Position()) for rank in ends}
+        self._starts = handle.log_starts()
+        positions = self._starts
         if attached:
-            starts = {rank: start if _is_near(start, ends[rank]) else ends[rank] for rank, start in starts.items()}
-        self._positions = {rank: start for rank, start in starts.items() if self._is_shown(rank)}
+            ends = handle.log_ends()
+            positions = {
+                rank: start if _is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
+            }
+        self._positions = {rank: start for rank, start in positions.items() if self._is_shown(rank)}
 
     def _is_shown(self, rank: int) -> bool:
         return self._ranks is None or rank in self._ranks
@@ -61,20 +54,11 @@ class LogCursor:
             yield from self._lines_of_failed(error.rank, error.log_tail or [])
 
     def _lines_of_failed(self, rank: int, tail: list[str]) -> Iterator[str]:
-        start = self._since.get(rank, Position())
-        if _is_near(start, self._handle.ends()[rank]):
+        start = self._starts[rank]
+        if _is_near(start, self._handle.log_ends()[rank]):
             yield from self._handle.lines({rank: start}, follow=False, prefix=True)
         else:
             yield from (f"[{rank}] {line}" for line in tail)
-
-    def to_json(self) -> dict[str, list[int]]:
-        """Where the lines of this training begin, as JSON."""
-        return {str(rank): [position.piece, position.offset] for rank, position in self._since.items()}
-
-
-def positions_from_json(data: Mapping[str, list[int]]) -> dict[int, Position]:
-    """``since`` from `LogCursor.to_json`."""
-    return {int(rank): Position(*numbers) for rank, numbers in data.items()}
 
 
 def _is_near(start: Position, end: Position) -> bool:

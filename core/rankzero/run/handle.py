@@ -324,9 +324,14 @@ class RunHandle(Generic[R]):
         ranks = range(self._run.job().num_processes) if rank is None else [rank]
         yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
 
-    def ends(self) -> dict[int, Position]:
+    def log_ends(self) -> dict[int, Position]:
         """Where every rank's lines end now: `lines` from there on gives what is written later."""
         return {rank: growing.end_of(self._run.path(log_name(rank))) for rank in range(self._run.job().num_processes)}
+
+    def log_starts(self) -> dict[int, Position]:
+        """Where every rank's lines of the last submission begin."""
+        job = self._run.job()
+        return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
 
     def lines(self, positions: dict[int, Position], follow: bool, *, prefix: bool) -> Iterator[str]:
         """The lines of some ranks from given positions on. What `logs` stands on."""

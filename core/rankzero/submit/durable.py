@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.run.reconcile import Decision
 from rankzero.submit import submission
@@ -25,12 +24,10 @@ class Opened:
 
     Attributes:
         handle: The run.
-        since: Where each rank's lines of earlier submissions end.
         attached: Another try has started it.
     """
 
     handle: RunHandle[Any]
-    since: dict[int, Position] = field(default_factory=dict)
     attached: bool = False
 
 
@@ -75,17 +72,16 @@ def open_durable(
                 handle.hold(caller.lease_when_attached)
             yield Opened(handle, attached=True)
             return
-        since = before.ends() if before else {}
         if caller.is_followed_by_another:
             _, started = prepare(request, train, args, kwargs, detached=True)
             handle = RunHandle(run.directory, start_driver(run, request.private())) if started else None
             handle = handle or RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
-            yield Opened(handle, since, attached=not started)
+            yield Opened(handle, attached=not started)
             return
-    with open_owned(request, train, args, kwargs) as (owned, _):
+    with open_owned(request, train, args, kwargs) as owned:
         log.info("started the run in %s; it ends with this process", owned.directory)
-        yield Opened(owned, since)
+        yield Opened(owned)
 
 
 def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: Any) -> Decision:

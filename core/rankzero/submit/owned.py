@@ -14,21 +14,17 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import this_process
 from rankzero.run.directory import RunDirectory
-from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
 from rankzero.submit import drivers
 from rankzero.submit.prepare import Request, prepare
 
-Opened = tuple[RunHandle[Any], dict[int, Position]]
-"""A run, and where each rank's lines of earlier submissions end."""
-
 
 @contextlib.contextmanager
-def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Opened]:
+def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
     """A run that ends with the block, however that ends, and with this process.
 
     Yields:
-        The handle, to be followed until the run has ended, and where each rank's lines of earlier submissions end.
+        The handle, to be followed until the run has ended.
 
     Raises:
         InvalidJobError: refused before anything started.
@@ -37,7 +33,6 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     patience = request.template.stop_grace + CANCEL_TIMEOUT
     request = replace(request, template=replace(request.template, owner=this_process()))
     run, started = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
-    since = RunHandle[Any](run.directory).ends()
     if not started:
         handle = RunHandle[Any](run.directory)
         if not handle.status().final:
@@ -46,14 +41,14 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
                 "another run_id"
             )
         # It succeeded, and whoever waited for it died before its result was delivered.
-        yield handle, since
+        yield handle
         return
     if engine.prefers_own_process:
         driver = _process_driver(run, request.private(), patience)
     else:
         driver = _thread_driver(run, engine, dict(request.env), patience)
     with driver as handle:
-        yield handle, since
+        yield handle
 
 
 @contextlib.contextmanager

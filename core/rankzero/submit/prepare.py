@@ -12,7 +12,8 @@ from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run import growing
+from rankzero.run.directory import RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
@@ -99,10 +100,22 @@ def prepare(
             }
             for name, data in files.items()
         }
-        files_of_job = {**described, **arguments}
-        return replace(job, files=files_of_job, submission=number, first_attempt=first_attempt, fresh_since=fresh_since)
+        return replace(
+            job,
+            files={**described, **arguments},
+            submission=number,
+            first_attempt=first_attempt,
+            fresh_since=fresh_since,
+            log_starts=_ends_of_logs(run, job.num_processes) if number else {},
+        )
 
     return run, submission.submit(run, identity, make_job, files | listings)
+
+
+def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
+    """Where the lines of earlier submissions end, for `Job.log_starts`."""
+    ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
+    return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
