@@ -40,7 +40,11 @@ def rows() -> list[Row]:
     for what, airflow, dagster, training in cells[2:]:
         anchor = re.match(r'<a id="([a-z-]+)"></a>\w', what)
         outcome = re.search(r"\*\*(.+?)\*\*", training)
-        assert anchor and airflow and dagster and outcome and outcome[1] in OUTCOMES, what
+        assert anchor, what
+        assert airflow, what
+        assert dagster, what
+        assert outcome, what
+        assert outcome[1] in OUTCOMES, what
         found.append(Row(anchor[1], outcome[1]))
     return found
 
@@ -142,7 +146,8 @@ class Place:
             assert self.run().status().state == "cancelled"
             assert result is None
         else:
-            assert result and result["pid"] == begun[-1]["pid"]
+            assert result
+            assert result["pid"] == begun[-1]["pid"]
         beginnings = {"resumes": [0, 1], "from scratch": [0, 0]}.get(outcome, [0])
         assert [each["epoch"] for each in begun] == beginnings
         assert submissions == len(beginnings)
