@@ -17,6 +17,13 @@ from tests.conftest import ROOT, until, wait_until_gone
 from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
 
 
+def session_of_airflow() -> Any:
+    """Of its database, committed after the block; apart from those of other threads."""
+    from airflow.utils.session import create_session
+
+    return create_session(scoped=False)
+
+
 class Airflow:
     """One task, whose tries run in this process unless they are to be killed."""
 
@@ -27,8 +34,6 @@ class Airflow:
         self._register = register
         self._run_id = ""
 
-    # -- what a user does ----------------------------------------------------------------------
-
     def trigger(self, **operator: Any) -> bool:
         """A new DAG run, with its retries; True if it has succeeded."""
         outcome = self._run_dag(tries_dag.make(self.dag_id, self.place, **operator))
@@ -38,27 +43,21 @@ class Airflow:
     def clear(self) -> None:
         """The task, running or not."""
         from airflow.models.taskinstance import clear_task_instances
-        from airflow.utils.session import create_session
 
-        with create_session() as session:
+        with session_of_airflow() as session:
             clear_task_instances([self._instance(session)], session, run_on_latest_version=True)
 
     def mark_failed(self) -> None:
-        from airflow.utils.session import create_session
-
-        with create_session() as session:
+        with session_of_airflow() as session:
             self._instance(session).set_state("failed", session=session)
-
-    # -- what Airflow does ---------------------------------------------------------------------
 
     def try_again(self, **operator: Any) -> bool:
         """The next try, as the scheduler starts it and `dag.test` runs it; True if it has succeeded."""
         from airflow.sdk.definitions.dag import _run_task
-        from airflow.utils.session import create_session
 
         dag = tries_dag.make(self.dag_id, self.place, **operator)
         self._register(dag)
-        with create_session() as session:
+        with session_of_airflow() as session:
             instance = self._instance(session)
             instance.try_number += 1
             instance.state = "scheduled"
@@ -67,9 +66,7 @@ class Airflow:
 
     def notice_death(self) -> None:
         """Of the task's process: what the scheduler does then."""
-        from airflow.utils.session import create_session
-
-        with create_session() as session:
+        with session_of_airflow() as session:
             instance = self._instance(session)
             instance.handle_failure("its process is gone", session=session)
         assert self.state() == "up_for_retry"
@@ -125,8 +122,6 @@ class Airflow:
             child.kill()
             child.wait()
 
-    # -- what it has in the end ----------------------------------------------------------------
-
     def _instance(self, session: Any) -> Any:
         from airflow.models.taskinstance import TaskInstance
         from sqlalchemy import select
@@ -135,30 +130,26 @@ class Airflow:
         return session.scalars(found.where(TaskInstance.run_id == self._run_id) if self._run_id else found).one()
 
     def state(self) -> str | None:
-        from airflow.utils.session import create_session
-
-        with create_session() as session:
+        with session_of_airflow() as session:
             state = self._instance(session).state
             return state and str(state)
 
     def follows(self) -> bool:
         """True once this try follows a run: it has noted which one."""
         from airflow.models.xcom import XComModel
-        from airflow.utils.session import create_session
         from sqlalchemy import select
 
         from airflow_rankzero.links import DIRECTORY_KEY
 
-        with create_session(scoped=False) as session:
+        with session_of_airflow() as session:
             noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)
             started = self._instance(session).start_date
             return any(started and at > started for at in session.scalars(noted))
 
     def xcom(self) -> dict[str, int] | None:
         from airflow.sdk.serde import deserialize
-        from airflow.utils.session import create_session
 
-        with create_session() as session:
+        with session_of_airflow() as session:
             found = self._instance(session).xcom_pull(task_ids="train", session=session)
             return found and dict(deserialize(found))
 
