@@ -1,0 +1,299 @@
+"""Every row of the table in `docs/tries.md`, with Airflow's task runner and database."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.airflow import tries_dag
+from tests.conftest import ROOT, until, wait_until_gone
+from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, rows
+
+
+def session_of_airflow() -> Any:
+    """Of its database, committed after the block; apart from those of other threads."""
+    from airflow.utils.session import create_session
+
+    return create_session(scoped=False)
+
+
+class Airflow:
+    """One task, whose tries run in this process unless they are to be killed."""
+
+    def __init__(self, dag_id: str, place: Place, run_dag: Callable[..., Any], register: Callable[[Any], None]) -> None:
+        self.dag_id = dag_id
+        self.place = place
+        self._run_dag = run_dag
+        self._register = register
+        self._run_id = ""
+
+    def trigger(self, **operator: Any) -> bool:
+        """A new DAG run, with its retries; True if it has succeeded."""
+        outcome = self._run_dag(tries_dag.make(self.dag_id, self.place, **operator))
+        self._run_id = outcome.run_id
+        return bool(outcome.state == "success")
+
+    def clear(self) -> None:
+        """The task, running or not."""
+        from airflow.models.taskinstance import clear_task_instances
+
+        with session_of_airflow() as session:
+            clear_task_instances([self._instance(session)], session, run_on_latest_version=True)
+
+    def mark_failed(self) -> None:
+        with session_of_airflow() as session:
+            self._instance(session).set_state("failed", session=session)
+
+    def try_again(self, **operator: Any) -> bool:
+        """The next try, as the scheduler starts it and `dag.test` runs it; True if it has succeeded."""
+        from airflow.sdk.definitions.dag import _run_task
+
+        dag = tries_dag.make(self.dag_id, self.place, **operator)
+        self._register(dag)
+        with session_of_airflow() as session:
+            instance = self._instance(session)
+            instance.try_number += 1
+            instance.state = "scheduled"
+        _run_task(ti=instance, task=dag.get_task("train"))
+        return self.state() == "success"
+
+    def notice_death(self) -> None:
+        """Of the task's process: what the scheduler does then."""
+        with session_of_airflow() as session:
+            instance = self._instance(session)
+            instance.handle_failure("its process is gone", session=session)
+        assert self.state() == "up_for_retry"
+
+    @contextlib.contextmanager
+    def beside(self, action: Callable[[], object]) -> Iterator[None]:
+        """Does something while the block runs a try, whose training may end then."""
+        failures: list[BaseException] = []
+
+        def act() -> None:
+            try:
+                action()
+            except BaseException as error:
+                failures.append(error)
+            self.place.let("end")
+
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        yield
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    @contextlib.contextmanager
+    def ended_by_user(self, action: Callable[[], None]) -> Iterator[None]:
+        """Has a user do something to the task that the block runs, once it trains.
+
+        Airflow's supervisor hears of it from the server, and sends SIGTERM to the process of the task, which is this.
+        """
+
+        def act() -> None:
+            self.place.await_training()
+            action()
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: self.place.run().status().final, WAIT, "the end of the training")
+
+        with self.beside(act):
+            yield
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The first try, in a process of its own, once its ranks train."""
+        self._register(tries_dag.make(self.dag_id, self.place, retries=1))
+        path = os.pathsep.join([str(ROOT), *sys.path])
+        command = [sys.executable, "-m", "tests.airflow.tries_dag", self.dag_id, self.place.folder, self.place.mark]
+        child = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            self.place.await_training()
+            yield child
+        finally:
+            child.kill()
+            child.wait()
+
+    def _instance(self, session: Any) -> Any:
+        from airflow.models.taskinstance import TaskInstance
+        from sqlalchemy import select
+
+        found = select(TaskInstance).where(TaskInstance.dag_id == self.dag_id, TaskInstance.task_id == "train")
+        return session.scalars(found.where(TaskInstance.run_id == self._run_id) if self._run_id else found).one()
+
+    def state(self) -> str | None:
+        with session_of_airflow() as session:
+            state = self._instance(session).state
+            return state and str(state)
+
+    def follows(self) -> bool:
+        """True once this try follows a run: it has noted which one."""
+        from airflow.models.xcom import XComModel
+        from sqlalchemy import select
+
+        from airflow_rankzero.links import DIRECTORY_KEY
+
+        with session_of_airflow() as session:
+            noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)
+            started = self._instance(session).start_date
+            return any(started and at > started for at in session.scalars(noted))
+
+    def xcom(self) -> dict[str, int] | None:
+        from airflow.sdk.serde import deserialize
+
+        with session_of_airflow() as session:
+            found = self._instance(session).xcom_pull(task_ids="train", session=session)
+            return found and dict(deserialize(found))
+
+
+def killed(airflow: Airflow) -> None:
+    with airflow.apart() as process:
+        process.kill()
+        process.wait()
+    ranks = airflow.place.ranks()
+    airflow.notice_death()
+    with airflow.beside(lambda: until(airflow.follows, WAIT, "the next try")):
+        assert airflow.try_again(retries=1)
+    assert airflow.xcom()["pid"] in ranks
+
+
+def ended_meanwhile(airflow: Airflow) -> None:
+    with airflow.apart() as process:
+        process.kill()
+        process.wait()
+    airflow.place.let("end")
+    airflow.place.run().wait(WAIT)
+    airflow.notice_death()
+    assert airflow.try_again(retries=1)
+
+
+def retry(airflow: Airflow) -> None:
+    airflow.place.let("fail", "end")
+    assert airflow.trigger(retries=1)
+
+
+def failed_then(**operator: Any) -> Callable[[Airflow], None]:
+    def scenario(airflow: Airflow) -> None:
+        airflow.place.let("fail", "end")
+        assert not airflow.trigger()
+        airflow.clear()
+        assert airflow.try_again(**operator)
+
+    return scenario
+
+
+def succeeded(airflow: Airflow) -> None:
+    airflow.place.let("end")
+    assert airflow.trigger()
+    airflow.clear()
+    assert airflow.try_again()
+
+
+def new_run(airflow: Airflow) -> None:
+    airflow.place.let("fail", "end")
+    assert not airflow.trigger()
+    assert airflow.trigger()
+
+
+def fail_to_store_once(patch: pytest.MonkeyPatch) -> None:
+    """Has the first XCom of a task's result fail."""
+    from airflow.sdk.execution_time import task_runner
+
+    push = task_runner._push_xcom_if_needed
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        patch.setattr(task_runner, "_push_xcom_if_needed", push)
+        raise OSError("the XCom backend is away")
+
+    patch.setattr(task_runner, "_push_xcom_if_needed", fail)
+
+
+def unstored_retry(airflow: Airflow) -> None:
+    airflow.place.let("end")
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_store_once(patch)
+        assert airflow.trigger(retries=1)
+
+
+def unstored(airflow: Airflow) -> None:
+    airflow.place.let("end")
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_store_once(patch)
+        assert not airflow.trigger()
+    airflow.clear()
+    assert airflow.try_again()
+
+
+def ended(airflow: Airflow) -> None:
+    with airflow.ended_by_user(airflow.mark_failed):
+        assert not airflow.trigger()
+
+
+def ended_then(**operator: Any) -> Callable[[Airflow], None]:
+    def scenario(airflow: Airflow) -> None:
+        with airflow.ended_by_user(airflow.clear):
+            assert not airflow.trigger()
+        assert not airflow.place.ranks()
+        airflow.place.let("end")
+        assert airflow.try_again(**operator)
+
+    return scenario
+
+
+SCENARIOS: dict[str, Callable[[Airflow], None]] = {
+    "killed": killed,
+    "ended-meanwhile": ended_meanwhile,
+    "retry": retry,
+    "failed": failed_then(),
+    "failed-other-arguments": failed_then(lr=0.01),
+    "failed-other-code": failed_then(train="train_otherwise"),
+    "failed-other-ranks": failed_then(num_processes=2),
+    "failed-equal-data": failed_then(data="there"),
+    "succeeded": succeeded,
+    "new-run": new_run,
+    "unstored-retry": unstored_retry,
+    "unstored": unstored,
+    "ended": ended,
+    "ended-again": ended_then(),
+    "ended-other-arguments": ended_then(lr=0.01),
+}
+
+
+SOAK = {
+    # A real scheduler does it at every run of the suite: `test_a_training_that_ended_while_nobody_looked_is_delivered`.
+    "ended-meanwhile",
+    # What Airflow does is the same as for other arguments; the identity is core's, and has tests of its own.
+    "failed-other-code",
+    "failed-other-ranks",
+    "failed-equal-data",
+}
+"""Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""
+
+
+@pytest.fixture
+def airflow(run_dag: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Airflow]:
+    from tests.airflow.conftest import register
+
+    place = Place(tmp_path, f"of-{tmp_path.name}-{os.getpid()}")
+    yield Airflow(re.sub(r"\W+", "-", request.node.name), place, run_dag, register)
+    assert wait_until_gone(f"OF_RANK={place.mark}") == []
+
+
+def test_every_row_has_a_scenario() -> None:
+    assert_each_has_a_scenario(SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.soak] if row.name in SOAK else []) for row in rows()]
+)
+def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> None:
+    SCENARIOS[row.name](airflow)
+    airflow.place.assert_outcome(row.outcome, airflow.xcom())

@@ -1,0 +1,49 @@
+"""The DAG of `test_airflow_tries_table.py`, also in a process of its own, which the test kills.
+
+python -m tests.airflow.tries_dag DAG_ID FOLDER MARK
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests import tries_table
+from tests.tries_table import Place, data_in
+
+
+def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, data: str = "here", **more: Any) -> Any:
+    """One task that trains.
+
+    Args:
+        dag_id: Of the DAG.
+        place: Where the training waits.
+        train: Name of its function in `tests.tries_table`.
+        lr: An argument of it.
+        data: Where data lie that it is given by reference.
+        more: Arguments of the operator.
+    """
+    from airflow.sdk import DAG
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    folder = str(place.folder)
+    with DAG(dag_id) as dag:
+        TorchDistributorOperator(
+            task_id="train",
+            train=getattr(tries_table, train),
+            op_args=[folder],
+            op_kwargs={"lr": lr, "given": data_in(folder, data)},
+            conn_id="here",
+            store=place.store,
+            env={"OF_RANK": place.mark},
+            retry_delay=timedelta(0),
+            **{"num_processes": 1, **more},
+        )
+    return dag
+
+
+if __name__ == "__main__":
+    dag_id, folder, mark = sys.argv[1:]
+    # Registered by the test.
+    make(dag_id, Place(Path(folder), mark), retries=1).test()

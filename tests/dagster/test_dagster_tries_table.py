@@ -1,0 +1,288 @@
+"""Every row of the table in `docs/tries.md`, with Dagster."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from tests import tries_table
+from tests.conftest import ROOT, until, wait_until_gone
+from tests.tries_table import WAIT, Place, Row, assert_each_has_a_scenario, data_in, rows
+
+from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
+
+
+class Asked(dg.Config):
+    """What a re-execution may change."""
+
+    train: str = "train"
+    lr: float = 0.1
+    data: str = "here"
+    num_processes: int = 1
+
+
+class FailingIOManager(RankZeroIOManager):
+    """Does not store once, if there is a file ``unstorable``."""
+
+    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
+        told = Path(os.environ["TEST_FOLDER"], "unstorable")
+        if told.exists():
+            told.unlink()
+            raise OSError("the store of assets is away")
+        super().handle_output(context, obj)
+
+
+def body(context: dg.AssetExecutionContext, config: Asked, torch_distributor: TorchDistributorResource) -> Any:
+    """Notes its process for each try; a try after the first waits while there is a file ``hold``."""
+    folder = os.environ["TEST_FOLDER"]
+    Path(folder, f"step-{context.retry_number}").write_text(str(os.getpid()))
+    if context.retry_number and Path(folder, "hold").exists():
+        until(lambda: not Path(folder, "hold").exists(), WAIT, "the end of the first training")
+    launched = torch_distributor.options(num_processes=config.num_processes)
+    given = data_in(folder, config.data)
+    return launched.run(context, getattr(tries_table, config.train), folder, lr=config.lr, given=given)
+
+
+once = dg.asset(body, name="once")
+retried = dg.asset(body, name="retried", retry_policy=dg.RetryPolicy(max_retries=1))
+
+defs = dg.Definitions(
+    assets=[once, retried],
+    jobs=[
+        dg.define_asset_job("once_job", selection=[once], executor_def=dg.in_process_executor),
+        dg.define_asset_job("retried_job", selection=[retried], executor_def=dg.in_process_executor),
+        dg.define_asset_job("apart_job", selection=[retried], executor_def=dg.multiprocess_executor),
+    ],
+    resources={
+        "torch_distributor": TorchDistributorResource(
+            engine="local",
+            store=dg.EnvVar("TEST_STORE"),
+            env={"OF_RANK": dg.EnvVar("TEST_RANK_MARK")},
+            retry_user_errors=True,
+            observation_interval=None,
+        ),
+        "io_manager": FailingIOManager(base_path=dg.EnvVar("TEST_ASSETS")),
+    },
+)
+
+
+def once_job() -> dg.JobDefinition:
+    """Without retries."""
+    return defs.resolve_job_def("once_job")
+
+
+def retried_job() -> dg.JobDefinition:
+    """With one, in the same process."""
+    return defs.resolve_job_def("retried_job")
+
+
+def apart_job() -> dg.JobDefinition:
+    """With one, each try in a process of its own."""
+    return defs.resolve_job_def("apart_job")
+
+
+class Dagster:
+    """Executes jobs in this process, on an instance with a home."""
+
+    def __init__(self, place: Place, instance: dg.DagsterInstance) -> None:
+        self.place = place
+        self.instance = instance
+        self.results: list[dg.JobExecutionResult] = []
+
+    def execute(self, job: Callable[[], dg.JobDefinition] = once_job, **asked: Any) -> bool:
+        """A new run; True if it has succeeded."""
+        return self._execute(job, None, asked)
+
+    def execute_again(self, **asked: Any) -> bool:
+        """Re-executes all of the last run."""
+        options = dg.ReexecutionOptions(parent_run_id=self.results[-1].run_id)
+        return self._execute(once_job, options, asked)
+
+    def execute_from_failure(self) -> bool:
+        options = dg.ReexecutionOptions.from_failure(self.results[-1].run_id, self.instance)
+        return self._execute(once_job, options, {})
+
+    def _execute(
+        self, job: Callable[[], dg.JobDefinition], options: dg.ReexecutionOptions | None, asked: dict[str, Any]
+    ) -> bool:
+        name = "once" if job is once_job else "retried"
+        config = {"ops": {name: {"config": asked}}}
+        recon = dg.reconstructable(job)
+        with dg.execute_job(recon, self.instance, run_config=config, reexecution_options=options) as result:
+            self.results.append(result)
+        return result.success
+
+    def stored(self) -> dict[str, int] | None:
+        """What the IO manager has of the last run."""
+        if not self.results[-1].success:
+            return None
+        (asset,) = self.results[-1].job_def.asset_layer.executable_asset_keys
+        return dict(defs.load_asset_value(asset, instance=self.instance))
+
+    @contextlib.contextmanager
+    def beside(self, action: Callable[[], object]) -> Iterator[None]:
+        """Does something while the block executes a run, which an action that fails lets end."""
+        failures: list[BaseException] = []
+
+        def act() -> None:
+            try:
+                action()
+            except BaseException as error:
+                failures.append(error)
+                self.place.let("end")
+
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        yield
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    def terminate(self) -> None:
+        """What Dagster's launcher does: it marks the run, and interrupts its process."""
+        self.place.await_training()
+        (run,) = self.instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED]))
+        self.instance.report_run_canceling(run)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def killed(dagster: Dagster) -> None:
+    place = dagster.place
+
+    def kill() -> None:
+        ranks = place.await_training()
+        os.kill(int((place.folder / "step-0").read_text()), signal.SIGKILL)
+        until((place.folder / "step-1").exists, WAIT, "the next try")
+        assert ranks <= place.ranks()
+        place.let("end")
+
+    with dagster.beside(kill):
+        assert dagster.execute(apart_job)
+
+
+def ended_meanwhile(dagster: Dagster) -> None:
+    place = dagster.place
+    place.let("hold")
+
+    def kill() -> None:
+        place.await_training()
+        os.kill(int((place.folder / "step-0").read_text()), signal.SIGKILL)
+        place.let("end")
+        until(lambda: place.run().status().final, WAIT, "the end of the training")
+        (place.folder / "hold").unlink()
+
+    with dagster.beside(kill):
+        assert dagster.execute(apart_job)
+
+
+def retry(dagster: Dagster) -> None:
+    dagster.place.let("fail", "end")
+    assert dagster.execute(retried_job)
+
+
+def failed(dagster: Dagster) -> None:
+    dagster.place.let("fail", "end")
+    assert not dagster.execute()
+    assert dagster.execute_from_failure()
+
+
+def failed_then(**asked: Any) -> Callable[[Dagster], None]:
+    def scenario(dagster: Dagster) -> None:
+        dagster.place.let("fail", "end")
+        assert not dagster.execute()
+        assert dagster.execute_again(**asked)
+
+    return scenario
+
+
+def succeeded(dagster: Dagster) -> None:
+    dagster.place.let("end")
+    assert dagster.execute()
+    assert dagster.execute_again()
+
+
+def new_run(dagster: Dagster) -> None:
+    dagster.place.let("fail", "end")
+    assert not dagster.execute()
+    assert dagster.execute()
+
+
+def unstored_retry(dagster: Dagster) -> None:
+    dagster.place.let("unstorable", "end")
+    assert dagster.execute(retried_job)
+    assert (dagster.place.folder / "step-1").exists()
+
+
+def unstored(dagster: Dagster) -> None:
+    dagster.place.let("unstorable", "end")
+    assert not dagster.execute()
+    assert dagster.execute_from_failure()
+
+
+def ended(dagster: Dagster) -> None:
+    with dagster.beside(dagster.terminate):
+        assert not dagster.execute()
+
+
+def ended_then(**asked: Any) -> Callable[[Dagster], None]:
+    def scenario(dagster: Dagster) -> None:
+        ended(dagster)
+        assert not dagster.place.ranks()
+        dagster.place.let("end")
+        assert dagster.execute_again(**asked)
+
+    return scenario
+
+
+SCENARIOS: dict[str, Callable[[Dagster], None]] = {
+    "killed": killed,
+    "ended-meanwhile": ended_meanwhile,
+    "retry": retry,
+    "failed": failed,
+    "failed-other-arguments": failed_then(lr=0.01),
+    "failed-other-code": failed_then(train="train_otherwise"),
+    "failed-other-ranks": failed_then(num_processes=2),
+    "failed-equal-data": failed_then(data="there"),
+    "succeeded": succeeded,
+    "new-run": new_run,
+    "unstored-retry": unstored_retry,
+    "unstored": unstored,
+    "ended": ended,
+    "ended-again": ended_then(),
+    "ended-other-arguments": ended_then(lr=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dg.DagsterInstance]:
+    """With databases on disk, for steps in processes of their own."""
+    home = tmp_path_factory.mktemp("dagster-home")
+    with dg.DagsterInstance.local_temp(str(home), overrides={"telemetry": {"enabled": False}}) as made:
+        yield made
+
+
+@pytest.fixture
+def dagster(tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dagster]:
+    place = Place(tmp_path, f"of-{tmp_path.name}-{os.getpid()}")
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv("TEST_STORE", place.store)
+    monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
+    monkeypatch.setenv("TEST_RANK_MARK", place.mark)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    yield Dagster(place, instance)
+    assert wait_until_gone(f"OF_RANK={place.mark}") == []
+
+
+def test_every_row_has_a_scenario() -> None:
+    assert_each_has_a_scenario(SCENARIOS)
+
+
+@pytest.mark.parametrize("row", rows(), ids=str)
+def test_the_training_does_what_the_table_says(row: Row, dagster: Dagster) -> None:
+    SCENARIOS[row.name](dagster)
+    dagster.place.assert_outcome(row.outcome, dagster.stored())

@@ -1,0 +1,153 @@
+"""The table of `docs/tries.md`, and the training whose tries a test of an orchestrator runs row by row."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT, processes_with, until, wait_until_gone
+
+from rankzero import ResultRef, RunHandle
+
+PAGE = ROOT / "docs" / "tries.md"
+HEADER = ["what happens", "Airflow", "Dagster", "the training"]
+OUTCOMES = {"attaches", "delivered", "resumes", "from scratch", "ends"}
+WAIT = 60.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happens, by its anchor, and what becomes of the training, the word in bold of the last column."""
+
+    name: str
+    outcome: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rows() -> list[Row]:
+    """Every row of the table. Raises AssertionError for one without an anchor or a known outcome."""
+    table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells[0] == HEADER
+    found = []
+    for what, airflow, dagster, training in cells[2:]:
+        anchor = re.match(r'<a id="([a-z-]+)"></a>\w', what)
+        outcome = re.search(r"\*\*(.+?)\*\*", training)
+        assert anchor, what
+        assert airflow, what
+        assert dagster, what
+        assert outcome, what
+        assert outcome[1] in OUTCOMES, what
+        found.append(Row(anchor[1], outcome[1]))
+    return found
+
+
+def assert_each_has_a_scenario(scenarios: Iterable[str]) -> None:
+    """Raises AssertionError for a row without a scenario, and for a scenario without a row."""
+    names = [row.name for row in rows()]
+    assert sorted(scenarios) == sorted(names)
+    assert len(set(names)) == len(names)
+
+
+def train(folder: str, lr: float = 0.1, given: Any = None) -> dict[str, int]:
+    """Notes where it begins, and reports a checkpoint; fails or ends when the folder says so."""
+    import os
+    import time
+    from pathlib import Path
+
+    import rankzero.train as rt
+
+    checkpoint = rt.get_checkpoint()
+    epoch = checkpoint.load()["epoch"] if checkpoint else 0
+    rt.report({"epoch": epoch}, checkpoint={"epoch": epoch + 1})
+    if rt.get_context().rank == 0:
+        with Path(folder, "begun").open("a") as begun:
+            begun.write(f'{{"pid": {os.getpid()}, "epoch": {epoch}}}\n')
+    while True:
+        if Path(folder, "fail").exists():
+            Path(folder, "fail").unlink()
+            raise ValueError("told to fail")
+        if Path(folder, "end").exists():
+            break
+        time.sleep(0.02)
+    return {"pid": os.getpid(), "epoch": epoch}
+
+
+def train_otherwise(folder: str, lr: float = 0.1, given: Any = None) -> dict[str, int]:
+    """Other code."""
+    return {**train(folder, lr, given), "other": 1}
+
+
+def data_in(folder: str, place: str) -> ResultRef:
+    """The same data, wherever."""
+    return ResultRef.save({"rows": [1, 2, 3]}, os.path.join(folder, place))
+
+
+@dataclass
+class Place:
+    """A folder: the training waits there for what to do, and notes there what it did.
+
+    Attributes:
+        folder: Of the test.
+        mark: In the environment of ranks only, as ``OF_RANK``.
+    """
+
+    folder: Path
+    mark: str
+
+    @property
+    def store(self) -> str:
+        return str(self.folder / "runs")
+
+    def let(self, *words: str) -> None:
+        """Has it ``fail``, once, or ``end``."""
+        for word in words:
+            (self.folder / word).touch()
+
+    def begun(self) -> list[dict[str, int]]:
+        """Process and epoch of each beginning, in order."""
+        notes = self.folder / "begun"
+        return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+
+    def runs(self) -> list[RunHandle[Any]]:
+        return [RunHandle.attach(job.parent) for job in Path(self.store).glob("*/job.json")]
+
+    def run(self) -> RunHandle[Any]:
+        (handle,) = self.runs()
+        return handle
+
+    def ranks(self) -> set[int]:
+        return set(processes_with(f"OF_RANK={self.mark}"))
+
+    def await_training(self) -> set[int]:
+        """The processes of its ranks, once it has a checkpoint."""
+        until(self.begun, WAIT, "a training")
+        until(lambda: self.run().status().checkpoint, WAIT, "a checkpoint")
+        return self.ranks()
+
+    def assert_outcome(self, outcome: str, result: dict[str, int] | None) -> None:
+        """After everything: what became of the training.
+
+        Args:
+            outcome: One of `OUTCOMES`.
+            result: What the orchestrator has in the end.
+        """
+        begun = self.begun()
+        submissions = sum(handle.submission + 1 for handle in self.runs())
+        if outcome == "ends":
+            assert wait_until_gone(f"OF_RANK={self.mark}") == []
+            assert self.run().status().state == "cancelled"
+            assert result is None
+        else:
+            assert result
+            assert result["pid"] == begun[-1]["pid"]
+        beginnings = {"resumes": [0, 1], "from scratch": [0, 0]}.get(outcome, [0])
+        assert [each["epoch"] for each in begun] == beginnings
+        assert submissions == len(beginnings)
