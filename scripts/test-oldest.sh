@@ -7,13 +7,14 @@ cd "$(dirname "$0")/.."
 case "$1" in
   airflow)
     oldest="apache-airflow==3.3.0"
-    tests=(operator trigger links provider connection tries delivery)
+    tests=(operator trigger links provider connection tries delivery arguments templates outlets secrets config)
     ;;
   dagster)
     # Before it a partition key like "../x" could leave its asset's folder.
     oldest="dagster==1.13.6"
     tests=(dagster_asset dagster_multi_asset dagster_op dagster_resource dagster_stream dagster_failure dagster_step
-      dagster_io_manager dagster_partitions dagster_checks dagster_metadata dagster_pipes dagster_imports)
+      dagster_io_manager dagster_partitions dagster_checks dagster_metadata dagster_pipes dagster_imports
+      dagster_fields dagster_output dagster_by_reference dagster_step_run)
     ;;
   *) echo "usage: $0 airflow | dagster" >&2; exit 2 ;;
 esac
