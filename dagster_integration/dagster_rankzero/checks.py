@@ -10,7 +10,8 @@ from typing import Any
 
 import dagster as dg
 
-from dagster_rankzero.metadata.describe import METRIC_PREFIX, is_number
+from dagster_rankzero.metadata.describe import METRIC_PREFIX
+from rankzero.run.reports import is_number
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
 """An asset, or its key."""

@@ -1,12 +1,14 @@
 """What Dagster's UI shows of a run and of a stored result."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
 from dagster_rankzero.metadata import curve
+from rankzero.run import reports
+from rankzero.run.reports import is_number
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
@@ -21,10 +23,7 @@ TABLE_ROWS = 50
 """Rows of the table of reports."""
 
 CURVE_POINTS = 200
-"""Points of the loss curve, and most reports that are kept in memory, twice over."""
-
-PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
-"""Metrics that count work done, and many of it: the first that was reported gives the throughput."""
+"""Points of the loss curve."""
 
 TABLE_DIGITS = 9
 """Digits of a fraction in a table; the run directory has them all."""
@@ -43,11 +42,12 @@ def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
     for name, value in status.metrics.items():
         entries[METRIC_PREFIX + name] = _describe_metric(value)
-    rows = _thin(_reports_of_rank_zero(handle))
+    rows = reports.rows_of(handle.events())
+    speed = {name: dg.MetadataValue.float(value) for name, value in reports.throughput(rows).items()}
     # The table comes last: it is long.
     return {
         **entries,
-        **_describe_throughput(rows),
+        **speed,
         **_draw_losses(rows),
         **describe_result(handle.result_ref()),
         **_list_reports(rows),
@@ -90,55 +90,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
 def _list_reports(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
     if not rows:
         return {}
-    shown = rows[-1:] if len(rows) == 1 else _evenly(rows, TABLE_ROWS)
+    shown = rows[-1:] if len(rows) == 1 else reports.evenly(rows, TABLE_ROWS)
     return {"reports": table([{name: value for name, value in row.items() if name != "time"} for row in shown])}
 
 
 def _draw_losses(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
-    losses = [name for name in dict.fromkeys(name for row in rows for name in row) if "loss" in name.lower()]
-    picture = curve.draw(_evenly(rows, CURVE_POINTS), losses)
+    picture = curve.draw(reports.evenly(rows, CURVE_POINTS), reports.loss_names(rows))
     return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
-
-
-def _reports_of_rank_zero(handle: "RunHandle[Any]") -> Iterator[dict[str, Any]]:
-    number = 0
-    for event in handle.events():
-        if event["type"] == "metric" and event["rank"] == 0:
-            number += 1
-            # A metric of the same name gives way.
-            yield {"report": number} | event["metrics"] | {"report": number, "time": event["time"]}
-
-
-def _thin(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every n-th row and the last one, however many there are: a long training must not fill the step's memory."""
-    kept: list[dict[str, Any]] = []
-    every, last = 1, None
-    for number, row in enumerate(rows):
-        last = row
-        if number % every == 0:
-            kept.append(row)
-            if len(kept) > 2 * CURVE_POINTS:
-                kept, every = kept[::2], every * 2
-    if last is not None and kept[-1] is not last:
-        kept.append(last)
-    return kept
-
-
-def _evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """At most ``limit`` of the rows, the first and the last among them."""
-    if len(rows) <= limit:
-        return list(rows)
-    return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]
-
-
-def _describe_throughput(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
-    for name, many in PROGRESS.items():
-        counted = [row for row in rows if is_number(row.get(name))]
-        if len(counted) > 1:
-            done, seconds = counted[-1][name] - counted[0][name], counted[-1]["time"] - counted[0]["time"]
-            if done > 0 and seconds > 0:
-                return {f"{many}_per_second": dg.MetadataValue.float(float(f"{done / seconds:.4g}"))}
-    return {}
 
 
 def _describe_metric(value: bool | int | float | str) -> dg.MetadataValue[Any]:
@@ -150,11 +108,6 @@ def _describe_metric(value: bool | int | float | str) -> dg.MetadataValue[Any]:
         return dg.MetadataValue.float(value)
     # JSON has no NaN and no infinity, and neither has the UI.
     return dg.MetadataValue.text(str(value))
-
-
-def is_number(value: object) -> bool:
-    """True for what Dagster can plot: a finite number that is no truth value."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _column_type(values: Sequence[object]) -> str:
