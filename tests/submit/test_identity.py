@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -354,3 +355,22 @@ def test_what_refers_to_itself_counts_by_content() -> None:
         return made
 
     assert of(print_it, looped(0.1)) == of(print_it, looped(0.1)) != of(print_it, looped(0.5))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: list(range(1000)), lambda: [*range(999), -1]),
+        (lambda: list(range(1000)), lambda: tuple(range(1000))),
+        (lambda: [1] * 1000, lambda: [True] * 1000),
+        (lambda: [[0.5, "a"]] * 1000, lambda: [[0.5, "b"]] * 1000),
+        (lambda: [numpy.zeros(2, "int32")] * 1000, lambda: [numpy.zeros(2, "float32")] * 1000),
+        (lambda: numpy.zeros(1 << 20), lambda: numpy.ones(1 << 20)),
+        (lambda: torch.zeros(1 << 20), lambda: torch.ones(1 << 20)),
+    ],
+)
+def test_much_counts_by_content_too(one: Callable[[], Any], other: Callable[[], Any]) -> None:
+    assert of(print_it, one()) == of(print_it, one()) != of(print_it, other())
+    # Equal strings, one object or many.
+    words = ["".join(["a", "b"]) for _ in range(1000)]
+    assert of(print_it, words) == of(print_it, ["ab"] * 1000)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
+import marshal
 import os
 import pickle
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -20,6 +22,7 @@ import cloudpickle
 from rankzero.submit.modules import imports_of_code, is_user_module_name
 from rankzero.submit.payload import TrainingPickler, resolve_training, search_path
 from rankzero.submit.sources import digest_of_modules, digest_of_script
+from rankzero.values.envelope import beside, checksum
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -96,8 +99,11 @@ def _digest(value: object) -> tuple[str, set[str]]:
 
 def _digest_with(value: object, *, memo: bool) -> tuple[str, set[str]]:
     hashed = _Hash()
-    pickler = _ContentPickler(hashed, memo=memo)
+    buffers: list[memoryview] = []
+    pickler = _ContentPickler(hashed, beside(buffers), memo=memo)
     pickler.dump(value)
+    for buffer in buffers:
+        hashed.write(checksum([buffer]).encode())
     return hashed.sha256.hexdigest(), pickler.needed
 
 
@@ -115,8 +121,8 @@ class _Hash:
 class _ContentPickler(TrainingPickler):
     """Pickles content alone: in place of what is pickled in another way in every process stands what it consists of."""
 
-    def __init__(self, file: Any, *, memo: bool) -> None:
-        super().__init__(file)
+    def __init__(self, file: Any, on_buffer: Callable[[pickle.PickleBuffer], bool], *, memo: bool) -> None:
+        super().__init__(file, on_buffer)
         self.fast = not memo
         self._memo = memo
         self._seen: dict[int, tuple[int, object]] = {}
@@ -125,6 +131,9 @@ class _ContentPickler(TrainingPickler):
         cls = type(value)
         if cls is ResultRef:
             return "result", value.format, value.sha256
+        if cls in (list, tuple) and len(value) >= _MANY and _is_plain(value):
+            # Item by item a million numbers take seconds; this takes 30 ms. This version writes no references.
+            return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()
         if cls is dict:
             return self._contents(value, self._pairs)
         if cls in (set, frozenset):
@@ -237,6 +246,18 @@ def _unwrapped(member: Any) -> Any:
     return (member.fget, member.fset, member.fdel) if isinstance(member, property) else member
 
 
+_MANY = 100
+"""Items from which a list of plain values is taken as a whole."""
+
+_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """True for plain values, and for rows of them."""
+    kinds = set(map(type, value))
+    return kinds <= _PLAIN or (kinds <= {list, tuple} and all(set(map(type, row)) <= _PLAIN for row in value))
+
+
 def _content(cell: types.CellType) -> Any:
     try:
         return [cell.cell_contents]
@@ -267,4 +288,4 @@ def _tensor(value: Any) -> Any:
     except (RuntimeError, TypeError):
         # One of the kinds of tensors that do not have all that others have.
         return None
-    return "tensor", str(value.dtype), tuple(value.shape), value.requires_grad, hashlib.sha256(data).hexdigest()
+    return "tensor", str(value.dtype), tuple(value.shape), value.requires_grad, checksum([data.raw()])
