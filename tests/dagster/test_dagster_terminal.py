@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -69,10 +70,15 @@ class Terminal:
 
 
 def _take_over(screen: int) -> None:
-    """In the child: a session of its own, whose terminal this is, as a terminal emulator does."""
+    """In the child: a session of its own, whose terminal this is, and default signals, as a terminal emulator does.
+
+    Whoever runs the tests in the background of a script ignores SIGINT, and so would the child.
+    """
     import fcntl
     import termios
 
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
 

@@ -50,22 +50,36 @@ def detaching(find: Callable[[], RunHandle[Any] | None], caller: Caller, stop_gr
     except BaseException as error:
         # Found by its name: the interrupt may have come before there was a handle. What cannot be found or cancelled
         # now is ended by its lease.
-        with contextlib.suppress(Exception):
-            if handle := find():
-                if caller.detaches(error):
-                    log.warning("%s; the run in %s goes on for the next try", type(error).__name__, handle.directory)
-                else:
-                    end(handle, stop_grace)
+        for _ in range(_INTERRUPTS):
+            with contextlib.suppress(Exception):
+                try:
+                    _detach_or_end(find(), caller, error, stop_grace, log)
+                except Exception:
+                    raise
+                except BaseException:
+                    # Once more, by a person without patience, or by a run's process that passes it on to its steps.
+                    continue
+            break
         raise
+
+
+_INTERRUPTS = 5
+"""Times that the end of a run is begun again when it is interrupted."""
+
+
+def _detach_or_end(
+    handle: RunHandle[Any] | None, caller: Caller, error: BaseException, stop_grace: float, log: Any
+) -> None:
+    if handle is None:
+        return
+    if caller.detaches(error):
+        log.warning("%s; the run in %s goes on for the next try", type(error).__name__, handle.directory)
+    else:
+        end(handle, stop_grace)
 
 
 def end(handle: RunHandle[Any], stop_grace: float) -> None:
     """Cancels a run and waits for its end. What cannot be cancelled now is ended by its lease."""
     with contextlib.suppress(OSError, RankZeroError):
-        try:
-            handle.cancel()
-        except BaseException:
-            # Who interrupts once more, as an impatient person does, wants it no less.
-            handle.cancel()
-            raise
+        handle.cancel()
         handle.wait(stop_grace + CANCEL_TIMEOUT)
