@@ -224,7 +224,9 @@ def test_a_submission_of_the_same_run_id_gets_a_directory_of_its_own(
     def make(number: int, first_attempt: int, fresh_since: int) -> Job:
         return replace(make_job("same", number), first_attempt=first_attempt)
 
-    submitter = threading.Thread(target=lambda: started.append(submit(run, make, {"payload.pkl": [b"new"]})))
+    submitter = threading.Thread(
+        target=lambda: started.append(submit(run, "an identity", make, {"payload.pkl": [b"new"]}))
+    )
     submitter.start()
     time.sleep(0.2)
     assert started == [], "the claim of the collector is respected"
