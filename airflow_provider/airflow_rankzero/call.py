@@ -20,9 +20,11 @@ def beside(dag_file: str, train: Any) -> Any:
     """
     if not isinstance(train, (str, os.PathLike)):
         return train
+    # Here: whoever only reads a DAG file needs no pickler.
+    from rankzero.submit.payload import is_module_reference
+
     path = os.path.expanduser(os.fspath(train))
-    # The same mark of a function by its name as core's.
-    if isinstance(train, str) and ":" in path and os.sep not in path and not path.endswith(".py"):
+    if isinstance(train, str) and is_module_reference(path):
         return train
     return os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(dag_file)), path))
 

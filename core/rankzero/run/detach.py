@@ -51,14 +51,13 @@ def detaching(find: Callable[[], RunHandle[Any] | None], caller: Caller, stop_gr
         # Found by its name: the interrupt may have come before there was a handle. What cannot be found or cancelled
         # now is ended by its lease.
         for _ in range(_INTERRUPTS):
-            with contextlib.suppress(Exception):
-                try:
-                    _detach_or_end(find(), caller, error, stop_grace, log)
-                except Exception:
-                    raise
-                except BaseException:
-                    # Once more, by a person without patience, or by a run's process that passes it on to its steps.
-                    continue
+            try:
+                _detach_or_end(find(), caller, error, stop_grace, log)
+            except Exception as problem:
+                log.warning("the run is left to its lease: %s: %s", type(problem).__name__, problem)
+            except BaseException:
+                # Once more, by a person without patience, or by a run's process that passes it on to its steps.
+                continue
             break
         raise
 

@@ -91,7 +91,7 @@ def resolve_training(train: object) -> Any:
     Raises:
         InvalidJobError: there is no such script, module or function.
     """
-    if isinstance(train, os.PathLike) or (isinstance(train, str) and not _is_module_reference(train)):
+    if isinstance(train, os.PathLike) or (isinstance(train, str) and not is_module_reference(train)):
         path = os.fspath(train)
         absolute = os.path.abspath(os.path.expanduser(path))
         if os.path.isdir(absolute):
@@ -102,7 +102,8 @@ def resolve_training(train: object) -> Any:
     return _resolve(train) if isinstance(train, str) else train
 
 
-def _is_module_reference(text: str) -> bool:
+def is_module_reference(text: str) -> bool:
+    """True for ``"package.module:function"``, False for the path of a script."""
     return ":" in text and os.sep not in text and not text.endswith(".py")
 
 
