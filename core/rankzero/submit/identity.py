@@ -22,7 +22,8 @@ import cloudpickle
 from rankzero.submit.modules import imports_of_code, is_user_module_name
 from rankzero.submit.payload import TrainingPickler, resolve_training, search_path
 from rankzero.submit.sources import digest_of_modules, digest_of_script
-from rankzero.values.envelope import beside, checksum
+from rankzero.values.digest import digest_of as checksum
+from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class _ContentPickler(TrainingPickler):
     def persistent_id(self, value: Any) -> Any:
         cls = type(value)
         if cls is ResultRef:
-            return "result", value.format, value.sha256
+            return "result", value.format, value.digest
         if cls in (list, tuple) and len(value) >= _MANY and _is_plain(value):
             # Item by item a million numbers take seconds; this takes 30 ms. This version writes no references.
             return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()

@@ -137,8 +137,9 @@ def _call(start: Message) -> object:
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
-    # The agent has compared its checksum with what the driver recorded.
-    payload = open_packed(start["payload"])
+    # The agent has compared its digest with what the driver recorded.
+    with open(start["payload"], "rb") as file:
+        payload = open_packed(file)
 
     def open_ref(ref: ResultRef) -> object:
         path = start["refs"].get(ref.uri)
