@@ -177,7 +177,7 @@ class Attempt:
         self._await_commits(COMMIT_TIMEOUT)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
-        """Takes the agents' last words until they have ended; then ends the engine's part.
+        """Receives the agents' final messages until they have ended; then ends the engine's part.
 
         Args:
             group: The agents.
