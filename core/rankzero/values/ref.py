@@ -93,7 +93,7 @@ class ResultRef:
             verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
 
         Raises:
-            ResultError: the file is gone, changed or of an unknown format, or an object in it cannot be made here; says
+            ResultError: the file does not exist, was changed or is of an unknown format, or an object in it cannot be made here; says
                 what to do.
         """
         if not store.is_url(self.uri):
@@ -110,14 +110,14 @@ class ResultRef:
         try:
             return formats.read(path, self.format, self.digest, None if verify else self.fingerprint)
         except FileNotFoundError:
-            raise ResultError(f"the result {path} is gone; was its run directory deleted?") from None
+            raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
 
     @property
     def sha256(self) -> str:
         """The plain sha256 of the file, hex, as ``sha256sum`` gives it. One of more than 8 MiB is read for it.
 
         Raises:
-            ResultError: the file is gone or cannot be read.
+            ResultError: the file does not exist or cannot be read.
         """
         algorithm, digits = digests.split(self.digest)
         if algorithm == digests.PLAIN:
@@ -131,7 +131,7 @@ class ResultRef:
             with store.open_read(self.uri) as file:
                 yield file
         except FileNotFoundError:
-            raise ResultError(f"the result {self.uri} is gone; was its run directory deleted?") from None
+            raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
         except Exception as error:
             # Drivers of object stores have exceptions of their own.
             raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
