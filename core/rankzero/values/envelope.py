@@ -15,7 +15,7 @@ import mmap
 import pickle
 import struct
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import Any
 
 LARGE = 64 << 10
 """Bytes from which a buffer lies beside the pickle."""
@@ -42,7 +42,7 @@ def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
     return take
 
 
-def pack(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
+def pack(pickled: Part, buffers: Sequence[memoryview]) -> list[Part]:
     """The parts of the file, one after the other; the buffers are not copied."""
     contents: list[Part] = [pickled, *buffers]
     sizes = [len(content) for content in contents]
@@ -59,14 +59,15 @@ def pack(pickled: bytes, buffers: Sequence[memoryview]) -> list[Part]:
     return parts
 
 
-def open_packed(file: IO[bytes], unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> Any:
+def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> Any:
     """Loads what `pack` made: large buffers are mapped copy-on-write, and read when they are used.
 
     Args:
-        file: Open; what is mapped stays when it is closed.
+        path: The file, or the descriptor of an open one. What is mapped stays, whatever becomes of the file's name.
         unpickler: What loads the pickle.
     """
-    mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    with open(path, "rb", closefd=isinstance(path, str)) as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     (length,) = _LENGTH.unpack_from(mapped)
     places = json.loads(bytes(mapped[_LENGTH.size : _LENGTH.size + length]))
     pickled, *buffers = (mapped[offset : offset + size] for offset, size in places)

@@ -2,8 +2,8 @@
 
 * ``json`` for values that JSON gives back exactly as they were;
 * ``safetensors`` for a dict of tensors: loading maps the file and runs no code;
-* ``cloudpickle`` for everything else, and for tensors that share memory (tied weights), which safetensors refuses. What was
-  written is loaded once before it counts as written: what cannot be read back is refused where it still exists.
+* ``cloudpickle`` for everything else, and for tensors that share memory (tied weights), which safetensors refuses.
+  What was written is loaded once before it counts as written: what cannot be read back is refused where it still is.
 
 This module runs inside workers: standard library, torch and cloudpickle only.
 """
@@ -128,7 +128,7 @@ def _read(file: IO[bytes], file_format: str) -> Any:
     if file_format == JSON:
         return json.load(file)
     if file_format == CLOUDPICKLE:
-        return open_packed(file)
+        return open_packed(file.fileno())
     raise ResultError(f"unknown result format {file_format!r} of {file.name}")
 
 

@@ -12,7 +12,6 @@ from typing import IO, Any
 
 from rankzero.errors import ResultError
 from rankzero.values.envelope import Part, beside, open_packed, pack
-from rankzero.values.summary import type_name
 from rankzero.values.tensors import Tensors
 
 _INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs of a run are kept"
@@ -39,7 +38,7 @@ def pickled(value: object) -> Sequence[Part]:
     except OSError:
         raise
     except Exception as error:
-        raise ResultError(f"a value of type {type_name(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+        raise ResultError(f"a value of type {_type(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
     return pack(stream.getbuffer(), buffers)
 
 
@@ -50,12 +49,12 @@ def prove(file: IO[bytes], value: object) -> None:
         ResultError: it cannot be loaded; names its type.
     """
     try:
-        open_packed(file, _Prover)
+        open_packed(file.fileno(), _Prover)
     except _NotHere:
         return
     except Exception as error:
         raise ResultError(
-            f"a value of type {type_name(value)} was pickled, but cannot be read back: {_why(error)}. "
+            f"a value of type {_type(value)} was pickled, but cannot be read back: {_why(error)}. "
             f"{advice(error) or _INSTEAD}"
         ) from error
 
@@ -75,6 +74,10 @@ def advice(error: Exception) -> str:
             ".module (model.module)"
         )
     return ""
+
+
+def _type(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _why(error: Exception) -> str:

@@ -93,8 +93,8 @@ class ResultRef:
             verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
 
         Raises:
-            ResultError: the file does not exist, was changed or is of an unknown format, or an object in it cannot be made here; says
-                what to do.
+            ResultError: the file does not exist, was changed or is of an unknown format, or an object in it cannot be
+                made here; says what to do.
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)

@@ -1,8 +1,8 @@
 """The format of a dict of tensors: loading maps the file and runs no code.
 
 Executors need not have the safetensors library, so the codec is ours; the tests hold it against the library in both
-directions. What the format does not know (an ``OrderedDict`` with its ``_metadata``, parameters, ``requires_grad``) is in
-the header's text, which the library gives to whoever asks.
+directions. What the format does not know (an ``OrderedDict`` with its ``_metadata``, parameters, ``requires_grad``) is
+in the header's text, which the library gives to whoever asks.
 Format: https://github.com/huggingface/safetensors#format
 
 Runs inside workers too: standard library and torch only.
@@ -11,6 +11,7 @@ Runs inside workers too: standard library and torch only.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import mmap
 import os
@@ -79,7 +80,7 @@ def can_hold(value: object) -> bool:
             begin = item.untyped_storage().data_ptr() + item.storage_offset() * item.element_size()
             stretches.append((str(item.device), begin, begin + reach * item.element_size()))
     stretches.sort()
-    if any(one[0] == other[0] and other[1] < one[2] for one, other in zip(stretches, stretches[1:], strict=False)):
+    if any(one[0] == other[0] and other[1] < one[2] for one, other in itertools.pairwise(stretches)):
         return False
     return _has_known_attributes(value) and _header_bound(value) < _MAX_HEADER
 
@@ -166,9 +167,7 @@ def read(file: IO[bytes]) -> Tensors:
     return _with_extra(found, json.loads(text.get(_EXTRA, "{}")))
 
 
-def _tensors_in(
-    mapped: mmap.mmap, header: dict[str, Any], start: int, name: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(mapped: mmap.mmap, header: dict[str, Any], start: int, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     for key, entry in header.items():

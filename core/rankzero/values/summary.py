@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def type_name(value: object) -> str:
     """The name of a value's type, with its module."""
     cls = type(value)
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    # Of a person's class, which may have set them to anything.
+    module, name = str(cls.__module__), str(cls.__qualname__)
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def summarize(value: object) -> dict[str, Any]:
@@ -43,9 +45,7 @@ def _count(value: object) -> dict[str, Any]:
     dtypes: dict[str, dict[str, int]] = {}
     for tensor in tensors:
         numbers = _numbers(tensor)
-        count = dtypes.setdefault(
-            str(tensor.dtype).removeprefix("torch."), {"tensors": 0, "parameters": 0, "bytes": 0}
-        )
+        count = dtypes.setdefault(str(tensor.dtype).removeprefix("torch."), {"tensors": 0, "parameters": 0, "bytes": 0})
         count["tensors"] += 1
         count["parameters"] += numbers
         count["bytes"] += numbers * tensor.element_size()

@@ -1,9 +1,9 @@
 """How tensors are pickled: as torch does it, but for their memory, which is a buffer of the pickle.
 
 Left to itself, pickle has torch write each storage as a file within the pickle: it knows no two tensors that share one,
-copies all of it for a view of two elements, and writes what it cannot read of the newer types (float8, uint16). Here each
-piece of memory is written once, and only as far as a tensor of the value reaches; tensors that shared memory share it when
-they are loaded. What was on a GPU arrives in the memory of the CPU.
+copies all of it for a view of two elements, and writes what it cannot read of the newer types (float8, uint16). Here
+each piece of memory is written once, and only as far as a tensor of the value reaches; tensors that shared memory share
+it when they are loaded. What was on a GPU arrives in the memory of the CPU.
 
 Runs inside workers too: standard library and torch only.
 """
@@ -152,7 +152,7 @@ def make_storage(buffer: Any) -> torch.UntypedStorage:
 
     view = memoryview(buffer)
     if not view.nbytes:
-        return torch.UntypedStorage(0)
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8).untyped_storage()
 
 
@@ -160,7 +160,7 @@ def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Typed
     """What torch's functions that make tensors expect."""
     import torch
 
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _itself(value: object) -> object:

@@ -138,8 +138,7 @@ def _call(start: Message) -> object:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
     # The agent has compared its digest with what the driver recorded.
-    with open(start["payload"], "rb") as file:
-        payload = open_packed(file)
+    payload = open_packed(start["payload"])
 
     def open_ref(ref: ResultRef) -> object:
         path = start["refs"].get(ref.uri)
@@ -147,7 +146,8 @@ def _call(start: Message) -> object:
             return path or ref.uri
         return ref.load_from(path) if path else ref.load()
 
-    args = map_refs(payload["args"], open_ref)
+    # At once: what was given twice is one value here, too.
+    args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
     if payload["kind"] == "script":
         _run_script(payload, args)
         return None
@@ -157,7 +157,7 @@ def _call(start: Message) -> object:
         # Classes of the caller's __main__ are found where pickle and multiprocessing look for them.
         for name, value in getattr(function, "__globals__", {}).items():
             sys.modules["__main__"].__dict__.setdefault(name, value)
-    return function(*args, **map_refs(payload["kwargs"], open_ref))
+    return function(*args, **kwargs)
 
 
 def _run_script(payload: dict[str, Any], args: tuple[object, ...]) -> None:
