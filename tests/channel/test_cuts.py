@@ -106,7 +106,7 @@ def test_files_on_their_way_arrive_whole_over_several_cuts(
     assert (tmp_path / "got").read_bytes() == serving.offered.read_bytes()
     seen: list[Message] = []
     uploaded = serving.await_type("uploaded", seen)
-    assert uploaded["sha256"] == digest_of_file(str(path))
+    assert uploaded["digest"] == digest_of_file(str(path))
     serving.await_type("commit")
     assert [message["type"] for message in seen].count(RECONNECTED) >= 3
 

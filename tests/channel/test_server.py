@@ -183,7 +183,7 @@ def test_an_upload_lands_whole_and_hashed_before_what_follows(serving: Any, tmp_
                 "type": "uploaded",
                 "name": "value",
                 "path": str(tmp_path / ".upload-2-value"),
-                "sha256": digest(path),
+                "digest": digest(path),
                 "size": os.path.getsize(path),
             },
         )
@@ -198,7 +198,7 @@ def test_several_uploads_go_one_after_the_other(serving: Any, tmp_path: Path) ->
         client.send_file(name, path, {"type": "then", "name": name})
     for name, path in paths.items():
         uploaded, then = serving.next()[1], serving.next()[1]
-        assert (uploaded["sha256"], then["name"]) == (digest(path), name)
+        assert (uploaded["digest"], then["name"]) == (digest(path), name)
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_then_what_follows(serving: Any, tmp_path: Path) -> None:

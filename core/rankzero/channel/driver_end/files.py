@@ -126,7 +126,7 @@ class Uploads:
             await self._discard()
         elif self._file is not None:
             self._file.close()
-            facts = {"sha256": self._digest.text(), "size": self._digest.size}
+            facts = {"digest": self._digest.text(), "size": self._digest.size}
             uploaded = {"type": "uploaded", "name": self._name, "path": self._path, **facts}
             self._file = None
         self._deliver(uploaded)
