@@ -15,7 +15,7 @@ from rankzero import Launcher, RunHandle, store
 WAIT = 120.0
 
 OUTAGE = 5.0
-"""Seconds; longer than two heartbeats, shorter than the last word is tried for."""
+"""Seconds; longer than two heartbeats, shorter than the final status is tried for."""
 
 
 class Outage:

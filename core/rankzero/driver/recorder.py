@@ -23,7 +23,7 @@ from rankzero.run.growing import Appender
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT = 10.0
-"""Seconds for which the last word is tried again while the store (a full disk) refuses it."""
+"""Seconds for which the final status is tried again while the store (a full disk) refuses it."""
 
 _FINISH_INTERVAL = 0.25
 
@@ -137,13 +137,13 @@ class Recorder:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
 
         Raises:
-            ResultError: the store refused the last word for `FINISH_TIMEOUT` seconds.
+            ResultError: the store refused the final status for `FINISH_TIMEOUT` seconds.
         """
         self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
         try:
             self._check_superseded()
         except Exception:
-            logger.warning("cannot tell whether another submission took over", exc_info=True)
+            logger.warning("cannot read whether there is a newer submission", exc_info=True)
         self._finished.set()
         if self._flusher.ident:
             self._flusher.join(FINISH_TIMEOUT)
@@ -158,7 +158,7 @@ class Recorder:
 
 
 class _Lines:
-    """A growing file that survives a full disk: what cannot be written is counted, and said when there is room."""
+    """A growing file that survives a full disk: what cannot be written is counted, and reported when there is room."""
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender

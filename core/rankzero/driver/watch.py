@@ -31,7 +31,7 @@ Messages = queue.SimpleQueue[tuple[int, dict[str, Any]]]
 
 
 class Inbox:
-    """What other threads tell the driver. Each attempt has a queue of its own; an interrupt is for all."""
+    """What other threads report to the driver. Each attempt has a queue of its own; an interrupt is for all."""
 
     def __init__(self) -> None:
         self.queue: Messages = queue.SimpleQueue()
@@ -107,5 +107,5 @@ class Watch:
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:
-            who = "its last follower was gone for " if bound else "nobody followed the run for orphan_timeout="
+            who = "its last follower was absent for " if bound else "nobody followed the run for orphan_timeout="
             raise RunCancelledError(f"{who}{seconds} s, so it cancelled itself")
