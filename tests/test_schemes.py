@@ -122,7 +122,7 @@ def test_a_mount_that_cannot_append_is_refused_before_anything_starts(
         return real(path, mode, *args, **options)
 
     monkeypatch.setattr("rankzero.store.proof.open", open_, raising=False)
-    with pytest.raises(InvalidJobError, match="appends to files.* give the bucket's URL"):
+    with pytest.raises(InvalidJobError, match="append to files.* give the bucket's URL"):
         launcher.submit(print)
     assert os.listdir(str(launcher.store)) == []
 

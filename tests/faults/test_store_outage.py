@@ -10,7 +10,8 @@ from tests.conftest import until
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 
-from rankzero import Launcher, RunHandle, store
+from rankzero import Launcher, RunHandle
+from rankzero.store import files
 
 WAIT = 120.0
 
@@ -24,7 +25,7 @@ class Outage:
     def __init__(self) -> None:
         self.on = False
         self.refused = 0
-        self._through = store._filesystem
+        self._through = files._filesystem
 
     def filesystem(self, location: str) -> tuple[Any, str]:
         if self.on:
@@ -36,7 +37,7 @@ class Outage:
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
     made = Outage()
-    monkeypatch.setattr(store, "_filesystem", made.filesystem)
+    monkeypatch.setattr(files, "_filesystem", made.filesystem)
     yield made
     made.on = False
 

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import queue
 import re
-import secrets
 import socket
 import tempfile
 import threading

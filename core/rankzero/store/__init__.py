@@ -1,8 +1,8 @@
 """Atomic reads and writes below a root that is a local path or a URL of an object store.
 
 A reader sees the old bytes or the new ones, never half: locally by a temporary file and ``os.replace``, on an object
-store because a single PUT is atomic. Of two callers of `create` one wins. A scheme that does not promise both is refused
-by `normalize`, and `prove` tries what a scheme's driver and server do in truth. Only this room imports fsspec.
+store because a single PUT is atomic. Of two callers of `create` one wins. A scheme that does not promise both is
+refused by `normalize`, and `prove` tries what a scheme's driver and server do in truth. Only this room imports fsspec.
 """
 
 from rankzero.store.files import (

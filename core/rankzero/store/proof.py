@@ -1,4 +1,4 @@
-"""What a store does in truth: a driver that is too old, a server that knows no condition, a mount that cannot append."""
+"""What a store does in truth: its driver may be old, its server know no conditions, its mount not append."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _proved: set[str] = set()
 
 
 def prove(root: str) -> None:
-    """Tries once in each process that of two creators one wins, and locally that a file can be appended to and replaced.
+    """Tries, once in each process, that of two creators one wins; locally that files can be appended to and replaced.
 
     Four requests of an object store. A driver that does not know conditional writes (s3fs, gcsfs, adlfs before
     2024.12) ignores the condition, and so does many a server that speaks S3.
@@ -54,16 +54,16 @@ def _prove_exclusive(root: str, probe: str) -> None:
 
 
 def _prove_directory(root: str, probe: str) -> None:
-    what = "creates files exclusively"
+    what = "create files exclusively"
     try:
         if [files.create(probe, b"one"), files.create(probe, b"other")] != [True, False]:
             raise OSError(errno.ENOTSUP, "a file that was there was created again")
-        what = "appends to files"
+        what = "append to files"
         with open(probe, "ab") as file:
             file.write(b"two")
         if files.read_bytes(probe) != b"onetwo":
             raise OSError(errno.ENOTSUP, "what was appended is not there")
-        what = "replaces files"
+        what = "replace files"
         files.write_bytes(probe, b"three")
         if files.read_bytes(probe) != b"three":
             raise OSError(errno.ENOTSUP, "the file that was replaced is there still")
@@ -71,8 +71,8 @@ def _prove_directory(root: str, probe: str) -> None:
         if error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ENOENT):
             raise
         raise InvalidJobError(
-            f"{root} cannot hold runs: it lies on a file system of which we need that it {what}, and it does not ({error}). If it is a bucket that "
-            "is mounted, give the bucket's URL instead"
+            f"{root} cannot hold runs, for which its file system must {what}: {error}. If it is a bucket that is "
+            "mounted, give the bucket's URL instead"
         ) from error
     finally:
         with contextlib.suppress(OSError):
