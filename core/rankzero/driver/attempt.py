@@ -320,7 +320,7 @@ class Attempt:
             "type": "start",
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
             "run_directory": None if self._run.is_remote else self._run.directory,
-            "run_token": self._run.token(),
+            "run_token": None if self._run.is_remote else self._run.token(),
             "files": self._files,
             "checkpoint": self._resume.to_json() if self._resume else None,
             "beat_interval": policy.beat_interval(self._job.hang_timeout),
