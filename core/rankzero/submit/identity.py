@@ -289,8 +289,9 @@ def _tensor(value: Any) -> Any:
         # There is more to it.
         return None
     try:
-        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        data = pickle.PickleBuffer(plain.view(torch.uint8).numpy())
+        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        # Not `reshape`, which keeps any stride of a single element.
+        data = pickle.PickleBuffer(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
     except (RuntimeError, TypeError):
         # One of the kinds of tensors that do not have all that others have.
         return None

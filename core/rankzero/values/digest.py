@@ -81,9 +81,7 @@ def split(digest: str) -> tuple[str, str]:
     """Name of the algorithm and digits. Raises ResultError for an algorithm that is not known here."""
     name, found, digits = digest.rpartition(":")
     if name not in ("", PLAIN, BLOCKS) or (found and not name):
-        raise ResultError(
-            f"the digest {_shown(digest)} is of an algorithm that this rankzero does not know: upgrade it"
-        )
+        raise ResultError(f"the digest {_shown(digest)} is of an algorithm that is not known here: upgrade rankzero")
     return name or PLAIN, digits
 
 
