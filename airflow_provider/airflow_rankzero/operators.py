@@ -187,7 +187,13 @@ class TorchDistributorOperator(BaseOperator):
         self.deferrable = deferrable
         self._killed = False
         self._facts = lineage.RunFacts()
-        templates.check_early(self)
+        try:
+            templates.check_early(self)
+        except InvalidJobError as error:
+            # A mapped task is made anew from its values in each try; Airflow's own decorators look there, too.
+            if getattr(self, "_BaseOperator__from_mapped", False):
+                raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+            raise
 
     def _do_render_template_fields(
         self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]
