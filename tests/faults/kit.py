@@ -195,8 +195,8 @@ class ProxySession(LocalSession):
         super().__init__(job)
         self._engine = engine
 
-    def launch(self, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
         """Starts the agent."""
         _, port = config["driver"]
         Path(self._engine.file).write_text(str(port))
-        return super().launch({**config, "driver": [[LOOPBACK], self._engine.port]}, on_end)
+        return super().launch(num_tasks, {**config, "driver": [[LOOPBACK], self._engine.port]}, on_end)

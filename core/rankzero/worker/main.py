@@ -31,7 +31,7 @@ from typing import Any, NoReturn, cast
 from rankzero.channel.frames import Message
 from rankzero.errors import ResultError, RetryableError
 from rankzero.host.descendants import die_with_parent
-from rankzero.worker import rendezvous
+from rankzero.worker import rendezvous, restarts
 from rankzero.worker.control import Control
 
 EXIT_HANDLERS_TIMEOUT = 5.0
@@ -139,6 +139,7 @@ def _call(start: Message) -> object:
         sys.path.insert(0, modules)
     # The agent has compared its checksum with what the driver recorded.
     payload = open_packed(start["payload"])
+    restarts.install(payload.get("restart_on"))
 
     def open_ref(ref: ResultRef) -> object:
         path = start["refs"].get(ref.uri)
@@ -209,8 +210,7 @@ def _commit(value: object, start: Message) -> Message:
 
 def describe_failure(error: BaseException) -> Message:
     """Facts about an exception: what crosses to the caller instead of the object."""
-    cls = type(error)
-    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    name, text = restarts.qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
         exit_code = error.code if isinstance(error.code, int) else _FAILED
@@ -218,11 +218,12 @@ def describe_failure(error: BaseException) -> Message:
         "type": "failure",
         "time": time.time(),
         "exception_type": name,
-        "message": _text_of(error),
+        "message": text,
         "traceback": _user_traceback(error),
         "exit_code": exit_code & 0xFF or _FAILED,
         "collateral": _is_collateral(error),
         "retryable": isinstance(error, RetryableError),
+        "matched": restarts.what_matches(error, f"{name}: {text}"),
     }
 
 

@@ -11,6 +11,7 @@ from rankzero.task import hold as hold_module
 from rankzero.task import start as start_module
 
 _KNOWN = "_rankzero"
+_DRIVER = "driver"
 
 
 class KnownContext:
@@ -50,6 +51,17 @@ class KnownContext:
     def slots(self) -> int:
         """Tasks that can run at once now."""
         return int(self._scala.maxNumConcurrentTasks(self._profile))
+
+    def slots_by_host(self) -> dict[str, int]:
+        """Tasks that can run at once on each host, as far as cores tell."""
+        slots: dict[str, int] = {}
+        executors = self._scala.statusStore().executorList(True)
+        for index in range(executors.length()):
+            executor = executors.apply(index)
+            if executor.id() != _DRIVER:
+                host = str(executor.hostPort()).rpartition(":")[0].strip("[]")
+                slots[host] = slots.get(host, 0) + int(executor.maxTasks())
+        return slots
 
     def is_stopped(self) -> bool:
         """True if nothing runs there any more. Raises a Py4JError if the JVM is gone."""
