@@ -25,7 +25,7 @@ class Member:
         workers: Number of its ranks.
         first_rank: Of its ranks; None until all agents have joined.
         disconnected_at: Monotonic time since when its connection is broken; None if it is not.
-        left_at: Monotonic time at which it went before it was told to; None if it did not.
+        left_at: Monotonic time at which it left before it was asked to; None if it did not.
         why_left: The reason, in words.
         restart_cause: What a restart is decided by then.
     """
@@ -49,7 +49,7 @@ class Member:
         return self.left_at is not None or self.disconnected_at is not None
 
     def leave(self, why: str, now: float, restart_cause: str = LOST) -> None:
-        """Notes that it has gone before it was told to; the first reason counts."""
+        """Notes that it has left before it was asked to; the first reason counts."""
         if self.left_at is None:
             self.left_at, self.why_left, self.restart_cause = now, why, restart_cause
 
@@ -74,7 +74,7 @@ class Member:
 
 
 class Roster:
-    """Who has joined, who is ready, who is gone."""
+    """Who has joined, who is ready, who is lost."""
 
     def __init__(
         self, num_agents: int, processes_per_task: int, spare: int = 0, left_out: Collection[str] = ()
@@ -96,7 +96,7 @@ class Roster:
         self._ready: set[tuple[int, int]] = set()
 
     def join(self, task: int, message: Message, now: float) -> Member | None:
-        """The new member; None if the task has one already, which then counts as gone.
+        """The new member; None if the task has one already, which then counts as lost.
 
         Restarts are the driver's to decide: ranks of two tries must never mix.
         """
@@ -111,6 +111,11 @@ class Roster:
         """Who joined for a task; None if nobody did."""
         return self._members.get(task)
 
+    @property
+    def num_expected(self) -> int:
+        """Agents that are started."""
+        return self.num_agents + self._spare
+
     def choose(self) -> list[Member] | None:
         """Numbers the ranks, once, as soon as there are agents enough that are to run them.
 
@@ -120,7 +125,7 @@ class Roster:
         """
         joined = [self._members[task] for task in sorted(self._members)]
         chosen = [member for member in joined if member.host not in self._left_out]
-        if len(joined) == self.num_agents + self._spare:
+        if len(joined) == self.num_expected:
             chosen += [member for member in joined if member.host in self._left_out]
         if self._is_chosen or len(chosen) < self.num_agents:
             return None
@@ -173,7 +178,7 @@ class Roster:
         """The tasks whose agents have not joined."""
         if self._is_chosen:
             return []
-        return [task for task in range(self.num_agents + self._spare) if task not in self._members]
+        return [task for task in range(self.num_expected) if task not in self._members]
 
     def gone(self) -> list[Member]:
         """Those that went, or whose connection is broken."""

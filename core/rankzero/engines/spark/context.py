@@ -64,7 +64,7 @@ class KnownContext:
         return slots
 
     def is_stopped(self) -> bool:
-        """True if nothing runs there any more. Raises a Py4JError if the JVM is gone."""
+        """True if nothing runs there any more. Raises a Py4JError if the JVM has exited."""
         return bool(self._scala.isStopped())
 
 

@@ -301,7 +301,7 @@ class SparkEngineSession(EngineSession):
         return SparkGroup(self._context, self._job, num_tasks, task, on_end)
 
     def is_usable(self) -> bool:
-        """False if the JVM is gone or the SparkContext was stopped."""
+        """False if the JVM has exited or the SparkContext was stopped."""
         try:
             return not self._known.is_stopped()
         except Exception:
