@@ -115,6 +115,7 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "connect_timeout": policy.connect_timeout(start_deadline - time.monotonic()),
                 "warm_start": self._job.warm_start,
                 "env": env,
             }

@@ -36,6 +36,7 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host import descendants
+from rankzero.host.processes import allow_open_files
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 
@@ -46,6 +47,9 @@ CLOSE_TIMEOUT = 10.0
 
 SLOTS_INTERVAL = 0.1
 """Seconds between two looks at the number of slots of a cluster."""
+
+MANY_AGENTS = 256
+"""Agents from which on the limit of open files is raised in a caller's own process, too."""
 
 _DONE = "engine-done"
 
@@ -112,6 +116,8 @@ class Driver:
                     self._session = session = self._session or self._open(deadline)
                     placement = self._gather(session, deadline, hosts.bad)
                     self._note_placement(number, placement, session)
+                    if session.num_agents(placement.num_tasks) > MANY_AGENTS:
+                        allow_open_files()
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
                     )
@@ -322,6 +328,7 @@ def main() -> None:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     if not run.claim_driver(job.submission):
         sys.exit(f"{run.directory} has a driver already")
+    allow_open_files()
     private = json.load(sys.stdin)
     engine = engine_from_spec(job.engine, private["engine"])
     driver = Driver(run, engine, private["env"], leased=arguments.owner is None)

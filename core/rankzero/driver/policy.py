@@ -32,6 +32,9 @@ STACKS_WINDOW = 3.0
 RESTART_DELAY_LIMIT = 60.0
 """Longest pause in seconds before a restart."""
 
+MIN_CONNECT_TIMEOUT = 1.0
+"""Seconds that an agent has at least to find its driver."""
+
 GROWTH_PATIENCE = 30.0
 """Seconds without a new slot after which an elastic attempt starts with those that are there. As long as the last call
 of torchrun's rendezvous."""
@@ -277,6 +280,14 @@ def host_to_blame(failures: Sequence[Failure], host_of: Callable[[int], str | No
         return None
     hosts = {host_of(rank) for rank in [cause.rank, *same_as(cause, failures)]}
     return hosts.pop() if len(hosts) == 1 else None
+
+
+def connect_timeout(left: float) -> float:
+    """Seconds for an agent to find its driver, of those that an attempt has left to start.
+
+    A little less than all: an agent knows which addresses it tried and what came of that, its driver does not.
+    """
+    return max(MIN_CONNECT_TIMEOUT, left * 0.9)
 
 
 def beat_interval(hang_timeout: float | None) -> float:

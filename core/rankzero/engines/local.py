@@ -16,8 +16,8 @@ from rankzero.job import Job
 from rankzero.task.hold import hold
 
 LOOPBACK = "127.0.0.1"
-CUT_OFF = "nothing was heard from the driver for"
-"""What an agent reports that had found the driver and lost it; one that never found it would not the next time."""
+CUT_OFF = ("nothing was heard from the driver for", "no driver was found on port")
+"""What an agent says that lost its driver, or did not find it: another host, or another moment, may be better."""
 
 
 @dataclass(frozen=True)
@@ -140,5 +140,5 @@ class LocalGroup(AgentGroup):
     def explain(self, error: BaseException) -> RankZeroError:
         """The agent's own words; lost if something killed it or cut it off from the driver."""
         text = str(error)
-        is_lost = "ended by signal" in text or CUT_OFF in text
+        is_lost = "ended by signal" in text or any(words in text for words in CUT_OFF)
         return EngineError(text, cause=LOST if is_lost else None)

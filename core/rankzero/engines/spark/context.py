@@ -7,6 +7,7 @@ import io
 import os
 from typing import Any
 
+from rankzero.host.network import addresses_of
 from rankzero.task import hold as hold_module
 from rankzero.task import start as start_module
 
@@ -53,14 +54,17 @@ class KnownContext:
         return int(self._scala.maxNumConcurrentTasks(self._profile))
 
     def slots_by_host(self) -> dict[str, int]:
-        """Tasks that can run at once on each host, as far as cores tell."""
-        slots: dict[str, int] = {}
+        """Tasks that can run at once on each host, as far as cores tell; a host by each of its addresses.
+
+        A barrier task knows its host by address, an executor may know it by name.
+        """
         executors = self._scala.statusStore().executorList(True)
-        for index in range(executors.length()):
-            executor = executors.apply(index)
+        found = [executors.apply(index) for index in range(executors.length())]
+        slots: dict[str, int] = {}
+        for executor in found:
             if executor.id() != _DRIVER:
-                host = str(executor.hostPort()).rpartition(":")[0].strip("[]")
-                slots[host] = slots.get(host, 0) + int(executor.maxTasks())
+                for address in addresses_of(str(executor.hostPort()).rpartition(":")[0]):
+                    slots[address] = slots.get(address, 0) + int(executor.maxTasks())
         return slots
 
     def is_stopped(self) -> bool:

@@ -42,7 +42,7 @@ from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.errors import first_lines
 from rankzero.engines.spark.stage import SparkGroup, make_task
 from rankzero.errors import EngineError, InvalidJobError
-from rankzero.host.network import address_towards
+from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job, check_strings
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class SparkEngineSession(EngineSession):
         """The host that Spark's own executors use to reach the driver."""
         if self._master.startswith("local"):
             return LOOPBACK
-        return str(self._known.setting("spark.driver.host"))
+        return without_brackets(str(self._known.setting("spark.driver.host")))
 
     @property
     def driver_hosts(self) -> list[str]:
@@ -262,7 +262,7 @@ class SparkEngineSession(EngineSession):
         """The address that Spark's own driver binds."""
         if self._master.startswith("local"):
             return LOOPBACK
-        return self._known.setting("spark.driver.bindAddress") or self.driver_host
+        return without_brackets(self._known.setting("spark.driver.bindAddress") or self.driver_host)
 
     @property
     def url(self) -> str | None:
