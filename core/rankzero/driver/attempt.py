@@ -116,6 +116,9 @@ class Attempt:
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
                 "connect_timeout": policy.connect_timeout(start_deadline - time.monotonic()),
+                "exit_timeout": self._job.exit_timeout,
+                "restart_count": self._number - self._job.first_attempt,
+                "max_restarts": self._job.max_restarts,
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
@@ -180,7 +183,7 @@ class Attempt:
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, policy.END_PATIENCE, patient=True)
+        self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:

@@ -29,7 +29,7 @@ def what_matches(error: BaseException, text: str) -> str | None:
         return None
     try:
         return match(pickle.loads(_pickled), error, text)
-    except Exception:
+    except BaseException:
         # The exception of the training is what counts.
         print("rankzero: restart_on could not be asked, so this failure is not matched:")
         traceback.print_exc()
