@@ -20,6 +20,9 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 _PAIR = 2
 BACKENDS = ("auto", "nccl", "gloo", None)
 
+WorldSize = int | tuple[int, int]
+"""Number of ranks; of an elastic job the smallest and the largest."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -103,11 +106,14 @@ class Job:
         return self.least_processes // self.processes_per_task
 
     @property
+    def world_size(self) -> WorldSize:
+        """As `Launcher` was given it, and as it is a part of the identity."""
+        return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
+
+    @property
     def world(self) -> str:
         """The world size, for people: ``4`` or ``2 to 8``."""
-        return (
-            str(self.num_processes) if self.min_processes is None else f"{self.min_processes} to {self.num_processes}"
-        )
+        return describe_world(self.world_size)
 
     def sized(self, num_tasks: int) -> Job:
         """The job of an attempt with so many tasks."""
@@ -148,13 +154,14 @@ def check_run_id(run_id: str | None) -> None:
         )
 
 
-WorldSize = int | tuple[int, int]
-"""Number of ranks; of an elastic job the smallest and the largest."""
-
-
 def world_bounds(num_processes: WorldSize) -> tuple[int, int]:
     """The smallest and the largest world size."""
     return (num_processes, num_processes) if isinstance(num_processes, int) else num_processes
+
+
+def describe_world(num_processes: WorldSize) -> str:
+    """A world size for people: ``4`` or ``2 to 8``."""
+    return str(num_processes) if isinstance(num_processes, int) else "{} to {}".format(*num_processes)
 
 
 def check_counts(num_processes: object, processes_per_task: object) -> WorldSize:
@@ -199,6 +206,11 @@ def check_restart_on(value: object) -> Callable[[BaseException], Any] | tuple[st
                 "exception that returns True for another attempt"
             )
     return items
+
+
+def qualified_name(cls: type) -> str:
+    """A class with its module; one of Python's own without."""
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def check_seconds(name: str, value: object, *, optional: bool = True) -> None:

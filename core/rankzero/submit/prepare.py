@@ -43,12 +43,6 @@ class Request:
     restart_on: object = ()
 
     @property
-    def world_size(self) -> jobs.WorldSize:
-        """What is a part of the identity: the number of ranks, or the smallest and the largest."""
-        job = self.template
-        return job.num_processes if job.min_processes is None else (job.min_processes, job.num_processes)
-
-    @property
     def directory(self) -> str:
         """Where the run with the template's id lies."""
         return store.join(self.root, self.template.run_id)
@@ -85,7 +79,7 @@ def prepare(
     parts = payload.build(train, args, kwargs, request.restart_on)
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity or identity_of(train, args, kwargs, request.world_size, request.code_version)
+    identity = request.identity or identity_of(train, args, kwargs, request.template.world_size, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}

@@ -13,6 +13,7 @@ import traceback
 
 from rankzero.channel.frames import Message
 from rankzero.errors import RetryableError
+from rankzero.job import qualified_name
 from rankzero.worker import restarts
 from rankzero.worker.command import CommandError
 
@@ -31,7 +32,7 @@ def describe(error: BaseException) -> Message:
     failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
     if isinstance(error, CommandError):
         return {**failure, **error.facts}
-    name, text = restarts.qualified_name(type(error)), _text_of(error)
+    name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
         exit_code = error.code if isinstance(error.code, int) else _FAILED

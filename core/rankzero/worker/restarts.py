@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rankzero.job import qualified_name
+
 RestartOn = Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
 
 _pickled: bytes | None = None
@@ -56,7 +58,3 @@ def match(restart_on: RestartOn, error: BaseException, text: str) -> str | None:
             return qualified_name(wanted)
     return None
 
-
-def qualified_name(cls: type) -> str:
-    """A class with its module; one of Python's own without."""
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
