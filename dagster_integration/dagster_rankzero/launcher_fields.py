@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dagster_rankzero.fields import KnownFields
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
+from rankzero.job import check_counts, qualified_name, world_bounds
 
 if TYPE_CHECKING:
     from rankzero import Launcher
@@ -44,8 +45,8 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     num_processes: int = Field(default=1, description="World size, the number of ranks.")
     min_processes: int | None = Field(
         default=None,
-        description="The smallest world size: each attempt starts with as many ranks between it and num_processes as the "
-        "cluster can give. Left out: num_processes, always. In Python num_processes=(2, 8) says both.",
+        description="The smallest world size: each attempt starts with as many ranks between it and num_processes as "
+        "the cluster can give. Left out: num_processes, always. In Python num_processes=(2, 8) says both.",
     )
     processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
     use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")

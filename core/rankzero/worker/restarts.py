@@ -57,4 +57,3 @@ def match(restart_on: RestartOn, error: BaseException, text: str) -> str | None:
         elif isinstance(error, wanted):
             return qualified_name(wanted)
     return None
-
