@@ -28,6 +28,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
+from rankzero.host.processes import allow_open_files, signal_name
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
@@ -46,8 +47,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
-        self._client = ChannelClient(hosts, port, config["secret"], config["task"])
-        self._ending = Ending(self._ranks, self._client, config["grace"])
+        self._client = ChannelClient(hosts, port, config["secret"], config["task"], config.get("connect_timeout"))
+        self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._lost: str | None = None
         self._stacks_at: float | None = None
@@ -180,7 +181,7 @@ class Agent:
         common = inputs.message()
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
-            env = {**rank_environment(context), **self._interfaces()}
+            env = {**rank_environment(context, self._config), **self._interfaces()}
             rank.tell({**common, "context": context, "env": env, "ports": self._config["ports"]})
 
     def _interfaces(self) -> dict[str, str]:
@@ -308,7 +309,7 @@ class Agent:
                     "local_rank": rank.local_rank,
                     "time": time.time(),
                     "exit_code": code if code >= 0 else None,
-                    "signal": _signal_name(-code) if code < 0 else None,
+                    "signal": signal_name(-code) if code < 0 else None,
                     "log_tail": rank.output.tail,
                 }
             )
@@ -331,13 +332,6 @@ class Agent:
         shutil.rmtree(self._config["scratch"], ignore_errors=True)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def main() -> None:
     """Entry point of the agent process: one line of JSON on standard input, then end of file."""
     if "torch" not in sys.modules:
@@ -352,4 +346,5 @@ def main() -> None:
                 shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece
+    allow_open_files()
     Agent(json.loads(line)).run()
