@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
 
-_FINAL_INTERVAL = 0.25
-"""Seconds between two tries to write a final status."""
+_CERTAIN_INTERVAL = 0.25
+"""Seconds between two tries to write a status whose outcome is certain."""
 
 
 class StatusWriter:
@@ -31,6 +32,7 @@ class StatusWriter:
         self._run = run
         self._changed = threading.Condition()
         self._wanted = self._tried = self._written = 0
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
@@ -43,11 +45,18 @@ class StatusWriter:
         with self._changed:
             self.status = replace(self.status, **changes)
 
-    def change(self, **changes: Any) -> None:
-        """Changes the status, and has it written now. A final one is the last."""
+    def change(self, *, then: Callable[[], None] | None = None, **changes: Any) -> None:
+        """Changes the status, and has it written now. A final one is the last.
+
+        Args:
+            then: Called in the writer's thread when it is written.
+            changes: Fields of the status.
+        """
         with self._changed:
             self.status = replace(self.status, **changes)
             self._wanted += 1
+            if then:
+                self._waiting.append((self._wanted, then))
             self._changed.notify_all()
         if not self._thread.ident:
             self._thread.start()
@@ -66,7 +75,7 @@ class StatusWriter:
                 self._tried = wanted = self._wanted
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
-                if status.final or time.monotonic() >= next_beat:
+                if status.certain or time.monotonic() >= next_beat:
                     self._check_superseded()
                 if not self.superseded:
                     self._run.write_status(status)
@@ -75,13 +84,17 @@ class StatusWriter:
                 if self.problem is None:
                     logger.warning("the status could not be written; trying again", exc_info=True)
                 self.problem = error
-                next_beat = time.monotonic() + (_FINAL_INTERVAL if status.final else HEARTBEAT_INTERVAL)
+                next_beat = time.monotonic() + (_CERTAIN_INTERVAL if status.certain else HEARTBEAT_INTERVAL)
                 continue
             self.problem = None
             next_beat = time.monotonic() + HEARTBEAT_INTERVAL
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
+                due = [then for number, then in self._waiting if number <= wanted]
+                self._waiting = [(number, then) for number, then in self._waiting if number > wanted]
+            for then in due:
+                then()
             if status.final:
                 return
 
