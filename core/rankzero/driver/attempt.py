@@ -111,6 +111,9 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "exit_timeout": self._job.exit_timeout,
+                "restart_count": self._number - self._job.first_attempt,
+                "max_restarts": self._job.max_restarts,
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
@@ -177,7 +180,7 @@ class Attempt:
             raise
         self._record_success()
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, policy.END_PATIENCE, patient=True)
+        self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
 
     def _record_success(self) -> None:
