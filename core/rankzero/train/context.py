@@ -30,13 +30,13 @@ class TrainContext:
     Attributes:
         rank: Global rank, ``0 <= rank < world_size``.
         world_size: Number of workers of the run.
-        local_rank: Index of this worker within its task; ``cuda:{local_rank}`` is its GPU.
+        local_rank: Index of this worker within its task; its GPU is the device of that number.
         local_world_size: Workers in this task.
         node_rank: Index of the task, in rank order.
         run_id: Name of the run.
         attempt: Number of this try of the run, from 0.
         use_gpu: Whether this worker owns a GPU.
-        backend: ``"nccl"``, ``"gloo"`` or None, as resolved from the launcher's ``backend``.
+        backend: ``"nccl"`` (``"xccl"`` on Intel's GPUs), ``"gloo"`` or None, as resolved from the launcher's ``backend``.
     """
 
     rank: int = 0
@@ -60,13 +60,25 @@ class TrainContext:
 
         if not self.use_gpu:
             return torch.device("cpu")
-        if not torch.cuda.is_available():
+        kind = accelerator()
+        if kind is None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise RuntimeError(
                 f"use_gpu=True and this task was given the GPUs {visible!r}, but torch "
                 f"{torch.__version__} cannot use CUDA here: install a CUDA build of torch and a driver"
             )
-        return torch.device("cuda", self.local_rank)
+        return torch.device(kind, self.local_rank)
+
+
+def accelerator() -> str | None:
+    """The type of the devices that torch can use here: ``"cuda"`` (ROCm, too), ``"xpu"``, ``"mps"``; None for none."""
+    import torch
+
+    if not hasattr(torch, "accelerator"):
+        # Before torch 2.6.
+        return "cuda" if torch.cuda.is_available() else None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else str(found.type)
 
 
 @dataclass
