@@ -36,7 +36,7 @@ class TrainContext:
         run_id: Name of the run.
         attempt: Number of this try of the run, from 0.
         use_gpu: Whether this worker owns a GPU.
-        backend: ``"nccl"`` (``"xccl"`` on Intel's GPUs), ``"gloo"`` or None, as resolved from the launcher's ``backend``.
+        backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
     """
 
     rank: int = 0
