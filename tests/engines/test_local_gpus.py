@@ -51,7 +51,11 @@ def test_a_variable_limits_the_gpus(monkeypatch: pytest.MonkeyPatch, name: str, 
 def test_without_nvidias_tool_torch_counts(monkeypatch: pytest.MonkeyPatch, program: str, listed: list[str]) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(gpus, "_COUNT", program)
+    monkeypatch.setattr(gpus, "DEVICES", ("/dev/null",))
     assert local_gpus() == listed
+    # Nothing that could be a GPU: nothing is started.
+    monkeypatch.setattr(gpus, "DEVICES", ("/dev/no-such-device",))
+    assert local_gpus() == ([] if sys.platform == "linux" else listed)
 
 
 def test_torch_of_this_machine_can_be_asked() -> None:
