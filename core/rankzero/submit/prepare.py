@@ -12,8 +12,8 @@ from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory, log_name
+from rankzero.run import growing, pieces
+from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
@@ -114,7 +114,10 @@ def prepare(
 
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
     """Where the lines of earlier submissions end, for `Job.log_starts`."""
-    ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
+    if run.is_remote:
+        ends = dict.fromkeys(range(world_size), pieces.end_of(run.path(LINES)))
+    else:
+        ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
     return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}
 
 
