@@ -159,7 +159,7 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
     ],
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged) is dead
+    assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged, interval=2.0) is dead
 
 
 NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE
