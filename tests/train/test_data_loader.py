@@ -203,6 +203,7 @@ def test_nested_batches_keep_their_types() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_on_the_gpu() -> None:
     loader = rt.prepare_data_loader(DataLoader(TensorDataset(torch.arange(10.0)), 3, pin_memory=True))
     batches = [values for [values] in loader]
