@@ -19,11 +19,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def ensure_process_group() -> None:
+def ensure_process_group(timeout: timedelta = GROUP_TIMEOUT) -> None:
     """Makes torch's default process group, if the training function has not made it.
 
     ``nccl`` for ranks with a GPU, else ``gloo``, or what the launcher's ``backend`` says; collectives time out after
-    30 minutes. A world of one rank gets a group, too. It is never destroyed: a rank ends without waiting for others.
+    ``timeout``. A world of one rank gets a group, too. It is never destroyed: a rank ends without waiting for others.
+
+    Args:
+        timeout: How long a collective waits for the other ranks.
 
     Raises:
         RuntimeError: the job leaves the group to the training function (``backend=None``).
@@ -46,7 +49,7 @@ def ensure_process_group() -> None:
     more: dict[str, Any] = {"device_id": device} if context.backend == "nccl" else {}
     if context.world_size == 1 and "MASTER_ADDR" not in os.environ:
         more |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    dist.init_process_group(context.backend, timeout=GROUP_TIMEOUT, **more)
+    dist.init_process_group(context.backend, timeout=timeout, **more)
 
 
 def barrier() -> None:
