@@ -1,5 +1,6 @@
 """Each rank its share: every row once for each epoch, another order in each, arguments kept, resumable."""
 
+import itertools
 from collections import Counter, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,17 +118,17 @@ def test_what_is_a_share_already_stays(as_rank: Any) -> None:
     assert rows_of(rt.prepare_data_loader(DataLoader(Numbers(), 4), shard=False)) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("world_after", [2, 3])
-def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_after: int) -> None:
+@pytest.mark.parametrize(("world_before", "world_after"), [(1, 1), (2, 2), (2, 3)])
+def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_before: int, world_after: int) -> None:
     states, seen = [], Counter[int]()
-    for rank in range(2):
-        as_rank(rank, 2)
+    for rank in range(world_before):
+        as_rank(rank, world_before)
         loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True))
         rows_of(loader)
         batches = iter(loader)
         seen.update(int(row) for _ in range(2) for row in next(batches))
         states.append(loader.state_dict())
-    assert states[0] == states[1]
+    assert states[0] == states[-1]
     for rank in range(world_after):
         as_rank(rank, world_after)
         data = Numbers()
@@ -139,6 +140,33 @@ def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_after: int) ->
         assert loader.epoch == 2
         assert len(rows_of(loader)) == -(-ROWS // world_after), "the next epoch is whole"
     assert set(seen) == set(range(ROWS))
+
+
+def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
+    as_rank(0, 1)
+
+    def loader() -> Any:
+        rare = WeightedRandomSampler(list(range(1, ROWS + 1)), 12, generator=torch.Generator())
+        return rt.prepare_data_loader(DataLoader(Numbers(), 3, sampler=rare))
+
+    whole = rows_of(loader())
+    first, again = loader(), loader()
+    next(iter(first))
+    again.load_state_dict(first.state_dict())
+    assert rows_of(again) == whole[3:]
+    assert rows_of(again) != whole, "the next epoch has an order of its own"
+
+
+def test_a_sampler_without_a_length(as_rank: Any) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[list[int]]:
+            return itertools.repeat([1, 2])
+
+    loader = DataLoader(Numbers(), batch_sampler=Endless())
+    assert next(iter(rt.prepare_data_loader(loader))).tolist() == [1, 2]
+    as_rank(0, 2)
+    with pytest.raises(TypeError, match="a Endless without a length cannot be shared out"):
+        rt.prepare_data_loader(loader)
 
 
 def test_an_epoch_that_was_left_early_is_over(as_rank: Any) -> None:

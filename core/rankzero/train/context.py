@@ -52,6 +52,11 @@ class TrainContext:
     storage_path: str | None = None
 
     @property
+    def num_nodes(self) -> int:
+        """Number of tasks, each with ``local_world_size`` ranks: what other frameworks call nodes."""
+        return self.world_size // self.local_world_size
+
+    @property
     def device(self) -> torch.device:
         """The device of this worker: its GPU if the job asked for GPUs, else the CPU.
 

@@ -6,7 +6,9 @@ Imports torch, so `rankzero.train` imports it late.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
@@ -110,7 +112,7 @@ def prepare_data_loader(
 
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
     * Of another sampler, rank 0's order counts: it is drawn once for each epoch, and every rank gets its part of it. So
-      are the batches of a custom batch sampler.
+      are the batches of a custom batch sampler. Random numbers of torch and Python are seeded for it.
     * Of an iterable data set, whose items come in the same order on every rank, each rank gets every n-th item.
 
     Args:
@@ -126,7 +128,7 @@ def prepare_data_loader(
         The loader to iterate over.
 
     Raises:
-        TypeError: not a DataLoader.
+        TypeError: not a DataLoader, or a sampler without a length for several ranks.
 
     Example:
         >>> import torch
@@ -144,12 +146,11 @@ def prepare_data_loader(
     # A copy with another sampler keeps what a constructor may not take: workers, prefetching, a subclass's own.
     mine = copy.copy(loader)
     replaced: dict[str, Any] = {"_iterator": None}
-    is_sharded = context.world_size > 1 and shard
-    if isinstance(loader.dataset, IterableDataset):
-        if is_sharded:
-            replaced["dataset"] = _ShardedIterable(loader.dataset, context.rank, context.world_size, pad)
-    else:
-        replaced |= _samplers(loader, seed, shard=is_sharded, pad=pad)
+    share = Share(context.rank, context.world_size, pad) if shard else Share(0, 1, pad)
+    if not isinstance(loader.dataset, IterableDataset):
+        replaced |= _samplers(loader, seed, share)
+    elif share.world_size > 1:
+        replaced["dataset"] = _ShardedIterable(loader.dataset, share)
     for name, value in replaced.items():
         # The loader's own __setattr__ refuses these after it was made.
         object.__setattr__(mine, name, value)
@@ -157,97 +158,114 @@ def prepare_data_loader(
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
 
 
-def _samplers(loader: DataLoader[Any], seed: int, *, shard: bool, pad: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data is a rank's."""
+
+    rank: int
+    world_size: int
+    pad: bool
+
+    def count(self, total: int, *, drop: bool = False) -> int:
+        """Its items of ``total``; with ``drop`` only as many as every rank has."""
+        if self.pad:
+            return total // self.world_size if drop else -(-total // self.world_size)
+        return len(range(self.rank, total, self.world_size))
+
+    def of(self, items: list[Any], *, drop: bool = False) -> list[Any]:
+        """Its items."""
+        rest = len(items) % self.world_size
+        if rest and self.pad:
+            missing = self.world_size - rest
+            items = items[:-rest] if drop else items + [items[index % len(items)] for index in range(missing)]
+        return items[self.rank :: self.world_size]
+
+
+def _samplers(loader: DataLoader[Any], seed: int, share: Share) -> dict[str, Any]:
     """The sampler and batch sampler of this rank, for a data set with indices."""
     batches, sampler = loader.batch_sampler, loader.sampler
     if batches is not None and loader.batch_size is None:
         # Not made by the loader itself, of a sampler and a batch size.
-        if shard and not isinstance(getattr(batches, "sampler", None), DistributedSampler):
-            batches = _DrawnByRankZero(batches, pad=pad, drop=False)
+        if not isinstance(getattr(batches, "sampler", None), DistributedSampler):
+            batches = _drawn(batches, seed, share, drop=False)
         return {"batch_sampler": _Skipping(batches)}
-    if shard and not isinstance(sampler, DistributedSampler):
-        sampler = _share_of(loader, seed, pad=pad)
+    if not isinstance(sampler, DistributedSampler):
+        sampler = _share_of(loader, seed, share)
     if batches is None or loader.batch_size is None:
         return {"sampler": sampler}
     plain = BatchSampler(sampler, loader.batch_size, loader.drop_last)
     return {"sampler": sampler, "batch_sampler": _Skipping(plain)}
 
 
-def _share_of(loader: DataLoader[Any], seed: int, *, pad: bool) -> Sampler[Any]:
-    sampler = loader.sampler
-    in_order = isinstance(sampler, SequentialSampler)
-    shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
-    if not pad or not (in_order or shuffled):
-        if shuffled:
-            sampler = _Permutation(loader.dataset, seed)
-        return _DrawnByRankZero(sampler, pad=pad, drop=loader.drop_last)
-    context = get_context()
+def _share_of(loader: DataLoader[Any], seed: int, share: Share) -> Any:
+    sampler: Any = loader.sampler
+    # torchdata's loader has a RandomSampler of its own.
+    shuffled = type(sampler).__name__ == RandomSampler.__name__ and not sampler.replacement
+    shuffled = shuffled and sampler.num_samples == len(sampler.data_source)
+    if not share.pad or not (shuffled or isinstance(sampler, SequentialSampler)):
+        return _drawn(sampler, seed, share, drop=loader.drop_last)
     return DistributedSampler(
-        loader.dataset, context.world_size, context.rank, shuffle=shuffled, seed=seed, drop_last=loader.drop_last
+        loader.dataset, share.world_size, share.rank, shuffle=shuffled, seed=seed, drop_last=loader.drop_last
     )
 
 
-class _Permutation(Sampler[int]):
-    """All indices, in an order that seed and epoch give."""
-
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data = data
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        yield from torch.randperm(len(self), generator=generator).tolist()
+def _drawn(sampler: Any, seed: int, share: Share, *, drop: bool) -> Any:
+    if hasattr(sampler, "__len__"):
+        return _DrawnByRankZero(sampler, seed, share, drop=drop)
+    if share.world_size > 1:
+        raise TypeError(
+            f"a {type(sampler).__name__} without a length cannot be shared out: give it __len__, or prepare the "
+            "loader with shard=False"
+        )
+    return sampler
 
 
 class _DrawnByRankZero(Sampler[Any]):
     """This rank's part of what rank 0's sampler gives, of indices or of batches."""
 
-    def __init__(self, sampler: Any, *, pad: bool, drop: bool) -> None:
+    def __init__(self, sampler: Any, seed: int, share: Share, *, drop: bool) -> None:
         self._sampler = sampler
-        self._pad = pad
+        self._seed = seed
+        self._share = share
         self._drop = drop
+        self._epoch = 0
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
 
     def __len__(self) -> int:
-        context, total = get_context(), len(self._sampler)
-        if self._pad:
-            return total // context.world_size if self._drop else -(-total // context.world_size)
-        return len(range(context.rank, total, context.world_size))
+        return self._share.count(len(self._sampler), drop=self._drop)
 
     def __iter__(self) -> Iterator[Any]:
-        context = get_context()
-        drawn = list(self._sampler) if context.rank == 0 else []
-        drawn = broadcast_object(drawn)
-        rest = len(drawn) % context.world_size
-        if rest and self._pad:
-            whole = drawn[:-rest]
-            drawn = whole if self._drop else drawn + _repeated(drawn, context.world_size - rest)
-        yield from drawn[context.rank :: context.world_size]
+        drawn: list[Any] = []
+        if self._share.rank == 0:
+            drawn = self._draw()
+        if self._share.world_size > 1:
+            drawn = broadcast_object(drawn)
+        return iter(self._share.of(drawn, drop=self._drop))
 
-
-def _repeated(items: Sequence[Any], count: int) -> list[Any]:
-    return [items[index % len(items)] for index in range(count)]
+    def _draw(self) -> list[Any]:
+        """The order of this epoch, the same again when training resumes in the middle of it."""
+        seed, state = self._seed + self._epoch, random.getstate()
+        if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                random.seed(seed)
+                return list(self._sampler)
+        finally:
+            random.setstate(state)
 
 
 class _ShardedIterable(IterableDataset[Any]):
     """Every n-th item of a data set, in each loader process."""
 
-    def __init__(self, data: IterableDataset[Any], rank: int, world_size: int, pad: bool) -> None:
+    def __init__(self, data: IterableDataset[Any], share: Share) -> None:
         self._data = data
-        self._rank = rank
-        self._world_size = world_size
-        self._pad = pad
+        self._share = share
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -255,16 +273,12 @@ class _ShardedIterable(IterableDataset[Any]):
         return getattr(self._data, name)
 
     def __len__(self) -> int:
-        total = len(cast(Any, self._data))
-        return -(-total // self._world_size) if self._pad else len(range(self._rank, total, self._world_size))
+        return self._share.count(len(cast(Any, self._data)))
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self._data)
-        while round_ := list(islice(items, self._world_size)):
-            if self._rank < len(round_):
-                yield round_[self._rank]
-            elif self._pad:
-                yield round_[self._rank % len(round_)]
+        while round_ := list(islice(items, self._share.world_size)):
+            yield from self._share.of(round_)
 
 
 class _Skipping(Sampler[Any]):
