@@ -8,11 +8,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rankzero.bounds import HEARTBEAT_INTERVAL
+from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.errors import RunNotFoundError
 from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
+
+_FLUSH_TIME = 1.0
+"""Seconds by which a heartbeat to an object store is late, so that no two are written for one."""
 
 _FINAL_INTERVAL = 0.25
 """Seconds between two tries to write a final status."""
@@ -59,15 +62,18 @@ class StatusWriter:
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
     def _work(self) -> None:
-        next_beat = time.monotonic() + HEARTBEAT_INTERVAL
+        next_beat, next_check = time.monotonic() + self._beat_interval(), time.time() + DRIVER_DEAD_AFTER
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted > self._tried, max(0.0, next_beat - time.monotonic()))
                 self._tried = wanted = self._wanted
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
-                if status.final or time.monotonic() >= next_beat:
+                # By the clock that goes on while a machine sleeps.
+                if status.final or time.time() >= next_check:
                     self._check_superseded()
+                    # Nobody takes over sooner from a driver that writes.
+                    next_check = time.time() + (DRIVER_DEAD_AFTER if self._run.is_remote else status.interval)
                 if not self.superseded:
                     self._run.write_status(status)
             except Exception as error:
@@ -75,15 +81,19 @@ class StatusWriter:
                 if self.problem is None:
                     logger.warning("the status could not be written; trying again", exc_info=True)
                 self.problem = error
-                next_beat = time.monotonic() + (_FINAL_INTERVAL if status.final else HEARTBEAT_INTERVAL)
+                next_beat = time.monotonic() + (_FINAL_INTERVAL if status.final else self._beat_interval())
                 continue
             self.problem = None
-            next_beat = time.monotonic() + HEARTBEAT_INTERVAL
+            next_beat = time.monotonic() + self._beat_interval()
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
             if status.final:
                 return
+
+    def _beat_interval(self) -> float:
+        """On an object store whoever flushes lines writes the status with them, unless that takes long."""
+        return self.status.interval + (_FLUSH_TIME if self._run.is_remote else 0.0)
 
     def _check_superseded(self) -> None:
         """A driver that was held up for so long that others declared it dead must not write over its heir."""

@@ -10,14 +10,14 @@
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
-    logs/         rank-N.log for every rank
+    logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
     result/       rank 0's value
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
     driver.log    what a detached driver wrote
 
-On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
+On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.values.envelope import Part
@@ -38,6 +39,9 @@ _REMOVAL = "removal "
 """Begins the claim of whoever removes an old run, so that the next one can tell and finish."""
 
 EVENTS = "events.jsonl"
+
+LINES = "logs/lines"
+"""What all ranks write, on an object store."""
 
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -52,6 +56,8 @@ class RunStatus:
         attempt: Number of the current attempt, from 0.
         submission: How often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
+        interval: Seconds after which it writes again.
+        written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
         driver_namespace: The process namespace in which that id means something.
@@ -63,6 +69,7 @@ class RunStatus:
         value: A small JSON value itself, in a list of one; else empty.
         metrics: The last value of every metric that rank 0 reported.
         checkpoint: Id of the newest committed checkpoint, or None.
+        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
     """
 
@@ -70,6 +77,8 @@ class RunStatus:
     attempt: int = 0
     submission: int = 0
     heartbeat: float = 0.0
+    interval: float = HEARTBEAT_INTERVAL
+    written: dict[str, list[int]] = field(default_factory=dict)
     driver_host: str | None = None
     driver_pid: int | None = None
     driver_namespace: str | None = None
@@ -82,6 +91,7 @@ class RunStatus:
     metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     engine_url: str | None = None
+    world_size: int | None = None
 
     @property
     def final(self) -> bool:
@@ -193,7 +203,7 @@ class RunDirectory:
 
     def request_cancel(self, submission: int) -> None:
         """Leaves the request for one submission; its driver acts on it."""
-        store.write_bytes(self.submission_path(submission, "cancel"), b"")
+        store.write_bytes(self.submission_path(submission, "cancel"), b"requested")
 
     def cancel_requested(self, submission: int) -> bool:
         """True if somebody asked for the end of this submission. One request of an object store."""
