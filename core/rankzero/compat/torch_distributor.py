@@ -193,7 +193,7 @@ def _driver_gpus(session: Any) -> list[str]:
     resource = context.resources.get("gpu") if context is not None else None
     if resource is not None:
         return list(resource.addresses)
-    from rankzero.engines.local import local_gpus
+    from rankzero.engines.gpus import local_gpus
 
     return local_gpus()
 
