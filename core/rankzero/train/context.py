@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rankzero.values.plain import MAX_BITS
+
 if TYPE_CHECKING:
     import torch
 
@@ -156,7 +158,8 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     restart begins with; until then, and if anything fails, the one before it stays.
 
     Args:
-        metrics: Name to value. Numbers, strings, and one-element tensors or arrays.
+        metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
+            is kept as its hexadecimal text.
         checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
             ranks' are ignored, unless ``sharded``.
         sharded: The checkpoint consists of one part of every rank, each of which must call this.
@@ -235,11 +238,11 @@ def _name(name: object) -> str:
 
 
 def _scalar(name: str, value: Any) -> MetricValue:
-    if isinstance(value, (bool, int, float, str)):
-        return value
     item = getattr(value, "item", None)
-    if callable(item):
-        scalar = item()
-        if isinstance(scalar, (bool, int, float, str)):
-            return scalar
+    scalar = item() if callable(item) else value
+    if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
+        # Python makes no decimal digits of it, and reads none.
+        return hex(scalar)
+    if isinstance(scalar, (bool, int, float, str)):
+        return scalar
     raise TypeError(f"metric {name!r} is a {type(value).__name__}; report numbers or strings")

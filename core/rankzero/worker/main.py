@@ -99,10 +99,11 @@ def _work(control: Control) -> Message:
         )
     _count_optimizer_steps(session)
     control.beat(start["beat_interval"], session.count_progress)
-    value = call(start)
+    value, exited = call(start)
     if value is None:
         value = session.result
-    return _commit(value, start)
+    commit = _commit(value, start)
+    return {**commit, "exited": True} if exited else commit
 
 
 def _count_optimizer_steps(session: Any) -> None:
@@ -127,10 +128,10 @@ def _commit(value: object, start: Message) -> Message:
     file_format = formats.choose(value)
     path = os.path.join(start["result_directory"], f".committing-{os.getpid()}.{file_format}")
     try:
-        size, sha256 = formats.write(value, file_format, path)
+        size, digest = formats.write(value, file_format, path)
     except OSError as error:
         raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
-    result = {"format": file_format, "size": size, "sha256": sha256, "path": path}
+    result = {"format": file_format, "size": size, "digest": digest, "path": path}
     result["summary"] = formats.summarize(value)
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
