@@ -32,13 +32,13 @@ class TrainContext:
     Attributes:
         rank: Global rank, ``0 <= rank < world_size``.
         world_size: Number of workers of the run.
-        local_rank: Index of this worker within its task; ``cuda:{local_rank}`` is its GPU.
+        local_rank: Index of this worker within its task; its GPU is the device of that number.
         local_world_size: Workers in this task.
         node_rank: Index of the task, in rank order.
         run_id: Name of the run.
         attempt: Number of this attempt of the run, from 0; under ``torchrun`` its restart count.
         use_gpu: Whether this worker owns a GPU.
-        backend: ``"nccl"``, ``"gloo"`` or None, as resolved from the launcher's ``backend``.
+        backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
         storage_path: The run directory, where this host sees it; else None.
     """
 
@@ -69,13 +69,28 @@ class TrainContext:
 
         if not self.use_gpu:
             return torch.device("cpu")
-        if not torch.cuda.is_available():
+        kind = accelerator()
+        if kind is None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise RuntimeError(
                 f"use_gpu=True and this task was given the GPUs {visible!r}, but torch "
                 f"{torch.__version__} cannot use CUDA here: install a CUDA build of torch and a driver"
             )
-        return torch.device("cuda", self.local_rank)
+        return torch.device(kind, self.local_rank)
+
+
+def accelerator() -> str | None:
+    """The type of the devices that torch can use here: ``"cuda"`` (ROCm, too), ``"xpu"``, ``"mps"``; None for none."""
+    import torch
+
+    if not hasattr(torch, "accelerator"):
+        # Before torch 2.6.
+        return "cuda" if torch.cuda.is_available() else None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else str(found.type)
+
+
+_BACKENDS: dict[str | None, str] = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass
@@ -112,11 +127,9 @@ def _from_environment() -> TrainContext:
         return int(os.environ.get(name, default))
 
     try:
-        import torch
-
-        use_gpu = torch.cuda.is_available()
+        kind = accelerator()
     except ImportError:
-        use_gpu = False
+        kind = None
     return TrainContext(
         rank=number("RANK", 0),
         world_size=number("WORLD_SIZE", 1),
@@ -125,8 +138,8 @@ def _from_environment() -> TrainContext:
         node_rank=number("GROUP_RANK", 0),
         run_id=os.environ.get("TORCHELASTIC_RUN_ID", "no-run"),
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
-        use_gpu=use_gpu,
-        backend="nccl" if use_gpu else "gloo",
+        use_gpu=kind is not None,
+        backend=_BACKENDS.get(kind, "gloo"),
     )
 
 

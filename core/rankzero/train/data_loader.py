@@ -65,7 +65,8 @@ class PreparedDataLoader:
         self._sampled = epoch
         batches = self._from(skip)
         if self._device is not None:
-            batches = _on_device(batches, self._device, ahead=not self._is_stateful())
+            ahead = self._device.type == "cuda" and not self._is_stateful()
+            batches = _on_device(batches, self._device, ahead=ahead)
         for batch in batches:
             self._done += 1
             yield batch

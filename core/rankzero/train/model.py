@@ -61,8 +61,8 @@ def prepare_model(
     if unwrap_model(model) is not model and not _is_compiled(model):
         raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
     device = get_context().device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
     if strategy == "fsdp":
         return _shard(model, device, units, mixed_precision, kwargs)
     model = model.to(device)
@@ -70,7 +70,7 @@ def prepare_model(
     if strategy is None or get_context().world_size == 1 or not is_trained:
         return model
     ensure_process_group()
-    own: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    own: dict[str, Any] = {} if device.type == "cpu" else {"device_ids": [device.index]}
     return torch.nn.parallel.DistributedDataParallel(model, **{**own, **kwargs})
 
 

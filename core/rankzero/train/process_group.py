@@ -46,7 +46,7 @@ def ensure_process_group(timeout: timedelta = GROUP_TIMEOUT) -> None:
             "call torch.distributed.init_process_group first, or launch with backend='auto'"
         )
     device = context.device
-    more: dict[str, Any] = {"device_id": device} if context.backend == "nccl" else {}
+    more: dict[str, Any] = {} if context.backend == "gloo" else {"device_id": device}
     if context.world_size == 1 and "MASTER_ADDR" not in os.environ:
         more |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(context.backend, timeout=timeout, **more)
@@ -67,7 +67,7 @@ def barrier() -> None:
 
         ensure_process_group()
         device = get_context().device
-        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+        dist.barrier(device_ids=None if dist.get_backend() == "gloo" else [device.index])
 
 
 def broadcast_object(value: R, source: int = 0) -> R:
@@ -161,12 +161,12 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def _object_device() -> Any:
-    """Where torch puts pickled objects on their way; with nccl that is this rank's GPU."""
+    """Where torch puts pickled objects on their way: without gloo on this rank's GPU."""
     import torch
     import torch.distributed as dist
 
-    if dist.get_backend() != "nccl":
+    if dist.get_backend() == "gloo":
         return None
     device = get_context().device
-    torch.cuda.set_device(device)
+    torch.get_device_module(device).set_device(device)
     return device
