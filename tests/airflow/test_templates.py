@@ -76,10 +76,33 @@ def test_mapped_numbers_and_scripts(dag: Any, run_dag: RunDag, tmp_path: Path) -
     assert outcome.mapped_xcoms("scripts") == [1, -1]
 
 
+def flaky() -> list[int]:
+    import rankzero.train as rt
+
+    context = rt.get_context()
+    if context.attempt == 0:
+        raise OSError(116, "Stale file handle")
+    return [context.attempt, context.world_size]
+
+
+def test_an_elastic_world_and_restart_on_may_be_templates(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    common: dict[str, Any] = {"train": flaky, "conn_id": "here", "store": str(tmp_path / "store"), "max_restarts": 1}
+    text = ["{{ 'Stale' }} file handle"]
+    TorchDistributorOperator(task_id="texts", num_processes="1:{{ params.ranks }}", restart_on=text, **common)
+    TorchDistributorOperator(task_id="classes", num_processes=(1, 2), restart_on=(KeyError, OSError), **common)
+    TorchDistributorOperator(task_id="asked", num_processes=1, restart_on=lambda error: error.errno == 116, **common)
+    outcome = run_dag(dag)
+    assert [outcome.xcom(name) for name in ("texts", "classes", "asked")] == [[1, 2], [1, 2], [1, 1]], outcome.errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"num_processes": "{{ params.lr }}"}, "num_processes is '0.25'; it must be a whole number"),
+        ({"num_processes": "{{ '2:many' }}"}, "num_processes is 'many'; it must be a whole number"),
+        ({"num_processes": "{{ '8:2' }}"}, "num_processes is (8, 2); an elastic world has"),
         ({"num_processes": "{{ 0 }}"}, "num_processes is 0; it must be a positive integer"),
         ({"timeout": "{{ 'soon' }}"}, "timeout is 'soon'; it must be a number of seconds"),
         ({"start_timeout": "{{ none }}"}, "start_timeout is 'None'"),
@@ -102,6 +125,22 @@ def test_what_renders_to_nonsense_fails_for_good(
     assert words in str(error)
     assert outcome.task_state("train") == "failed"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    made = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path), retries=3)
+    made.expand(num_processes=[0])
+    outcome = run_dag(dag)
+    (error,) = outcome.errors.values()
+    assert isinstance(error, AirflowFailException)
+    assert isinstance(error.__cause__, InvalidJobError)
+    assert "num_processes is 0" in str(error)
+    assert outcome.state == "failed"
 
 
 @pytest.mark.parametrize(

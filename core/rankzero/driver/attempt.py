@@ -16,12 +16,13 @@ from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
 from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
+from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import RESULT_STORED, Storage
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
@@ -47,17 +48,20 @@ class Attempt:
         number: int,
         recorder: Recorder,
         session: EngineSession,
+        placement: Placement,
         inbox: Inbox,
         watch: Watch,
     ) -> None:
         self._run = run
-        self._job = job
+        self._job = job = job.sized(placement.num_tasks)
         self._number = number
         self._recorder = recorder
         self._session = session
+        self._num_tasks = placement.num_tasks + placement.spare
         self._messages = inbox.renew()
         self._watch = watch
-        self._roster = Roster(session.num_agents, job.processes_per_task)
+        num_agents = session.num_agents(placement.num_tasks)
+        self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
         self._outcome = Outcome(job.num_processes)
         self._rendezvous = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
@@ -66,6 +70,8 @@ class Attempt:
         self._engine_ended = False
         self.started_at: float | None = None
         """Monotonic time at which every rank had started."""
+        self.failed_host: str | None = None
+        """The host whose fault the end of this attempt may be, as the engine names it."""
 
     def run(self, start_deadline: float, env: dict[str, str], run_started_at: float | None) -> None:
         """Launches the agents and follows them to the end.
@@ -109,13 +115,14 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "connect_timeout": policy.connect_timeout(start_deadline - time.monotonic()),
                 "exit_timeout": self._job.exit_timeout,
                 "restart_count": self._number - self._job.first_attempt,
                 "max_restarts": self._job.max_restarts,
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
-            group = self._session.launch(agent_config, self._on_engine_end)
+            group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
             self._follow(group)
         finally:
             self._server.close()
@@ -306,18 +313,25 @@ class Attempt:
             self._on_failure(rank, member, message)
 
     def _on_join(self, task: int, message: Message) -> None:
+        if self._roster.is_surplus(task):
+            self._dismiss(task)
+            return
         member = self._roster.join(task, message, time.monotonic())
         if member is None:
             return
         if self._stopping:
-            self._server.send(task, {"type": "stop", "grace": 0.0})
+            self._dismiss(task)
         elif why := member.why_unfit(self._job.python, self._job.use_gpu):
             self._outcome.refusal = EngineError(why)
-        elif self._roster.is_complete:
-            self._assign_ranks()
+        elif chosen := self._roster.choose():
+            self._assign_ranks(chosen)
 
-    def _assign_ranks(self) -> None:
-        members = self._roster.number_ranks()
+    def _dismiss(self, task: int) -> None:
+        self._server.send(task, {"type": "stop", "grace": 0.0})
+
+    def _assign_ranks(self, members: list[Member]) -> None:
+        for task in filter(self._roster.is_surplus, range(self._roster.num_expected)):
+            self._dismiss(task)
         # What is the same for all: of a thousand agents each would look at the thousand.
         same = {
             "type": "start",
@@ -379,8 +393,10 @@ class Attempt:
     def _look_at_outcome(self, group: AgentGroup, now: float) -> None:
         reason = self._outcome.reason(now, self._roster.gone(), engine_ended=self._engine_ended)
         if isinstance(reason, Member):
+            self.failed_host = reason.host if reason.restart_cause != PREEMPTED else None
             raise self._lost(reason, group)
         if reason is Reason.RANKS_FAILED:
+            self.failed_host = policy.host_to_blame(self._outcome.failures, self._roster.host_of)
             raise verdict.failed(self._outcome.failures, self._recorder.tail, self._run.directory)
         if reason is Reason.ENGINE_ENDED:
             error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
@@ -398,4 +414,4 @@ class Attempt:
 
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        return verdict.start_timeout(self._job.start_timeout, self._session.num_agents, missing, ranks)
+        return verdict.start_timeout(self._job.start_timeout, self._roster.num_expected, missing, ranks)

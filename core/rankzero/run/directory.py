@@ -63,6 +63,7 @@ class RunStatus:
         value: A small JSON value itself, in a list of one; else empty.
         metrics: The last value of every metric that rank 0 reported.
         checkpoint: Id of the newest committed checkpoint, or None.
+        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
     """
 
@@ -82,6 +83,7 @@ class RunStatus:
     metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     engine_url: str | None = None
+    world_size: int | None = None
 
     @property
     def final(self) -> bool:

@@ -98,8 +98,9 @@ class RunHandle(Generic[R]):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the last submission."""
-        return self._run.job().num_processes
+        """Number of ranks of the last submission; of an elastic one those of its last attempt, or at most."""
+        job = self._run.job()
+        return (job.min_processes and self._patiently(self._run.status).world_size) or job.num_processes
 
     @property
     def identity(self) -> str:
@@ -361,7 +362,8 @@ class RunHandle(Generic[R]):
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """State changes, metrics and failures in the order in which the driver heard of them.
 
-        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``)
+        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``,
+        ``"engine"``, ``"waiting"``, ``"world"``, ``"left-out"``)
         and ``time``.
         """
         position = Position()

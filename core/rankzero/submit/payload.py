@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
@@ -55,13 +55,14 @@ class Payload:
     refs: list[ResultRef] = field(default_factory=list)
 
 
-def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
     """Makes the payload.
 
     Args:
         train: As for `rankzero.submit.training.resolve`.
         args: Positional arguments. `ResultRef` in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function takes some.
+        restart_on: Of `Launcher`; a rank that fails loads it.
 
     Raises:
         InvalidJobError: ``train`` is nothing that can be run, the arguments do not fit its signature,
@@ -70,17 +71,36 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paylo
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs)], refs.append)
     training = resolve(train)
+    extra, needed = _pickle_restart_on(restart_on)
     if isinstance(training, (Script, Module, Command)):
-        return _build_program(training, args, kwargs, refs)
+        payload = _build_program(training, args, kwargs, extra, needed)
+        return replace(payload, refs=refs)
     check_callable(training, args, kwargs)
     name = name_of(training)
     parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
-    data, modules = _pickle(parts, lambda: _find_culprit(training, args, kwargs))
+    data, modules = _pickle(parts | extra, lambda: _find_culprit(training, args, kwargs), needed)
     return Payload(name, data, modules, refs)
 
 
+def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
+    """The part of the payload, and the user's modules that it needs."""
+    if not restart_on:
+        return {}, set()
+    buffer = io.BytesIO()
+    pickler = TrainingPickler(buffer)
+    try:
+        pickler.dump(restart_on)
+    except Exception as error:
+        raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
+    return {"restart_on": buffer.getvalue()}, pickler.needed
+
+
 def _build_program(
-    program: Script | Module | Command, args: tuple[Any, ...], kwargs: dict[str, Any], refs: list[ResultRef]
+    program: Script | Module | Command,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    extra: dict[str, bytes],
+    needed: set[str],
 ) -> Payload:
     """The payload of what takes a command line."""
     if kwargs:
@@ -90,12 +110,14 @@ def _build_program(
         )
     line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
     with search_path(program.directory):
-        modules = zip_modules(program.imports())
-    parts = {**program.parts(), "args": (*program.line, *line)}
-    return Payload(program.name, pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), []), modules, refs)
+        modules = zip_modules(program.imports() | needed)
+    parts = {**program.parts(), "args": (*program.line, *line), **extra}
+    return Payload(program.name, pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), []), modules)
 
 
-def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], Shipped | None]:
+def _pickle(
+    parts: dict[str, Any], find_culprit: Callable[[], str], needed: set[str]
+) -> tuple[list[Part], Shipped | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
     pickler = TrainingPickler(buffer, beside(buffers))
@@ -103,7 +125,7 @@ def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[lis
         pickler.dump(parts)
     except Exception as error:
         raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
-    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed)
+    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed)
 
 
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

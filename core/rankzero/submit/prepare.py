@@ -32,6 +32,7 @@ class Request:
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already.
+        restart_on: Exceptions after which the user wants another attempt.
     """
 
     engine: Engine
@@ -40,6 +41,7 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
     identity: str = ""
+    restart_on: object = ()
 
     @property
     def directory(self) -> str:
@@ -76,14 +78,12 @@ def prepare(
             "a run that outlives this process cannot use this process's SparkSession: "
             "give SparkEngine(master=...) to submit(), or use run()"
         )
-    parts = payload.build(train, args, kwargs)
+    parts = payload.build(train, args, kwargs, request.restart_on)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity or identity_of(
-        train, args, kwargs, request.template.num_processes, request.code_version
-    )
+    identity = request.identity or identity_of(train, args, kwargs, request.template.world_size, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}

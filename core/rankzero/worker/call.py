@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 from rankzero.channel.frames import Message
+from rankzero.worker import restarts
 from rankzero.worker.command import run_command
 
 LOCAL_RANK_MACRO = "${local_rank}"
@@ -30,6 +31,7 @@ def call(start: Message) -> object:
         sys.path.insert(0, modules)
     # The agent has compared its checksum with what the driver recorded.
     payload = open_packed(start["payload"])
+    restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
     def open_ref(ref: ResultRef) -> object:
