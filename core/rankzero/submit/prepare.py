@@ -13,12 +13,13 @@ from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory, log_name
+from rankzero.run import growing, pieces
+from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
-from rankzero.values.envelope import Part, checksum
+from rankzero.values.digest import digest_of
+from rankzero.values.envelope import Part
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def prepare(
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
                 "absolute": False,
-                "checksum": checksum(data),
+                "digest": digest_of(data),
             }
             for name, data in files.items()
         }
@@ -128,7 +129,10 @@ def _refuse_in_spawned_child() -> None:
 
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
     """Where the lines of earlier submissions end, for `Job.log_starts`."""
-    ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
+    if run.is_remote:
+        ends = dict.fromkeys(range(world_size), pieces.end_of(run.path(LINES)))
+    else:
+        ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
     return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}
 
 
@@ -140,6 +144,6 @@ def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
         if not store.is_url(ref.uri):
             if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
                 raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
-            facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
+            facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
             described[f"ref-{number}"] = {**facts, "uri": ref.uri}
     return described
