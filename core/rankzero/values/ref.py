@@ -94,7 +94,8 @@ class ResultRef:
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
-        with tempfile.TemporaryDirectory(prefix="rankzero-") as directory:
+        # In a rank, where its agent has room.
+        with tempfile.TemporaryDirectory(prefix="rankzero-", dir=os.environ.get("RANKZERO_SCRATCH")) as directory:
             path = os.path.join(directory, "value")
             try:
                 with store.open_read(self.uri) as remote, open(path, "wb") as local:
@@ -108,7 +109,10 @@ class ResultRef:
         """Opens the value from a local copy of the file; as `load`."""
         try:
             return formats.read(path, self.format, self.sha256, None if verify else self.fingerprint)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if os.path.exists(path):
+                # What loading imports may miss another one: torch wants a directory for temporary files.
+                raise ResultError(f"the result {path} cannot be opened here: {error}") from error
             raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
 
     def to_json(self) -> dict[str, Any]:
