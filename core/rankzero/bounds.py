@@ -20,6 +20,9 @@ DRIVER_STALE_AFTER = 120.0
 CLOCK_SKEW = 300.0
 """Seconds by which the clocks of two hosts may differ."""
 
+STORE_OUTAGE = 300.0
+"""Seconds of an outage of the store that the end of a training outlasts: its result is worth more than the wait."""
+
 LOG_TAIL = 20
 """Log lines of a rank that are kept for an error message."""
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.frames import Message
@@ -37,6 +38,7 @@ BACKLOG = 256
 ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
 CHECKPOINT_LOST = "checkpoint-lost"
+SUCCESS_RECORDED = "success-recorded"
 
 
 class Attempt:
@@ -64,7 +66,7 @@ class Attempt:
         num_agents = session.num_agents(placement.num_tasks)
         self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
         self._outcome = Outcome(job.num_processes)
-        self._rendezvous = False
+        self._rendezvous = self._recorded = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
         self._stopping = False
         self._engine_error: BaseException | None = None
@@ -83,6 +85,7 @@ class Attempt:
             run_started_at: Monotonic time at which the first attempt had started; None in that one.
         """
         self._start_deadline = start_deadline
+        self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
         self._scratch = None
         if self._run.is_remote:
@@ -178,16 +181,26 @@ class Attempt:
                 for _ in range(BACKLOG):
                     if self._take(0.0) is None:
                         break
-                self._look(group)
+                if self.outcome is None:
+                    self._look(group)
         except BaseException as error:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
+        self._record_success()
         self._server.broadcast({"type": "end"})
         self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
+
+    def _record_success(self) -> None:
+        """Makes success durable before anything else: farewells and exit handlers take time, and a driver may die."""
+        assert self.outcome is not None
+        deadline = time.monotonic() + STORE_OUTAGE
+        self._recorder.commit(*self.outcome, then=lambda: self._send({"type": SUCCESS_RECORDED}))
+        while not self._recorded and time.monotonic() < deadline and not self._is_called_off():
+            self._take(TICK)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
         """Receives the agents' final messages until they have ended; then ends the engine's part.
@@ -270,6 +283,8 @@ class Attempt:
             self._server.broadcast({"type": "checkpoint", "manifest": manifest.to_json()})
         elif kind == CHECKPOINT_LOST:
             self._server.broadcast(message)
+        elif kind == SUCCESS_RECORDED:
+            self._recorded = True
         elif kind == RESULT_STORED:
             self._storage.on_stored(message, self._recorder.status.metrics)
         else:
@@ -310,6 +325,9 @@ class Attempt:
             self._outcome.note_returned(rank)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
+        elif kind == "commit" and message.get("exited") and member.left_at is not None:
+            # It was told to go, and did so politely.
+            self._on_failure(rank, member, {"type": "failure", "exit_code": 0})
         elif kind == "commit":
             self._storage.commit(rank, member.task, message)
         elif kind == "failure":
@@ -385,6 +403,9 @@ class Attempt:
         if self.started_at is None:
             if now > self._start_deadline:
                 raise self._start_timeout()
+            if now > self._say_at:
+                self._say_at = now + policy.WAITING_INTERVAL
+                self._say_waiting()
             return
         timeout = self._job.timeout
         if timeout and now - (self._run_started_at or self.started_at) > timeout:
@@ -414,6 +435,13 @@ class Attempt:
         explained = group.explain(self._engine_error) if self._engine_ended and self._engine_error else None
         task = f"task {member.task} on {member.name}"
         return verdict.lost(task, ranks, why, member.restart_cause, explained, self._outcome.failures)
+
+    def _say_waiting(self) -> None:
+        """Says what has not started yet, where whoever follows the run sees it."""
+        tasks, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
+        what = policy.starting_message(self._roster.num_expected, tasks, ranks)
+        self._recorder.event({"type": "waiting", "what": what})
+        self._recorder.log(0, [f"rankzero: {what}"])
 
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()

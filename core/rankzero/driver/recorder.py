@@ -9,10 +9,11 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
-from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
@@ -21,11 +22,12 @@ from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, log_n
 from rankzero.run.growing import Appender
 from rankzero.run.pace import pace
 from rankzero.run.pieces import PieceWriter
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
-FINISH_TIMEOUT = 10.0
-"""Seconds for which the final status is tried again while the store (a full disk) refuses it."""
+FLUSH_TIMEOUT = 10.0
+"""Seconds at the end of a run for a piece of lines that is on its way to an object store."""
 
 
 class Recorder:
@@ -79,6 +81,16 @@ class Recorder:
         if self._run.is_remote and not self._flusher.ident:
             self._flusher.start()
 
+    def commit(self, result: ResultRef, value: list[Any], then: Callable[[], None]) -> None:
+        """Writes that the run has succeeded, whatever becomes of this driver. It has not ended before `finish`.
+
+        Args:
+            result: The value's handle.
+            value: The value itself in a list, if it is small JSON; else empty.
+            then: Called in another thread as soon as that is durable.
+        """
+        self._writer.change(result=result.to_json(), value=value, then=then)
+
     def _flush(self) -> None:
         """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits."""
         while not self._finished.wait(self.status.interval):
@@ -127,16 +139,16 @@ class Recorder:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
 
         Raises:
-            ResultError: the store refused the final status for `FINISH_TIMEOUT` seconds.
+            ResultError: the store refused the final status for `STORE_OUTAGE` seconds.
         """
         self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
         self._finished.set()
         if self._flusher.ident:
-            self._flusher.join(FINISH_TIMEOUT)
+            self._flusher.join(FLUSH_TIMEOUT)
         for lines in (self._events, *self._logs.values()):
             lines.close()
         self._writer.change(**changes, **self._progress(), ended=time.time())
-        if not self._writer.await_written(FINISH_TIMEOUT):
+        if not self._writer.await_written(STORE_OUTAGE):
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem

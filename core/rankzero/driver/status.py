@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,8 @@ logger = logging.getLogger(__name__)
 _FLUSH_TIME = 1.0
 """Seconds by which a heartbeat to an object store is late, so that no two are written for one."""
 
-_FINAL_INTERVAL = 0.25
-"""Seconds between two tries to write a final status."""
+_CERTAIN_INTERVAL = 0.25
+"""Seconds between two tries to write a status whose outcome is certain."""
 
 
 class StatusWriter:
@@ -34,6 +35,7 @@ class StatusWriter:
         self._run = run
         self._changed = threading.Condition()
         self._wanted = self._tried = self._written = 0
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
@@ -46,11 +48,18 @@ class StatusWriter:
         with self._changed:
             self.status = replace(self.status, **changes)
 
-    def change(self, **changes: Any) -> None:
-        """Changes the status, and has it written now. A final one is the last."""
+    def change(self, *, then: Callable[[], None] | None = None, **changes: Any) -> None:
+        """Changes the status, and has it written now. A final one is the last.
+
+        Args:
+            then: Called in the writer's thread when it is written.
+            changes: Fields of the status.
+        """
         with self._changed:
             self.status = replace(self.status, **changes)
             self._wanted += 1
+            if then:
+                self._waiting.append((self._wanted, then))
             self._changed.notify_all()
         if not self._thread.ident:
             self._thread.start()
@@ -70,7 +79,7 @@ class StatusWriter:
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
                 # By the clock that goes on while a machine sleeps.
-                if status.final or time.time() >= next_check:
+                if status.certain or time.time() >= next_check:
                     self._check_superseded()
                     # Nobody takes over sooner from a driver that writes.
                     next_check = time.time() + (DRIVER_DEAD_AFTER if self._run.is_remote else status.interval)
@@ -81,13 +90,17 @@ class StatusWriter:
                 if self.problem is None:
                     logger.warning("the status could not be written; trying again", exc_info=True)
                 self.problem = error
-                next_beat = time.monotonic() + (_FINAL_INTERVAL if status.final else self._beat_interval())
+                next_beat = time.monotonic() + (_CERTAIN_INTERVAL if status.certain else self._beat_interval())
                 continue
             self.problem = None
             next_beat = time.monotonic() + self._beat_interval()
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
+                due = [then for number, then in self._waiting if number <= wanted]
+                self._waiting = [(number, then) for number, then in self._waiting if number > wanted]
+            for then in due:
+                then()
             if status.final:
                 return
 

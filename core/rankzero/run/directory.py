@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import time
 from dataclasses import dataclass, field, fields
@@ -65,7 +66,7 @@ class RunStatus:
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
-        result: The handle of the value, as JSON.
+        result: The handle of the value, as JSON; there as soon as success is certain, before the run has ended.
         value: A small JSON value itself, in a list of one; else empty.
         metrics: The last value of every metric that rank 0 reported.
         checkpoint: Id of the newest committed checkpoint, or None.
@@ -97,6 +98,11 @@ class RunStatus:
     def final(self) -> bool:
         """True if the run has ended."""
         return self.state in FINAL_STATES
+
+    @property
+    def certain(self) -> bool:
+        """True if the outcome is known: the run has ended, or will have succeeded whatever comes."""
+        return self.final or self.result is not None
 
 
 _STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
@@ -170,12 +176,13 @@ class RunDirectory:
 
     def write_submission(self, job: Job) -> None:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
-        if not store.exists(self.path("token")):
+        if not (store.exists(self.path("token")) and self.token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
         store.remove(self.path("lease"))
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
-        store.write_bytes(self.path("job.json"), job.to_json())
+        store.write_bytes(self.path("job.json"), job.to_json(), durable=True)
+        store.sync_directory(os.path.dirname(self.directory))
 
     def job(self) -> Job:
         """What was asked for. Raises RunNotFoundError."""
@@ -191,15 +198,20 @@ class RunDirectory:
     def status(self) -> RunStatus:
         """The last status written. Raises RunNotFoundError."""
         try:
-            facts = json.loads(store.read_bytes(self.path("status.json")))
+            data = store.read_bytes(self.path("status.json"))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
+        try:
+            facts = json.loads(data)
+        except ValueError:
+            # A heartbeat that a power failure has cut off: its driver is dead.
+            return RunStatus(submission=self.job().submission)
         # A driver of a later version may say more.
         return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status."""
-        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode())
+        """Replaces the status, durably once its outcome is certain: a heartbeat is not worth that."""
+        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode(), durable=status.certain)
 
     def request_cancel(self, submission: int) -> None:
         """Leaves the request for one submission; its driver acts on it."""

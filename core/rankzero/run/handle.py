@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
-from rankzero.bounds import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
+from rankzero.bounds import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
 from rankzero.host.processes import STOPPED, process_namespace, process_state
 from rankzero.run import delivery as deliveries
@@ -79,7 +79,7 @@ class RunHandle(Generic[R]):
         self._interval = SHORTEST_PACE
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
-        self._heartbeat = self._heartbeat_seen = 0.0
+        self._heartbeat = self._heartbeat_seen = self._blind_until = 0.0
         self._lease_interval: float | None = None
         self._lease_renewed = 0.0
         self._lease_bound: float | None = None
@@ -126,15 +126,24 @@ class RunHandle(Generic[R]):
         return f"RunHandle({self.directory!r})"
 
     def status(self) -> RunStatus:
-        """The run's state now. A run whose driver died is reported as failed."""
-        status = self._patiently(self._run.status)
+        """The run's state now.
+
+        A run whose driver died is reported as failed, or as succeeded if that was certain before.
+        """
+        return self._look(self._patience)
+
+    def _look(self, patience: float) -> RunStatus:
+        """`status`, from a store that may fail for so many seconds."""
+        status = self._patiently(self._run.status, patience)
         self._interval = status.interval
         if status.final or not self._driver_died(status):
             return status
         # It may have written its final status between the two looks.
-        status = self._patiently(self._run.status)
+        status = self._patiently(self._run.status, patience)
         if status.final:
             return status
+        if status.certain:
+            return replace(status, state="succeeded", ended=status.heartbeat)
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         text = f"the driver of run {self.id} ({who}) died without ending the run"
         error = EngineError("\n".join([text, *self._driver_log_tail()]))
@@ -146,14 +155,26 @@ class RunHandle(Generic[R]):
             return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
-    def _patiently(self, read: Callable[[], T]) -> T:
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a store may fail: whoever owns a driver that lives would end its training by giving up."""
+        owns = self._driver is not None and self._driver.poll() is None
+        return STORE_OUTAGE if owns else STORE_PATIENCE
+
+    def _patiently(self, read: Callable[[], T], patience: float | None = None) -> T:
         """Reads the store, again while it fails for a moment: a follower's trouble must not end a training.
 
         Raises:
             RunNotFoundError: there is no run.
-            Exception: the store's, after `STORE_PATIENCE` seconds.
+            Exception: the store's, after ``patience`` seconds, `_patience` of them by default.
         """
-        return store.patiently(read, STORE_PATIENCE, SHORTEST_PACE, lambda error: isinstance(error, RunNotFoundError))
+
+        def gives_up(error: Exception) -> bool:
+            # Who cannot read has not watched the heartbeat.
+            self._blind_until = time.monotonic()
+            return isinstance(error, RunNotFoundError)
+
+        return store.patiently(read, self._patience if patience is None else patience, SHORTEST_PACE, gives_up)
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
         """Much to read takes its time."""
@@ -179,7 +200,7 @@ class RunHandle(Generic[R]):
     def _driver_died(self, status: RunStatus) -> bool:
         if status.heartbeat != self._heartbeat:
             self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
-        unchanged = time.monotonic() - self._heartbeat_seen
+        unchanged = time.monotonic() - max(self._heartbeat_seen, self._blind_until)
         lives = self.driver_lives(status)
         if lives is not None:
             # A slow disk may delay the heartbeat of a driver that lives.
@@ -196,11 +217,15 @@ class RunHandle(Generic[R]):
             True if the run has ended, False if the time is up.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.status().final:
+        while not self._look(self._patience_until(deadline)).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             self.pause(math.inf if deadline is None else deadline - time.monotonic())
         return True
+
+    def _patience_until(self, deadline: float | None) -> float:
+        left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+        return min(self._patience, max(STORE_PATIENCE, left))
 
     @property
     def pace(self) -> float:

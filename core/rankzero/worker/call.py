@@ -17,10 +17,11 @@ LOCAL_RANK_MACRO = "${local_rank}"
 """Stands for the local rank in the arguments of a script, as for torchrun."""
 
 
-def call(start: Message) -> object:
-    """Loads the payload, opens references and calls the user's code; the value of a function, else None.
+def call(start: Message) -> tuple[object, bool]:
+    """Loads the payload, opens references and calls the user's code.
 
-    ``sys.exit(0)`` is an end like any other.
+    Returns:
+        The value of a function, else None; and whether ``sys.exit(0)`` ended it, which is an end like any other.
     """
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
@@ -28,7 +29,7 @@ def call(start: Message) -> object:
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
-    # The agent has compared its checksum with what the driver recorded.
+    # The agent has compared its digest with what the driver recorded.
     payload = open_packed(start["payload"])
     restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
@@ -39,10 +40,11 @@ def call(start: Message) -> object:
             return path or ref.uri
         return ref.load_from(path) if path else ref.load()
 
-    args = map_refs(payload["args"], open_ref)
-    with _ending_by_exit():
+    # At once: what was given twice is one value here, too.
+    args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
+    try:
         if is_function:
-            return _call_function(payload, args, map_refs(payload["kwargs"], open_ref))
+            return _call_function(payload, args, kwargs), False
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
             _run_script(payload, line)
@@ -53,16 +55,11 @@ def call(start: Message) -> object:
             for position, file in payload["files"].items():
                 line[position] = _place(file["path"], file["data"], file["mode"])
             run_command(line)
-    return None
-
-
-@contextlib.contextmanager
-def _ending_by_exit() -> Any:
-    try:
-        yield
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+        return None, True
+    return None, False
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
