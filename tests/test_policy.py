@@ -215,6 +215,18 @@ def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: st
 
 
 @pytest.mark.parametrize(
+    ("tasks", "ranks", "words"),
+    [
+        ([1, 2, 3], [], "1 of 4 tasks have started, not tasks 1-3 (are its slots in use?)"),
+        ([], [2], "waiting for rank 2 to import torch; every task has started"),
+        ([], [], "waiting for rank 0 to open the rendezvous"),
+    ],
+)
+def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[int], words: str) -> None:
+    assert words in policy.starting_message(4, tasks, ranks)
+
+
+@pytest.mark.parametrize(
     ("blamed", "bad"),
     [("", ""), ("a", ""), ("aa", "a"), ("ab", ""), ("aba", "a"), ("abab", "ab"), ([None, None], "")],
 )

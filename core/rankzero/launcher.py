@@ -225,7 +225,7 @@ class Launcher:
         from rankzero.submit import drivers
         from rankzero.submit.prepare import prepare
 
-        request = self._request()
+        request = self._for(train)._request()
         run, started = prepare(request, train, args, kwargs, detached=True)
         if not started:
             return RunHandle.attach(run.directory)
@@ -249,7 +249,7 @@ class Launcher:
         """
         from rankzero.submit.owned import open_owned
 
-        return open_owned(self._request(), train, args, kwargs)
+        return open_owned(self._for(train)._request(), train, args, kwargs)
 
     def durable(
         self,
@@ -279,7 +279,7 @@ class Launcher:
 
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
-        return open_durable(replace(self._request(), identity=identity), train, args, kwargs, caller, log)
+        return open_durable(replace(self._for(train)._request(), identity=identity), train, args, kwargs, caller, log)
 
     def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What makes a training the same as another one: its code, its arguments, the number of ranks.
@@ -297,7 +297,12 @@ class Launcher:
         """
         from rankzero.submit.identity import identity_of
 
-        return identity_of(train, args, kwargs, self.num_processes, self.code_version)
+        return identity_of(train, args, kwargs, self._for(train).num_processes, self.code_version)
+
+    def _for(self, train: Any) -> Launcher:
+        """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
+        options = getattr(train, "launch_options", None)
+        return self.options(**options()) if callable(options) else self
 
     def _request(self) -> Request:
         from rankzero.submit.prepare import Request

@@ -274,6 +274,7 @@ print("value", launcher.run(train), "pyspark" in sys.modules)
     assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
     program = f"""
 import time

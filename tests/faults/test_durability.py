@@ -140,6 +140,7 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
     strike_driver(handle, signal.SIGKILL)
@@ -150,6 +151,7 @@ def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launche
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 @pytest.mark.soak
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
