@@ -343,7 +343,9 @@ class Agent:
         with contextlib.suppress(Exception):
             self._ending.say_goodbye(self._look)
         # Whoever holds this agent does the same, for one that was killed; but it may be stopped, or die before it can.
-        shutil.rmtree(self._config["scratch"], ignore_errors=True)
+        for directory in (self._config["scratch"], self._config["temporary"]):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def main() -> None:

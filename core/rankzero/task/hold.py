@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from rankzero.task.start import start_fresh, start_time, start_warm
 
 AGENT_EXIT_TIMEOUT = 3.0
 """Seconds for an agent to end once whoever holds it lets go."""
+
+SOCKET_PATH_ROOM = 48
+"""Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
 
 _TAIL = 4096
 """Bytes of what an agent wrote that its error shows."""
@@ -42,11 +46,12 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     Raises:
         RuntimeError: the agent crashed; holds the end of what it wrote.
     """
-    # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
-    log = tempfile.TemporaryFile()
     marker = secrets.token_hex(8)
-    scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
-    config = {**config, "env": _with_defaults(config)}
+    scratch = tempfile.mkdtemp(prefix="rankzero-agent-", dir=scratch_root())
+    temporary = _temporary(scratch)
+    # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
+    log = tempfile.TemporaryFile(dir=scratch)
+    config = {**config, "env": _with_defaults(config), "temporary": temporary}
     # First, so that no long environment pushes the marker out of sight (see `forked`).
     own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
     env = {**own, **os.environ, **own}
@@ -82,7 +87,53 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {text}")
     finally:
         log.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        for directory in (scratch, temporary):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def scratch_root() -> str:
+    """Where much may be written on this host: ``TMPDIR``, else Spark's local directory with most room, else ``/tmp``.
+
+    Raises:
+        RuntimeError: nowhere.
+    """
+    set_by_user = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    for_spark = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+    usable = [place for place in set_by_user if _is_writable(place)][:1]
+    if not usable:
+        spark = [place for place in for_spark if _is_writable(place)]
+        usable = sorted(spark, key=lambda place: shutil.disk_usage(place).free)[-1:]
+    try:
+        return usable[0] if usable else tempfile.gettempdir()
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS="
+            f"{os.environ.get('SPARK_LOCAL_DIRS', '')!r}, /tmp, /var/tmp): mount one, and name it in spark.local.dir "
+            "or TMPDIR"
+        ) from None
+
+
+def _is_writable(place: str) -> bool:
+    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
+
+
+def _temporary(scratch: str) -> str | None:
+    """Where ranks have their temporary files, removed with the agent; None: where they have them anyway."""
+    below = os.path.join(scratch, "tmp")
+    if len(below) <= SOCKET_PATH_ROOM:
+        os.mkdir(below)
+        return below
+    try:
+        apart = tempfile.mkdtemp(prefix="rankzero-agent-")
+    except FileNotFoundError:
+        # The path of a socket may be too long there; no other file has a place at all.
+        os.mkdir(below)
+        return below
+    if len(apart) <= SOCKET_PATH_ROOM:
+        return apart
+    os.rmdir(apart)
+    return None
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
