@@ -15,6 +15,8 @@ from rankzero import InvalidJobError, Launcher, RetryableError, RunCancelledErro
 from rankzero import job as jobs
 from rankzero.driver import policy
 from rankzero.worker import restarts as worker
+from rankzero.worker.command import CommandError
+from rankzero.worker.failures import describe
 
 WAIT = 60.0
 
@@ -80,6 +82,34 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     with pytest.raises(RunCancelledError):
         growing.run(len, "ab")
     thread.join()
+
+
+def test_what_keeps_a_launched_attempt_from_starting_is_said(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "WAITING_INTERVAL", 0.05)
+    block, go = tmp_path / "torch_waits", tmp_path / "go"
+    block.mkdir()
+    (block / "torch.py").write_text(
+        "import os, sys, time\n"
+        f"sys.path.remove({str(block)!r}); del sys.modules['torch']\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "import torch\n"
+    )
+    env = {**(launcher.env or {}), "PYTHONPATH": str(block)}
+    slow = launcher.options(env=env, warm_start=False, run_id="slow")
+    values: list[int] = []
+    thread = threading.Thread(target=lambda: values.append(slow.run(len, "ab")))
+    thread.start()
+
+    def waits_for_torch() -> bool:
+        run = slow.find()
+        return bool(run) and any("ranks 0, 1 to import torch" in event.get("what", "") for event in run.events())
+
+    until(waits_for_torch, WAIT, "the message")
+    go.touch()
+    thread.join(WAIT)
+    assert values == [2]
 
 
 def train(slots: str, sizes: list[int]) -> list[list[int]]:
@@ -219,6 +249,23 @@ def test_a_script_restarts_on_what_is_named(launcher: Launcher, tmp_path: Path) 
     launcher = launcher.options(num_processes=1, max_restarts=1)
     assert launcher.options(restart_on=["CUDA error"]).run(script) == 1
     assert launcher.options(restart_on=[MountLostError, "__main__.Flaky"]).run(script) == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "matches"),
+    [
+        ({"exit_code": 7}, "exited with code 7", True),
+        ({"exit_code": 1, "exception_type": "OSError", "message": "Stale"}, "OSError: Stale", True),
+        ({"exit_code": 1}, "exited with code 7", False),
+    ],
+)
+def test_a_command_is_matched_by_what_is_known_of_its_end(facts: dict[str, Any], wanted: str, matches: bool) -> None:
+    worker.install(pickle.dumps((wanted,)))
+    try:
+        failure = describe(CommandError(f"the command 'x' exited with code {facts['exit_code']}", facts))
+    finally:
+        worker.install(None)
+    assert (failure["matched"] == wanted) is matches
 
 
 @pytest.mark.parametrize("bad", [3, [3], [""], "", [int], int, [lambda error: True]])

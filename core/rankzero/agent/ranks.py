@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rankzero.agent.lines import is_own_frame
@@ -21,9 +22,6 @@ from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
 """Bytes that a rank may print ahead of its agent, where the system lets a user have so many."""
-
-SOCKET_PATH_ROOM = 48
-"""Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
 
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _BOOTSTRAP = (
@@ -164,18 +162,28 @@ def _start_worker(
 
 def environment(config: dict[str, Any]) -> dict[str, str]:
     """The environment that a worker starts with; what depends on its rank comes with ``start``."""
-    scratch = config["scratch"]
     env = dict(os.environ)
-    temporary = os.path.join(scratch, "tmp")
-    if len(temporary) <= SOCKET_PATH_ROOM:
-        # What a killed rank left there goes with the scratch directory.
-        os.makedirs(temporary, exist_ok=True)
-        env["TMPDIR"] = temporary
+    if config["temporary"]:
+        # What a killed rank left there goes with its agent.
+        env["TMPDIR"] = config["temporary"]
     env.update(config["env"])
     # As torchrun does, which leaves it to the user, too.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(config["gpus"]) if config["use_gpu"] else ""
-    return env
+    return {**env, **visible_gpus(config["gpus"] if config["use_gpu"] else [], env)}
+
+
+def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which the drivers of GPUs show a rank those of its task.
+
+    Args:
+        gpus: Their ids.
+        env: What is set already: a variable of AMD's or Intel's is left out unless it is, or is needed.
+    """
+    ids = ",".join(gpus)
+    # AMD's driver reads CUDA's variable, too, unless it has its own.
+    found = {"CUDA_VISIBLE_DEVICES": ids} | ({"HIP_VISIBLE_DEVICES": ids} if "HIP_VISIBLE_DEVICES" in env else {})
+    # Intel's takes numbers only; nothing would stand for all.
+    return found | ({"ZE_AFFINITY_MASK": ids} if gpus and all(map(str.isdecimal, gpus)) else {})
 
 
 def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:

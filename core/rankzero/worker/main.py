@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from rankzero.channel.frames import Message
@@ -82,6 +83,7 @@ def _work(control: Control) -> Message:
         control.send,
         shared=start["shared"],
     )
+    start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
     session = context.install(context.TrainContext(**start["context"]), control.report, writer)
     if start["checkpoint"]:
         writer.committed(start["checkpoint"], start["checkpoint_parts"])
@@ -104,6 +106,11 @@ def _work(control: Control) -> Message:
         value = session.result
     commit = _commit(value, start)
     return {**commit, "exited": True} if exited else commit
+
+
+def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
+    """The backend for the GPUs that are here: the driver does not know whose they are."""
+    return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
 
 
 def _count_optimizer_steps(session: Any) -> None:
