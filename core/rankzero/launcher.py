@@ -266,7 +266,7 @@ class Launcher:
         kwargs: dict[str, Any],
         caller: Caller,
         log: Any,
-        identity: str = "",
+        identity: str | None = None,
     ) -> AbstractContextManager[durable.Opened]:
         """The run of a pipeline step's training: a new one, or the one that an earlier try has left.
 

@@ -32,7 +32,7 @@ class Request:
         template: The job, without what depends on function and arguments; an empty ``run_id`` becomes a random one.
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
-        identity: Of the training, where it is known already.
+        identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
     """
 
@@ -41,7 +41,7 @@ class Request:
     template: Job
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
-    identity: str = ""
+    identity: str | None = None
     restart_on: object = ()
 
     @property
@@ -84,7 +84,9 @@ def prepare(
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity or identity_of(train, args, kwargs, request.template.world_size, request.code_version)
+    identity = request.identity
+    if identity is None:
+        identity = identity_of(train, args, kwargs, request.template.world_size, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}
