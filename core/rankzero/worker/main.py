@@ -41,6 +41,10 @@ INLINE_LIMIT = 64 << 10
 """Bytes of JSON up to which a value travels in the commit itself."""
 
 
+HOROVOD = "RANKZERO_HOROVOD"
+"""Variable of the user's environment: makes ``import horovod.torch`` find `rankzero.compat.horovod`."""
+
+
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     die_with_parent(agent_pid)
@@ -101,7 +105,11 @@ def _work(control: Control) -> Message:
         )
     _count_optimizer_steps(session)
     control.beat(start["beat_interval"], session.count_progress)
+    if os.environ.get(HOROVOD) == "1":
+        importlib.import_module("rankzero.compat.horovod.install").install()
     value, exited = call(start)
+    for function in session.at_return:
+        function()
     if value is None:
         value = session.result
     commit = _commit(value, start)
