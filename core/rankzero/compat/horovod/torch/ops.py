@@ -115,7 +115,7 @@ class _Allreduce(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         name, op, before, after, group = ctx.options
         name = None if name is None else f"{name}.gradient"
-        return (allreduce(gradient, None, name, None, op, before, after, group), *[None] * 5)
+        return (allreduce(gradient, None, name, Compression.none, op, before, after, group), *[None] * 5)
 
 
 def allreduce(
