@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 from collections import OrderedDict
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rankzero import store
 from rankzero.errors import ResultError
@@ -64,6 +64,13 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+
+class Sink(Protocol):
+    """What bytes are written to."""
+
+    def write(self, data: Any, /) -> object:
+        """Takes all of them."""
 
 
 def is_json(value: object) -> bool:
@@ -122,15 +129,22 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     Raises:
         ResultError: the value cannot be pickled; names its type.
     """
-    with open(path, "wb") as file, contextlib.closing(_HashingWriter(file)) as sink:
+    with open(path, "wb") as file:
+        facts = write_to(value, file_format, file)
+        file.flush()
+        os.fsync(file.fileno())
+        return facts
+
+
+def write_to(value: object, file_format: str, file: Sink) -> tuple[int, str]:
+    """Writes a value to an open file; as `write`."""
+    with contextlib.closing(_HashingWriter(file)) as sink:
         if file_format == JSON:
             sink.write(json.dumps(value).encode())
         elif file_format == SAFETENSORS:
             _write_safetensors(value, sink)  # type: ignore[arg-type]
         else:
             _write_cloudpickle(value, sink)
-        file.flush()
-        os.fsync(file.fileno())
         return sink.size, sink.hexdigest()
 
 
@@ -203,7 +217,7 @@ def _verify(file: IO[bytes], sha256: str) -> None:
 class _HashingWriter(io.RawIOBase):
     """Counts and hashes what passes through to a file; both leave the interpreter's lock, so each has a core."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Sink) -> None:
         self._file = file
         self._digest = hashlib.sha256()
         self._behind: queue.Queue[Any] = queue.Queue(_HASH_BEHIND)
