@@ -1,4 +1,4 @@
-"""How long after `terminateRun` the ranks are gone and the run is CANCELED, in a whole `dagster dev`.
+"""How long after `terminateRun` the ranks have exited and the run is CANCELED, in a whole `dagster dev`.
 
 Run: ``python benchmarks/dagster_cancel.py [cancels]``. Half of the trainings would die with their step. A few more, on
 Spark, ignore every signal that can be ignored.

@@ -159,7 +159,7 @@ def promote(challenger: float, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def deploy(weights: dict[str, Any], champion: dict[str, Any]) -> dict[str, Any]:
-    """Hands a model to the serving side: checks that it answers, then writes ``manifest.json``, atomically.
+    """Delivers a model to the serving side: checks that it answers, then writes ``manifest.json``, atomically.
 
     Args:
         weights: The champion's state dict.

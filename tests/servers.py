@@ -69,7 +69,7 @@ def session(leader: int) -> Iterator[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """False for a process that is gone, and for one whose parent has not looked yet."""
+    """False for a process that has exited, and for one whose parent has not looked yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -74,7 +74,7 @@ def test_a_warm_launch_starts_no_interpreter_and_sleeps_never(launcher: Launcher
     assert counted.total() == 0, counted
     assert second[2] == first[2]
     assert second[:2] != first[:2]
-    # A thread says that it is done before it is gone; other tests' libraries start some of their own.
+    # A thread says that it is done before it has ended; other tests' libraries start some of their own.
     deadline = time.monotonic() + 10
     while left := [new for new in set(threading.enumerate()) - before if new.name.startswith("rankzero")]:
         assert time.monotonic() < deadline, left

@@ -418,7 +418,7 @@ def test_a_function_may_read_its_command_line(launcher: Launcher) -> None:
 def test_a_reference_that_is_gone_is_refused_before_anything_starts(launcher: Launcher, tmp_path: Path) -> None:
     ref = ResultRef.save([1], tmp_path)
     Path(ref.uri).unlink()
-    with pytest.raises(InvalidJobError, match="is gone"):
+    with pytest.raises(InvalidJobError, match="does not exist"):
         launcher.run(lambda value: value, ref)
 
 

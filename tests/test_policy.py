@@ -28,7 +28,7 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
 
 
 @pytest.mark.parametrize(
-    ("failures", "waited", "settled"),
+    ("failures", "waited", "conclusive"),
     [
         ([RAISED], 0.0, True),
         ([KILLED], 0.0, True),
@@ -37,8 +37,8 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
         ([ECHO, RAISED], 0.1, True),
     ],
 )
-def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, settled: bool) -> None:
-    assert policy.is_settled(failures, waited) is settled
+def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, conclusive: bool) -> None:
+    assert policy.is_conclusive(failures, waited) is conclusive
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_ranks_are_numbered_host_by_host(hosts: list[str], order: list[int]) -> 
 
 def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
     echoes = [
-        Failure(rank, "a", order=rank, exception_type="E", message=f"peer {rank} is gone", collateral=True)
+        Failure(rank, "a", order=rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
         for rank in (0, 3, 2)
     ]
-    assert policy.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is gone (a consequence)"]
+    assert policy.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
 
 def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
@@ -77,9 +77,9 @@ def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
 
 
 def test_the_message_leads_with_rank_host_and_cause() -> None:
-    text = policy.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last words"], "/store/run")
+    text = policy.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last lines"], "/store/run")
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
-    assert "  last words" in text
+    assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text
     assert "rank 0: E" in text
     assert text.endswith("/store/run/logs")

@@ -251,7 +251,7 @@ def test_what_exit_handlers_save_has_its_checksum_where_no_thread_begins_any_mor
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     ref = stored([1], tmp_path)
     Path(ref.uri).unlink()
-    with pytest.raises(ResultError, match="is gone"):
+    with pytest.raises(ResultError, match="does not exist"):
         ref.load()
 
 

@@ -236,7 +236,7 @@ def test_a_submission_of_the_same_run_id_gets_a_directory_of_its_own(
 
     assert started == [True]
     job = run.job()
-    assert job.first_attempt == 0, "the old run is gone"
+    assert job.first_attempt == 0, "the old run was deleted"
     assert store.read_bytes(run.submission_path(job.submission, "payload.pkl")) == b"new"
     assert run.status().state == "pending"
     assert run.token()

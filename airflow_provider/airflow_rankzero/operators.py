@@ -50,7 +50,7 @@ class TorchDistributorOperator(BaseOperator):
     ``.load()``; given to another operator of this kind it is opened inside the ranks.
 
     The training belongs to its run directory. When the task's process or its worker dies, is restarted or drained,
-    it goes on, and the next try (``retries``) takes it up or gets its result. It ends when a user marks the task or
+    it goes on, and the next try (``retries``) attaches to it or gets its result. It ends when a user marks the task or
     clears it, with ``execution_timeout``, and when no try is left to come back for it. A retry after a failure goes
     on from the last checkpoint; a task that succeeded and is cleared trains from scratch. What the ranks write
     appears in the task log while they run, with the rank before each line.
@@ -103,7 +103,7 @@ class TorchDistributorOperator(BaseOperator):
         AirflowFailException: the job cannot be run as described, so no retry can help.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
-        AirflowRescheduleException: this worker goes away; the training does not, and the task comes back to it.
+        AirflowRescheduleException: this worker is shut down; the training goes on, and the task attaches to it again.
 
     Example:
         >>> train_model = TorchDistributorOperator(
@@ -271,7 +271,7 @@ class TorchDistributorOperator(BaseOperator):
             ti = context["ti"]
             if isinstance(error, TaskDeferralTimeout) or not TaskTry(ti).is_retried:
                 with contextlib.suppress(Exception):
-                    # By its XCom: the connection may be gone.
+                    # By its XCom: the connection may be deleted.
                     index = -1 if ti.map_index is None else ti.map_index
                     directory = ti.xcom_pull(key=DIRECTORY_KEY, task_ids=self.task_id, map_indexes=index)
                     end(RunHandle.attach(directory), self.stop_grace)
@@ -286,8 +286,8 @@ class TorchDistributorOperator(BaseOperator):
     def on_kill(self) -> None:
         """Has `execute` find out why this process is to go, and act on it.
 
-        Airflow calls this for a user's action and for a worker that goes away alike, inside its signal handler, which
-        interrupts the thread of `execute` anywhere: so this neither waits nor talks to Airflow.
+        Airflow calls this for a user's action and for a worker that is shut down alike, inside its signal handler,
+        which interrupts the thread of `execute` anywhere: so this neither waits nor talks to Airflow.
         """
         self._killed = True
 

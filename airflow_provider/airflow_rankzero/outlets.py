@@ -35,7 +35,7 @@ def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
 
 
 def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What an asset event says about the result: where it is, what it is, how it was made, how fast.
+    """What an asset event records about the result: where it is, what it is, how it was made, how fast.
 
     Args:
         handle: The run.

@@ -1,4 +1,4 @@
-"""Following the run of a task's training: its lines in the task's log, until it ends or this process is told to go."""
+"""Following the run of a task's training: its lines in the task's log, until it ends or this process has to exit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Follower:
         cursor: Where its lines are shown from.
         task_try: The try.
         stop_grace: Seconds that its ranks get to end.
-        is_killed: True once Airflow has told this process to go.
+        is_killed: True once Airflow has asked this process to exit.
         log: The operator's logger, whose lines are the task's log.
     """
 
@@ -65,7 +65,7 @@ class Follower:
         """Returns when the run has ended.
 
         Raises:
-            AirflowRescheduleException: this worker goes away; the training does not.
+            AirflowRescheduleException: this worker is shut down; the training goes on.
             rankzero.RunCancelledError: a user ended the task, and so the training.
         """
         interval = FOLLOW_INTERVAL_REMOTE if is_url(self._handle.directory) else FOLLOW_INTERVAL
@@ -96,7 +96,7 @@ class Follower:
         self._log.info("%s for %.0f s %s", status.state, age, status.metrics or "")
 
     def detach_if_killed(self) -> None:
-        """Nothing, unless this process was told to go: with its worker, or by a user. Raises as `follow`."""
+        """Nothing, unless this process was asked to exit: with its worker, or by a user. Raises as `follow`."""
         if not self._is_killed():
             return
         if self._try.was_ended_by_user():
@@ -105,11 +105,11 @@ class Follower:
                 f"a user ended the task, and with it the run in {self._handle.directory}", requested=True
             )
         self._log.warning(
-            "this worker goes away; the run in %s goes on, and this task attaches to it on another",
+            "this worker is shut down; the run in %s goes on, and this task attaches to it on another",
             self._handle.directory,
         )
         # Airflow counts them for each try.
         if int(self._try.ti.get_template_context().get("task_reschedule_count") or 0) >= MAX_RESCHEDULES:
-            raise AirflowException(f"the workers of this task went away {MAX_RESCHEDULES} times, and now again")
+            raise AirflowException(f"the workers of this task were shut down {MAX_RESCHEDULES} times, and now again")
         # Not a failure: it costs no try.
         raise AirflowRescheduleException(datetime.now(UTC) + RESCHEDULE_AFTER)  # type: ignore[no-untyped-call]

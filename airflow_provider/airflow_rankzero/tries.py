@@ -78,7 +78,7 @@ class TaskTry:
     def was_ended_by_user(self) -> bool:
         """True if a user has marked or cleared the task instance.
 
-        Else a process that was told to go goes away with its worker; or Airflow has lost sight of it for a while,
+        Else a process that was asked to exit does so with its worker; or Airflow has lost sight of it for a while,
         counts it as dead, and has a retry on its way. Not to be called in a signal handler: it talks to the
         supervisor, which the handler may have interrupted.
         """

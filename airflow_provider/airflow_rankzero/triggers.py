@@ -76,7 +76,7 @@ class RunTrigger(BaseTrigger):
             while not await asyncio.to_thread(self._look, handle, cursor):
                 await asyncio.sleep(interval)
         except Exception as error:
-            # The task tells it, with its own retries.
+            # The task reports it, with its own retries.
             yield self._event(error=f"{type(error).__name__}: {error}")
             return
         yield self._event()

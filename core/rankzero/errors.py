@@ -42,7 +42,7 @@ class EngineError(RankZeroError, RuntimeError):
     """The engine (local processes or Spark) could not place or keep the agents.
 
     Attributes:
-        cause: ``"lost"`` (a host, executor, agent or its connection went away), ``"preempted"`` (the
+        cause: ``"lost"`` (a host, executor, agent or its connection was lost), ``"preempted"`` (the
             cluster took the place back), or None: the engine refused, and would again.
     """
 

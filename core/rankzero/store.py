@@ -281,7 +281,7 @@ def copy_within(source: str, target: str) -> bool:
 
 
 def remove(location: str) -> None:
-    """Deletes a file or a directory tree; no error when it is gone already."""
+    """Deletes a file or a directory tree; no error when it does not exist."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         with contextlib.suppress(FileNotFoundError):

@@ -74,7 +74,7 @@ def build_champion_check(
 
     Compares the same metric in the metadata of two assets: of the challenger's latest
     materialization and of the champion's. The first challenger passes. Make the champion an asset
-    behind the check that hands the model on: a `ResultRef` keeps the metrics of its training.
+    behind the check that passes the model on: a `ResultRef` keeps the metrics of its training.
 
     Args:
         challenger: What was trained, or its key.

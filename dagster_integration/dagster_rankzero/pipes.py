@@ -28,7 +28,7 @@ class _Lines(dg.PipesMessageReader):
 
     @contextlib.contextmanager
     def read_messages(self, handler: Any) -> Iterator[dict[str, Any]]:
-        """What the writer in rank 0 is told: to write to its standard output."""
+        """What is sent to the writer in rank 0: to write to its standard output."""
         self._handler = handler
         yield {"stdio": "stdout"}
 

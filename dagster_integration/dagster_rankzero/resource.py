@@ -128,7 +128,7 @@ class TorchDistributorResource(LauncherFields):
 
         The training has one name in all tries of the step. If Dagster will try again by itself (a
         `dagster.RetryPolicy`, run retries), the death of the step's process leaves it running, and the next try
-        takes it up or gets its result; else it ends with the step's process. One that failed goes on from its last
+        attaches to it or gets its result; else it ends with the step's process. One that failed goes on from its last
         checkpoint. Terminating the Dagster run ends the ranks.
 
         For an asset, rank 0's metrics are logged as observations meanwhile.

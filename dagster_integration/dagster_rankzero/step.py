@@ -125,7 +125,7 @@ class Step:
         return run_id_of(root, self.key, call)
 
     def is_terminating(self) -> bool:
-        """True if Dagster has been told to end the run: by a user, or by its own bound of a run's time."""
+        """True if Dagster has been asked to end the run: by a user, or by its own bound of a run's time."""
         try:
             run = self.instance.get_run_by_id(self.dagster_run)
         except Exception:

@@ -4,7 +4,7 @@
 
 ``train`` starts the run in a process of its own and gives its slot back; the triggerer waits for the end, and then a
 worker takes the result. The run belongs to its directory, so a restart of a worker or of the triggerer costs nothing:
-whoever comes next takes it up again. Marking the task failed or clearing it ends the run.
+the next try attaches to it. Marking the task failed or clearing it ends the run.
 
 Needed: a running triggerer; a ``store`` that workers and triggerer both see (an object store, or a shared directory);
 and workers that outlive the task, not a pod for each task, since the process that drives the run stays on the worker's

@@ -4,7 +4,7 @@ What changed: ``train`` stands at module level, the session and its configuratio
 type ``spark`` instead of ``SPARK_MASTER``), and the task is called ``TorchDistributorOperator``. What that gives:
 
 - A rank that fails is named in the task's log, with its host and traceback.
-- The training ends when a user ends the task; when only the worker is lost, the next try takes it up.
+- The training ends when a user ends the task; when only the worker is lost, the next try attaches to it.
 - Whatever rank 0 returns reaches the next task: a number as itself, tensors and models as a `ResultRef`.
 - The lines of all ranks appear in the task's log while they train.
 

@@ -3,8 +3,8 @@
 It works, with these limits:
 
 - The SparkSession, and with it the JVM, lives in the Airflow worker; the session must be stopped whatever happens.
-- ``train`` has to be nested: Airflow loads this file under a made-up name, so a function at module level is pickled by
-  reference to a module that no executor has.
+- ``train`` has to be nested: Airflow loads this file under a synthetic name, so a function at module level is pickled
+  by reference to a module that no executor has.
 - What ``train`` returns becomes an XCom as it is: a number may pass, a state dict may not. So weights are written to a
   place that all executors and workers share, under a name that somebody has to invent, check and clean up.
 - Nor is it always rank 0's: with several ranks in one task it is that of whichever wrote last.

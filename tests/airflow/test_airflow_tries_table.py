@@ -68,7 +68,7 @@ class Airflow:
         """Of the task's process: what the scheduler does then."""
         with session_of_airflow() as session:
             instance = self._instance(session)
-            instance.handle_failure("its process is gone", session=session)
+            instance.handle_failure("its process has exited", session=session)
         assert self.state() == "up_for_retry"
 
     @contextlib.contextmanager

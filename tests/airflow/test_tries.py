@@ -38,7 +38,7 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
 @pytest.mark.parametrize(
     ("answer", "ended"),
     [
-        # The worker goes away.
+        # The worker is shut down.
         ({"r": {"train": "running"}}, False),
         ({"r": {"train_3": "running"}}, False),
         # Airflow lost sight of this try, and has another one on its way.
@@ -50,7 +50,7 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
         ({"r": {"train": "restarting"}}, True),
         ({"r": {"train": None}}, True),
         ({}, True),
-        (OSError("the API server is gone, too"), False),
+        (OSError("the API server is lost, too"), False),
     ],
 )
 def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) -> None:

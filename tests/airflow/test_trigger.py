@@ -1,4 +1,4 @@
-"""The trigger follows a run of this machine: its lines, its end, a user's kill, a directory that is gone."""
+"""The trigger follows a run of this machine: its lines, its end, a user's kill, a directory that was deleted."""
 
 import asyncio
 from pathlib import Path

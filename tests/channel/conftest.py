@@ -54,7 +54,7 @@ class Serving:
         return client
 
     def hears(self, task: int = 0, hosts: list[str] | None = None) -> bool:
-        """True if the first word of a new agent is what arrives next."""
+        """True if the first message of a new agent is what arrives next."""
         self.client(task, hosts=hosts).queue({"type": "join"})
         return self.next() == (task, {"type": "join"})
 

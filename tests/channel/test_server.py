@@ -237,11 +237,11 @@ def test_after_a_full_disk_the_channel_goes_on(serving: Any, tmp_path: Path) -> 
 def test_what_the_channel_makes_up_cannot_be_sent(serving: Any, kind: str) -> None:
     client = serving.client()
     for bulk in (True, False):
-        with pytest.raises(FrameError, match="made up by the channel"):
+        with pytest.raises(FrameError, match="synthesized by the channel"):
             client.queue({"type": kind}, bulk=bulk)
-    with pytest.raises(FrameError, match="made up by the channel"):
+    with pytest.raises(FrameError, match="synthesized by the channel"):
         client.send_file("value", "/etc/hostname", {"type": kind})
-    with pytest.raises(FrameError, match="made up by the channel"):
+    with pytest.raises(FrameError, match="synthesized by the channel"):
         serving.server.broadcast({"type": kind})
 
 

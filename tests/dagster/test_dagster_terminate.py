@@ -81,7 +81,7 @@ def dagster(root: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 def launch(dagster: Deployment, root: Path, tmp_path: Path) -> Iterator[Any]:
-    """Launches jobs; their ranks are gone at the end."""
+    """Launches jobs; their ranks have exited at the end."""
     launched: list[Launched] = []
 
     def start(job: str, **tags: str) -> Launched:

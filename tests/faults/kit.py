@@ -113,7 +113,7 @@ class Proxy:
         self._nudge()
 
     def heal(self) -> None:
-        """Forwards again; what was swallowed is gone, so the connections it belonged to are cut."""
+        """Forwards again; what was swallowed is lost, so the connections it belonged to are cut."""
         was, self._mode = self._mode, self.OPEN
         if was == self.DEAF:
             self.cut()

@@ -196,7 +196,7 @@ def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -
     assert not last.wait(5.0)
     run = RunDirectory(handle.directory)
     until(lambda: run.status().final, WAIT, "the end of the run")
-    with pytest.raises(RunCancelledError, match=r"its last follower was gone for 2.0 s"):
+    with pytest.raises(RunCancelledError, match=r"its last follower was absent for 2.0 s"):
         handle.result()
 
 

@@ -64,7 +64,7 @@ HEALED = 20.0
 """From a cut that heals to the end of the training."""
 
 ENDED = 35.0
-"""From a stop after the last commit to the end of the run, which waits for last words."""
+"""From a stop after the last commit to the end of the run, which waits for the final messages."""
 
 GONE = 5.0
 """From the end of a driver to the end of every process of its run."""

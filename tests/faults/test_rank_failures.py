@@ -95,7 +95,7 @@ def test_a_rank_that_ignores_sigterm_and_its_children_are_ended(launcher: Launch
         import subprocess
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # A child in its own session, whose parent is gone: the kind that survives a process-group kill.
+        # A child in its own session, whose parent has exited: the kind that survives a process-group kill.
         subprocess.run(["sh", "-c", "trap '' TERM; setsid sleep 600 & "], check=True)
         print("ready", flush=True)
         while True:

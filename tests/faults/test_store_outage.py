@@ -1,21 +1,24 @@
 """An object store that cannot be reached for a while: training goes on, and what was refused is written later."""
 
+import re
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import until
+from tests.conftest import until, wait_until_gone
 from tests.faults import kit
-from tests.faults.trainings import HOLD_AT, STEPS, expected, train
+from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
-from rankzero import Launcher, RunHandle, store
+from rankzero import Launcher, RunHandle, WorkerFailedError, store
 
 WAIT = 120.0
 
 OUTAGE = 5.0
-"""Seconds; longer than two heartbeats, shorter than the last word is tried for."""
+"""Seconds; longer than two heartbeats, shorter than the final status is tried for."""
 
 
 class Outage:
@@ -66,3 +69,65 @@ def test_a_run_outlives_an_outage_of_its_store(launcher: Launcher, tmp_path: Pat
     assert handle.status().state == "succeeded"
     # What was reported during the outage may be lost; what was committed before is not.
     assert newest(handle) >= saved
+
+
+class Stall:
+    """A store that lets requests for some places wait while it is on: they come back, but late."""
+
+    def __init__(self, places: str) -> None:
+        self._places = re.compile(places)
+        self._through = store._filesystem
+        self._open = threading.Event()
+        self._open.set()
+        self.stalled = 0
+
+    def filesystem(self, location: str) -> tuple[Any, str]:
+        if self._places.search(location) and not self._open.is_set():
+            self.stalled += 1
+            self._open.wait()
+        return self._through(location)
+
+    def begin(self) -> None:
+        self._open.clear()
+
+    def end(self) -> None:
+        self._open.set()
+
+
+def fail_when_told(folder: str) -> None:
+    """Rank 1 fails when it may, and rank 0 would stay for ever."""
+    import rankzero.train as rt
+
+    rank = rt.get_context().rank
+    note(Path(folder, f"rank-{rank}"), "")
+    while rank == 0 or not Path(folder, "go").exists():
+        time.sleep(LOOK)
+    print("the first line")
+    raise ValueError("as told")
+
+
+@pytest.mark.parametrize(
+    "places", [r"/status\.json$", r"/cancel$", r"/logs/[^/]*$"], ids=["status", "a request", "a rank's first line"]
+)
+def test_a_store_that_is_slow_does_not_hold_the_driver(
+    launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, places: str
+) -> None:
+    stall = Stall(places)
+    monkeypatch.setattr(store, "_filesystem", stall.filesystem)
+    launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run")
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(lambda: launcher.run(fail_when_told, str(tmp_path)))
+        try:
+            for rank in range(2):
+                until(lambda rank=rank: (tmp_path / f"rank-{rank}").exists() or value.done(), WAIT, "two ranks")
+            stall.begin()
+            if "logs" not in places:
+                until(lambda: stall.stalled, WAIT, "a request that stalls")
+            (tmp_path / "go").touch()
+            # The driver hears of the failure, and ends the other rank, although the store does not answer.
+            assert wait_until_gone(f"MARK={marker}", WAIT) == []
+            assert not value.done()
+        finally:
+            stall.end()
+        with pytest.raises(WorkerFailedError, match="ValueError: as told"):
+            value.result(WAIT)

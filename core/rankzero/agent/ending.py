@@ -1,4 +1,4 @@
-"""How the ranks of one task end, and with them their agent: told to go, then killed, their last lines handed over."""
+"""How the ranks of one task end, and with them their agent: SIGTERM, then SIGKILL, their last lines delivered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAREWELL_LIMIT = 600.0
 """Seconds for all of them."""
 
 STOP_FAREWELL_TIMEOUT = 1.5
-"""Seconds to hand over the last lines after a failure or a cancel."""
+"""Seconds to deliver the last lines after a failure or a cancel."""
 
 FIRST_LOOK = 0.001
 """Seconds to the first of the looks whether the driver has taken the last lines; the pauses double."""
@@ -32,9 +32,9 @@ class Ending:
     """The end of the ranks of one task.
 
     Attributes:
-        has_begun: The ranks were told to go.
-        is_early: They were told before all had committed.
-        is_orphaned: The process that held the agent is gone.
+        has_begun: The ranks were asked to exit.
+        is_early: They were asked before all had committed.
+        is_orphaned: The process that held the agent has exited.
         kill_at: Monotonic time at which those that live are killed; None if they may go on.
     """
 
@@ -43,7 +43,7 @@ class Ending:
 
         Args:
             ranks: Those of the task, also those that are started later.
-            client: Where last words and lines go.
+            client: Where the final messages and lines go.
             grace: Seconds between SIGTERM and SIGKILL where nobody asks for others.
         """
         self._ranks = ranks
@@ -56,7 +56,7 @@ class Ending:
 
     @property
     def is_complete(self) -> bool:
-        """True if the ranks were told to go and have gone."""
+        """True if the ranks were asked to exit and have exited."""
         return self.has_begun and not any(rank.alive for rank in self._ranks)
 
     def stop(self, grace: float | None = None) -> None:
@@ -70,7 +70,7 @@ class Ending:
                 rank.kill(signal.SIGTERM)
 
     def leave(self, why: str, cause: str) -> None:
-        """Stops, and tells the driver why: it did not ask for that."""
+        """Stops, and reports the reason to the driver, which did not ask for that."""
         if not self.has_begun:
             self._client.queue({"type": "leaving", "why": why, "cause": cause})
         self.stop()
@@ -95,7 +95,7 @@ class Ending:
                 rank.kill(signal.SIGKILL)
 
     def say_goodbye(self, look: Callable[[float], None]) -> None:
-        """Hands over the lines that wait: as long as the driver takes them, or briefly if the run is stopped.
+        """Delivers the lines that wait: as long as the driver takes them, or briefly if the run is stopped.
 
         Args:
             look: Handles what comes within so many seconds.

@@ -62,7 +62,7 @@ class Inputs:
             fetch(name, path)
 
     def message(self) -> Message:
-        """What every worker of this task is told. Call it once nothing is missing.
+        """What is sent to every worker of this task. Call it once nothing is missing.
 
         Raises:
             RuntimeError: payload or modules are not what the driver recorded.

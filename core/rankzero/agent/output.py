@@ -30,7 +30,7 @@ SPOOL_LIMIT = 8 << 30
 """Bytes of one rank's lines on disk above which lines are dropped and counted."""
 
 PUMP_INTERVAL = 0.05
-"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what it is told."""
+"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what is sent to it."""
 
 _BLOCK = 1 << 20
 
@@ -92,7 +92,7 @@ class RankOutput:
         """Takes whole lines."""
         if not lines:
             return
-        # The stack of a crash must not push the last words of the rank out.
+        # The stack of a crash must not push the last lines of the rank out.
         self._tail.extend(line[:LOG_TAIL_WIDTH] for line in lines[-2 * LOG_TAIL :] if not is_own_frame(line))
         if not self._gathered:
             self._gathered_since = time.monotonic()

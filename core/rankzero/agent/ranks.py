@@ -1,4 +1,4 @@
-"""One worker as its agent sees it: how it is started, told something, asked where it stands."""
+"""One worker as its agent sees it: how it is started, sent messages, asked where it stands."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rank:
         self.control, control = socket.socketpair()
         read, write = os.pipe()
         with contextlib.suppress(OSError):
-            # A burst after few lines is taken up to `DELIVERY_INTERVAL` later: it should fit.
+            # A burst after few lines is fetched up to `DELIVERY_INTERVAL` later: it should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()
         with open(os.devnull) as nothing:
@@ -93,7 +93,7 @@ class Rank:
                 os.kill(self.pid, number)
 
     def note(self, message: Message) -> None:
-        """Remembers what a message tells of the worker's state."""
+        """Remembers what a message reports of the worker's state."""
         kind = message["type"]
         self._beat_at = time.monotonic()
         if kind == "ready":
@@ -210,7 +210,7 @@ def _state_words(pid: int) -> str:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]
     except OSError:
-        return "is gone"
+        return "has exited"
     return {
         "T": "is stopped (SIGSTOP)",
         "t": "is stopped by a debugger",

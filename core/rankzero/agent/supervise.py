@@ -1,7 +1,7 @@
 """The agent: starts the workers of one task, forwards what they say, leaves nothing behind.
 
-One selector loop; the channel has a thread of its own. The agent ends when the driver says so, when the driver is
-lost for good, or when the process that holds it is gone (end of file on standard input), and always takes every
+One selector loop; the channel has a thread of its own. The agent ends when the driver asks for it, when the driver is
+lost for good, or when the process that holds it has exited (end of file on standard input), and always takes every
 descendant with it. Ranks are not known here until the driver's ``start``: workers import torch meanwhile.
 """
 
@@ -234,7 +234,7 @@ class Agent:
         elif kind == "failure":
             self._drain(rank, self._on_output)
             message["log_tail"] = rank.output.tail
-            # What a rank does when it is told to go explains nothing.
+            # What a rank does when it is asked to exit explains nothing.
             message["collateral"] = message["collateral"] or self._ending.is_early
         elif kind == "checkpoint" and not message["shared"]:
             name = f"checkpoint-{message['index']}-{rank.local_rank}"
@@ -322,7 +322,7 @@ class Agent:
         signal.set_wakeup_fd(-1)
         descendants.kill_all()
         for rank in self._ranks:
-            # A child that held the pipe is gone now; what is in it can be read to the end.
+            # A child that held the pipe has exited; what is in it can be read to the end.
             with contextlib.suppress(Exception):
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
@@ -348,8 +348,8 @@ def main() -> None:
         piece = os.read(sys.stdin.fileno(), _READ)
         if not piece:
             if "torch" not in sys.modules:
-                # Who would remove it is gone; of a warm server's agent, who asked may have turned to a fresh one.
+                # Who would remove it has exited; of a warm server's agent, who asked may have turned to a fresh one.
                 shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
-            sys.exit("the process that started this agent died before it said what to do")
+            sys.exit("the process that started this agent died before it sent the configuration")
         line += piece
     Agent(json.loads(line)).run()

@@ -39,7 +39,7 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class Hello:
-    """What an agent says of itself in its answer."""
+    """What an agent reports about itself in its answer."""
 
     task: int
     """Its task's number."""

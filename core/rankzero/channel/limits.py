@@ -5,7 +5,7 @@ this module travels to executors.
 """
 
 PING_INTERVAL = 1.0
-"""Each end says at least this often that it is there, with what it has received so far."""
+"""Each end reports at least this often that it is alive, with what it has received so far."""
 
 SILENCE = 5.0
 """A connection on which nothing was heard for so long is broken; the agent makes a new one at once."""
@@ -53,7 +53,7 @@ FETCH_WINDOW = 2 << 20
 as much for each of its agents."""
 
 ACK_EVERY = 1 << 20
-"""Bytes received, or given credit for, after which the other end is told without waiting for a ping."""
+"""Bytes received, or given credit for, after which they are reported to the other end without waiting for a ping."""
 
 TAKE_INTERVAL = 0.05
 """How soon the server looks again whether a busy driver can take more bulk."""

@@ -1,7 +1,7 @@
 """One end of a session: what must still arrive, what has arrived, and who goes first. No I/O.
 
 A session outlives its connections. Frames get their number when they first go on the wire and are
-kept, unsealed, until the other end says that it has them; after a cut both ends say how many they
+kept, unsealed, until the other end acknowledges them; after a cut both ends report how many they
 have, and the rest goes out again, in order. So no frame is lost, doubled or reordered within its lane.
 
 Control messages go before bulk ones (logs, file content) that are not on the wire yet. Bulk frames
@@ -29,7 +29,7 @@ UPLOADS = 1
 """The stream of an agent's uploads, which go one after the other; what it fetches has a stream for each file."""
 
 MADE_UP = frozenset({"disconnected", "reconnected", "lost", "uploaded", "fetched"})
-"""Types of messages that an end of the channel makes up itself; nobody can send them."""
+"""Types of messages that an end of the channel synthesizes itself; nobody can send them."""
 
 _ACK = struct.Struct(">QQ")
 _STREAM = struct.Struct(">I")
@@ -38,7 +38,7 @@ _STREAM = struct.Struct(">I")
 def message_body(kind: bytes, message: Message) -> bytes:
     """A message as the body of a frame. Raises FrameError if it cannot be sent."""
     if frames.check_message(message)["type"] in MADE_UP and kind != OWN:
-        raise FrameError(f"a message of the type {message['type']!r} is made up by the channel, not sent")
+        raise FrameError(f"a message of the type {message['type']!r} is synthesized by the channel, not sent")
     return frames.check_size(kind + frames.dump(message))
 
 

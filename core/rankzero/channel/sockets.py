@@ -46,6 +46,6 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small frames go at once, and a dead peer is found out even when nothing is said."""
+    """Small frames go at once, and a dead peer is found out even when nothing is sent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -18,13 +18,14 @@ from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
+from rankzero.driver.storage import RESULT_STORED, Storage
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
-from rankzero.values.ref import ResultRef, fingerprint_of
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ BACKLOG = 256
 ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
 CHECKPOINT_LOST = "checkpoint-lost"
-RESULT_STORED = "result-stored"
 
 
 class Attempt:
@@ -59,7 +59,6 @@ class Attempt:
         self._watch = watch
         self._roster = Roster(session.num_agents, job.processes_per_task)
         self._outcome = Outcome(job.num_processes)
-        self._uploads: dict[tuple[int, str], Message] = {}
         self._rendezvous = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
         self._stopping = False
@@ -86,9 +85,10 @@ class Attempt:
             self._job.num_processes,
             config,
             self._job.fresh_since,
-            lambda manifest: self._messages.put((DRIVER, {"type": CHECKPOINT_COMMITTED, "manifest": manifest})),
-            lambda index: self._messages.put((DRIVER, {"type": CHECKPOINT_LOST, "index": index})),
+            lambda manifest: self._send({"type": CHECKPOINT_COMMITTED, "manifest": manifest}),
+            lambda index: self._send({"type": CHECKPOINT_LOST, "index": index}),
         )
+        self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
         self._remove_leftovers()
         self._resume = self._committer.newest()
         self._files = {**self._job.files, **self._resume_files()}
@@ -143,7 +143,11 @@ class Attempt:
         }
 
     def _on_engine_end(self, error: BaseException | None) -> None:
-        self._messages.put((DRIVER, {"type": ENGINE_ENDED, "error": error}))
+        self._send({"type": ENGINE_ENDED, "error": error})
+
+    def _send(self, message: Message) -> None:
+        """Puts a message of the driver's own into its queue, from any thread."""
+        self._messages.put((DRIVER, message))
 
     @property
     def outcome(self) -> tuple[ResultRef, list[Any]] | None:
@@ -173,7 +177,7 @@ class Attempt:
         self._await_commits(COMMIT_TIMEOUT)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
-        """Takes the agents' last words until they have ended; then ends the engine's part.
+        """Receives the agents' final messages until they have ended; then ends the engine's part.
 
         Args:
             group: The agents.
@@ -254,7 +258,7 @@ class Attempt:
         elif kind == CHECKPOINT_LOST:
             self._server.broadcast(message)
         elif kind == RESULT_STORED:
-            self._on_result_stored(message)
+            self._storage.on_stored(message, self._recorder.status.metrics)
         else:
             assert kind == INTERRUPT
 
@@ -263,7 +267,7 @@ class Attempt:
         if kind == "rendezvous":
             self._on_rendezvous(member, message)
         elif kind == "uploaded":
-            self._uploads[member.task, message["name"]] = message
+            self._storage.note_upload(member.task, message)
         elif kind == "leaving":
             member.leave(message["why"], time.monotonic(), message["cause"])
         elif kind == DISCONNECTED:
@@ -286,7 +290,7 @@ class Attempt:
             self._roster.note_ready(member.task, message["local_rank"])
             self._note_start()
         elif kind == "checkpoint":
-            self._on_checkpoint_part(rank, member.task, message)
+            self._storage.add_part(rank, member.task, message)
         elif kind == "checkpoint-failed":
             self._committer.drop(message["index"])
         elif kind == "returned":
@@ -294,7 +298,7 @@ class Attempt:
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
         elif kind == "commit":
-            self._on_commit(rank, member.task, message)
+            self._storage.commit(rank, member.task, message)
         elif kind == "failure":
             self._on_failure(rank, member, message)
 
@@ -316,7 +320,7 @@ class Attempt:
             "type": "start",
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
             "run_directory": None if self._run.is_remote else self._run.directory,
-            "run_token": self._run.token(),
+            "run_token": None if self._run.is_remote else self._run.token(),
             "files": self._files,
             "checkpoint": self._resume.to_json() if self._resume else None,
             "beat_interval": policy.beat_interval(self._job.hang_timeout),
@@ -343,55 +347,6 @@ class Attempt:
         if is_complete and self.started_at is None:
             self.started_at = time.monotonic()
             self._recorder.update(state="running", started=self._recorder.status.started or time.time())
-
-    def _on_checkpoint_part(self, rank: int, task: int, message: Message) -> None:
-        part = {**message}
-        if name := message.get("upload"):
-            uploaded = self._uploads.pop((task, name), None)
-            if uploaded is None or uploaded.get("sha256") != message["sha256"]:
-                what = uploaded.get("error", "it was damaged on its way") if uploaded else "it did not arrive"
-                logger.error("checkpoint %s: the part of rank %s is lost: %s", message["id"], rank, what)
-                self._server.broadcast({"type": CHECKPOINT_LOST, "index": message["index"]})
-                return
-            part["uploaded"] = uploaded["path"]
-        self._committer.add(rank, part)
-
-    def _on_commit(self, rank: int, task: int, message: Message) -> None:
-        if "result" not in message:
-            self._outcome.note_committed(rank)
-            return
-        self._outcome.note_returned(rank)
-        result = message["result"]
-        path = result["path"]
-        if uploaded := self._uploads.pop((task, "value"), None):
-            if uploaded.get("sha256") != result["sha256"]:
-                self._outcome.refusal = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
-                return
-            path = uploaded["path"]
-        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
-
-        def put() -> None:
-            error = _upload(path, uri)
-            fingerprint = None if error else fingerprint_of(uri, result["format"])
-            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
-            self._messages.put((DRIVER, {**stored, "fingerprint": fingerprint}))
-
-        if self._run.is_remote or "value" not in result:
-            # In the thread that talks to the store: the driver goes on looking for failures and cancels.
-            self._committer.do(put)
-        else:
-            put()
-
-    def _on_result_stored(self, message: Message) -> None:
-        if message["error"]:
-            self._outcome.refusal = verdict.not_stored(message["error"])
-            return
-        result = message["result"]
-        summary = {**result["summary"], "metrics": dict(self._recorder.status.metrics)}
-        ref = ResultRef(
-            message["uri"], result["format"], result["sha256"], result["size"], summary, message["fingerprint"]
-        )
-        self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
 
     def _on_failure(self, rank: int, member: Member, message: Message) -> None:
         left = member.left_at is not None
@@ -441,20 +396,3 @@ class Attempt:
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
         return verdict.start_timeout(self._job.start_timeout, self._session.num_agents, missing, ranks)
-
-
-RESULT_PATIENCE = 30.0
-"""Seconds for which a store that refuses the result is asked again."""
-
-_RESULT_INTERVAL = 0.5
-
-
-def _upload(path: str, uri: str) -> str | None:
-    """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
-    try:
-        store.patiently(
-            lambda: store.upload(path, uri), RESULT_PATIENCE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None

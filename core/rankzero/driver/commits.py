@@ -1,4 +1,4 @@
-"""`Committer`: checkpoints that ranks hand in, committed and pruned in a thread of its own."""
+"""`Committer`: checkpoints that ranks deliver, committed and pruned in a thread of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STORE_INTERVAL = 0.5
 
 
 class Committer:
-    """Commits what ranks hand in, in a thread of its own: a slow store delays neither training nor failures."""
+    """Commits what ranks deliver, in a thread of its own: a slow store delays neither training nor failures."""
 
     def __init__(
         self,

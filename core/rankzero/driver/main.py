@@ -75,7 +75,7 @@ class Driver:
         """False if an engine session did not close: a JVM that was stopped may still be there."""
 
     def run(self) -> None:
-        """Never raises for a run that failed: the status says so.
+        """Never raises for a run that failed: the status reports it.
 
         Raises:
             ResultError: the store does not take the outcome.
@@ -239,13 +239,13 @@ class DriverThread(threading.Thread):
 
 
 def _watch_owner(fd: int, inbox: Inbox) -> None:
-    """Cancels the run when the process at the other end of the pipe is gone, however it went."""
+    """Cancels the run when the process at the other end of the pipe has exited, in whatever way."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(fd, 1):
                 pass
-        inbox.interrupt("the process that called run() is gone")
+        inbox.interrupt("the process that called run() has exited")
 
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 

@@ -78,7 +78,7 @@ class Outcome:
             host: Where it ran.
             message: Its, or its agent's, report.
             now: Monotonic time.
-            was_told_to: Its agent is leaving: the rank was told to end, and may do that by an exception of its own.
+            was_told_to: Its agent is leaving: the rank was asked to exit, and may do that by an exception of its own.
         """
         if rank in self._committed:
             return None
@@ -108,9 +108,9 @@ class Outcome:
         Args:
             now: Monotonic time.
             gone: Agents that went or are disconnected.
-            engine_ended: The engine says that all agents have ended.
+            engine_ended: The engine reports that all agents have ended.
         """
-        if self.failures and policy.is_settled(self.failures, now - self._first_failure_at):
+        if self.failures and policy.is_conclusive(self.failures, now - self._first_failure_at):
             if gone and all(failure.collateral for failure in self.failures):
                 # The peers of a lost host see broken connections only.
                 return gone[0]
@@ -119,6 +119,6 @@ class Outcome:
             return Reason.REFUSED
         left = [(member, member.left_at) for member in gone if member.left_at is not None]
         if engine_ended and not self.failures:
-            # An agent that was told to go by somebody else ends as quietly as one that the driver told.
+            # An agent that was asked to exit by somebody else ends as quietly as one that the driver asked.
             return left[0][0] if left else Reason.ENGINE_ENDED
         return next((member for member, at in left if now - at > policy.AGENT_LOST_WINDOW), None)

@@ -17,8 +17,8 @@ STOP_MARGIN = 2.0
 after which the engine is given up."""
 
 END_PATIENCE = 25.0
-"""Seconds without a word after which agents are given up that were told of the end: they run exit handlers, and
-hand over log lines that still wait."""
+"""Seconds of silence after which agents are given up that were informed of the end: they run exit handlers, and
+deliver log lines that still wait."""
 
 CAUSE_WINDOW = 0.8
 """Seconds to wait for the true cause when the first failure looks like a consequence of another."""
@@ -101,7 +101,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.collateral, failure.order))
 
 
-def is_settled(failures: Sequence[Failure], waited: float) -> bool:
+def is_conclusive(failures: Sequence[Failure], waited: float) -> bool:
     """True if the first cause is known: something that is no echo, or nothing more after the window."""
     return any(not failure.collateral for failure in failures) or waited >= CAUSE_WINDOW
 

@@ -9,12 +9,11 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
-from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
-from rankzero.errors import ResultError, RunNotFoundError
+from rankzero.driver.status import StatusWriter
+from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, log_name
@@ -23,17 +22,15 @@ from rankzero.run.growing import Appender
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT = 10.0
-"""Seconds for which the last word is tried again while the store (a full disk) refuses it."""
-
-_FINISH_INTERVAL = 0.25
+"""Seconds for which the final status is tried again while the store (a full disk) refuses it."""
 
 
 class Recorder:
     """Writes status, events and logs of one submission of a run.
 
-    Used by the driver's thread. A thread of its own writes the heartbeat, so that neither a slow reader of lines
-    nor a large result on its way to the store makes a live driver look dead. What the store refuses while ranks
-    train (a full disk) does not end the training: lines are counted as lost, the status is tried again.
+    Used by the driver's thread, which waits for no object store: the status has a thread of its own (`StatusWriter`),
+    and so have lines that go there. What the store refuses while ranks train (a full disk) does not end the training:
+    lines are counted as lost, the status is tried again.
     """
 
     def __init__(self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None) -> None:
@@ -43,49 +40,38 @@ class Recorder:
         self._events = _Lines(Appender(run.path(EVENTS)))
         self._logs: dict[int, _Lines] = {}
         self._tails: dict[int, deque[str]] = {}
-        self._lock = threading.Lock()
         self._finished = threading.Event()
-        self.superseded = False
-        """Another submission took this run over: this driver has lost the right to write."""
-        self.status = RunStatus(
-            attempt=attempt,
-            submission=submission,
-            driver_host=socket.gethostname(),
-            driver_pid=os.getpid(),
-            driver_namespace=process_namespace(),
-            driver_start=process_start(os.getpid()),
+        self._writer = StatusWriter(
+            run,
+            RunStatus(
+                attempt=attempt,
+                submission=submission,
+                driver_host=socket.gethostname(),
+                driver_pid=os.getpid(),
+                driver_namespace=process_namespace(),
+                driver_start=process_start(os.getpid()),
+            ),
         )
-        self._heart = threading.Thread(target=self._beat, name="rankzero-heartbeat", daemon=True)
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
+    @property
+    def status(self) -> RunStatus:
+        """The run's state now, which may not be written yet."""
+        return self._writer.status
+
+    @property
+    def superseded(self) -> bool:
+        """Another submission took this run over: this driver has lost the right to write."""
+        return self._writer.superseded
+
     def update(self, **changes: Any) -> None:
-        """Changes the status and writes it; a change of state is an event too."""
+        """Changes the status, and has it written; a change of state is an event too."""
         before = self.status
-        try:
-            self._write(changes)
-        except Exception:
-            # Drivers of object stores have exceptions of their own.
-            logger.warning("the status could not be written; trying again with every heartbeat", exc_info=True)
+        self._writer.change(**changes)
         if self.status.state != before.state or self.status.attempt != before.attempt:
             self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
-        if not self._heart.ident:
-            self._heart.start()
-            if self._run.is_remote:
-                self._flusher.start()
-
-    def _write(self, changes: dict[str, Any]) -> None:
-        with self._lock:
-            self.status = replace(self.status, heartbeat=time.time(), **changes)
-            if not self.superseded:
-                self._run.write_status(self.status)
-
-    def _beat(self) -> None:
-        while not self._finished.wait(HEARTBEAT_INTERVAL):
-            try:
-                self._check_superseded()
-                self._write({})
-            except Exception:
-                logger.warning("the heartbeat could not be written", exc_info=True)
+        if self._run.is_remote and not self._flusher.ident:
+            self._flusher.start()
 
     def _flush(self) -> None:
         """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits."""
@@ -96,37 +82,27 @@ class Recorder:
                 except Exception as error:
                     logger.warning("lines wait for the store: %s", error)
 
-    def _check_superseded(self) -> None:
-        """A driver that was held up for so long that others declared it dead must not write over its heir."""
-        try:
-            self.superseded = self._run.job().submission != self.status.submission
-        except RunNotFoundError:
-            self.superseded = True
-
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event."""
-        with self._lock:
-            self._events.append([json.dumps({"time": time.time(), **event})])
+        self._events.append([json.dumps({"time": time.time(), **event})])
 
     def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
         """Appends what a rank reported, and when; rank 0's last values go into the status."""
         events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
-        with self._lock:
-            self._events.append([json.dumps(event) for event in events])
-            if rank == 0:
-                last = dict(self.status.metrics)
-                for metrics, _ in rows:
-                    last.update(metrics)
-                self.status = replace(self.status, metrics=last)
+        self._events.append([json.dumps(event) for event in events])
+        if rank == 0:
+            last = dict(self.status.metrics)
+            for metrics, _ in rows:
+                last.update(metrics)
+            self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank to its file, without the secrets that the run was given."""
         lines = self.mask.lines(lines)
-        with self._lock:
-            if rank not in self._logs:
-                self._logs[rank] = _Lines(Appender(self._run.path(log_name(rank))))
-                self._tails[rank] = deque(maxlen=LOG_TAIL)
-            self._logs[rank].append(lines)
+        if rank not in self._logs:
+            self._logs[rank] = _Lines(Appender(self._run.path(log_name(rank))))
+            self._tails[rank] = deque(maxlen=LOG_TAIL)
+        self._logs[rank].append(lines)
         self._tails[rank].extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
 
     def tail(self, rank: int) -> list[str]:
@@ -137,28 +113,23 @@ class Recorder:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
 
         Raises:
-            ResultError: the store refused the last word for `FINISH_TIMEOUT` seconds.
+            ResultError: the store refused the final status for `FINISH_TIMEOUT` seconds.
         """
         self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
-        try:
-            self._check_superseded()
-        except Exception:
-            logger.warning("cannot tell whether another submission took over", exc_info=True)
         self._finished.set()
         if self._flusher.ident:
             self._flusher.join(FINISH_TIMEOUT)
-        with self._lock:
-            for lines in (self._events, *self._logs.values()):
-                lines.close()
-        try:
-            store.patiently(lambda: self._write({**changes, "ended": time.time()}), FINISH_TIMEOUT, _FINISH_INTERVAL)
-        except Exception as error:
-            what = f"the run ended as {changes['state']}, but its status could not be written: {error}"
-            raise ResultError(what) from error
+        for lines in (self._events, *self._logs.values()):
+            lines.close()
+        self._writer.change(**changes, ended=time.time())
+        if not self._writer.await_written(FINISH_TIMEOUT):
+            problem = self._writer.problem
+            what = f"the run ended as {changes['state']}, but its status could not be written"
+            raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem
 
 
 class _Lines:
-    """A growing file that survives a full disk: what cannot be written is counted, and said when there is room."""
+    """A growing file that survives a full disk: what cannot be written is counted, and reported when there is room."""
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender

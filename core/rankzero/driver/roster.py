@@ -25,7 +25,7 @@ class Member:
         workers: Number of its ranks.
         first_rank: Of its ranks; None until all agents have joined.
         disconnected_at: Monotonic time since when its connection is broken; None if it is not.
-        left_at: Monotonic time at which it went before it was told to; None if it did not.
+        left_at: Monotonic time at which it left before it was asked to; None if it did not.
         why_left: The reason, in words.
         restart_cause: What a restart is decided by then.
     """
@@ -49,7 +49,7 @@ class Member:
         return self.left_at is not None or self.disconnected_at is not None
 
     def leave(self, why: str, now: float, restart_cause: str = LOST) -> None:
-        """Notes that it has gone before it was told to; the first reason counts."""
+        """Notes that it has left before it was asked to; the first reason counts."""
         if self.left_at is None:
             self.left_at, self.why_left, self.restart_cause = now, why, restart_cause
 
@@ -74,7 +74,7 @@ class Member:
 
 
 class Roster:
-    """Who has joined, who is ready, who is gone."""
+    """Who has joined, who is ready, who is lost."""
 
     def __init__(self, num_agents: int, processes_per_task: int) -> None:
         """Nobody has joined.
@@ -89,7 +89,7 @@ class Roster:
         self._ready: set[tuple[int, int]] = set()
 
     def join(self, task: int, message: Message, now: float) -> Member | None:
-        """The new member; None if the task has one already, which then counts as gone.
+        """The new member; None if the task has one already, which then counts as lost.
 
         Restarts are the driver's to decide: ranks of two tries must never mix.
         """

@@ -14,7 +14,7 @@ def failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direct
 
     Args:
         failures: What is known of each.
-        tail: Gives the last lines of a rank, for one that could not hand them over.
+        tail: Gives the last lines of a rank, for one that could not deliver them.
         directory: The run directory.
     """
     cause = policy.first_cause(failures)
@@ -42,14 +42,14 @@ def failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direct
 def lost(
     task: str, ranks: range, why: str, cause: str, explained: RankZeroError | None, failures: Sequence[Failure]
 ) -> EngineError:
-    """An agent has gone before it was told to.
+    """An agent has left before it was asked to.
 
     Args:
         task: Its task and host, in words.
         ranks: Its ranks.
         why: What the driver saw.
         cause: What a restart is decided by, unless the engine knows better.
-        explained: What the engine says, if it has ended.
+        explained: What the engine reports, if it has ended.
         failures: What ranks reported meanwhile.
     """
     text = [f"{task} ({policy.name_ranks(ranks)}) was lost: {why}"]

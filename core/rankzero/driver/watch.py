@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from typing import Any
 
@@ -25,13 +26,16 @@ DRIVER = -1
 
 INTERRUPT = "interrupt"
 
+REQUEST_PATIENCE = 1.0
+"""Seconds for which an object store is asked whether somebody requested the end that an interrupt asks for."""
+
 _ON_REQUEST = "the run was cancelled on request"
 
 Messages = queue.SimpleQueue[tuple[int, dict[str, Any]]]
 
 
 class Inbox:
-    """What other threads tell the driver. Each attempt has a queue of its own; an interrupt is for all."""
+    """What other threads report to the driver. Each attempt has a queue of its own; an interrupt is for all."""
 
     def __init__(self) -> None:
         self.queue: Messages = queue.SimpleQueue()
@@ -70,35 +74,48 @@ class Watch:
         self._lease = run.lease() if self._orphan_timeout else b""
         self._lease_seen = time.monotonic()
         self._next_look = 0.0
+        self._looker: threading.Thread | None = None
+        self._is_requested = False
+        self._abandoned = ""
 
     def check(self) -> None:
         """Raises RunCancelledError, with the reason, if the run is to end. Cheap enough for every turn of a loop."""
         if self._inbox.interrupted:
             # Who cancels a run of this host wakes its driver by a signal.
-            requested = self._is_requested()
-            raise RunCancelledError(_ON_REQUEST if requested else self._inbox.interrupted, requested=requested)
+            self._look(REQUEST_PATIENCE)
+            reason = _ON_REQUEST if self._is_requested else self._inbox.interrupted
+            raise RunCancelledError(reason, requested=self._is_requested)
         now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + self._interval
+        if now >= self._next_look:
+            self._next_look = now + self._interval
+            self._look()
         if self._recorder.superseded:
             raise RunCancelledError("another submission of this run took over, since this driver seemed dead")
-        try:
-            if self._run.cancel_requested(self._submission):
-                raise RunCancelledError(_ON_REQUEST, requested=True)
-            if self._orphan_timeout:
-                self._check_lease(now, self._orphan_timeout)
-        except RunCancelledError:
-            raise
-        except Exception:
-            # A store that cannot be read for a moment is no request; object stores have exceptions of their own.
-            logger.warning("cannot look for a request to cancel", exc_info=True)
+        if self._is_requested:
+            raise RunCancelledError(_ON_REQUEST, requested=True)
+        if self._abandoned:
+            raise RunCancelledError(self._abandoned)
 
-    def _is_requested(self) -> bool:
+    def _look(self, patience: float = 0.0) -> None:
+        """Looks into the run directory; at an object store in a thread, for which nobody waits longer than so."""
+        if not self._run.is_remote:
+            self._read()
+            return
+        if self._looker is None or not self._looker.is_alive():
+            self._looker = threading.Thread(target=self._read, name="rankzero-watch", daemon=True)
+            self._looker.start()
+        self._looker.join(patience)
+
+    def _read(self) -> None:
         try:
-            return self._run.cancel_requested(self._submission)
+            self._is_requested = self._is_requested or self._run.cancel_requested(self._submission)
+            if self._orphan_timeout:
+                self._check_lease(time.monotonic(), self._orphan_timeout)
         except Exception:
-            return False
+            # A store that cannot be read is no request, and its time no follower's; object stores have exceptions of
+            # their own.
+            self._lease_seen = time.monotonic()
+            logger.warning("cannot look for a request to cancel", exc_info=True)
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()
@@ -107,5 +124,5 @@ class Watch:
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:
-            who = "its last follower was gone for " if bound else "nobody followed the run for orphan_timeout="
-            raise RunCancelledError(f"{who}{seconds} s, so it cancelled itself")
+            who = "its last follower was absent for " if bound else "nobody followed the run for orphan_timeout="
+            self._abandoned = f"{who}{seconds} s, so it cancelled itself"

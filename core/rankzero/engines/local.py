@@ -18,7 +18,7 @@ from rankzero.task.hold import hold
 
 LOOPBACK = "127.0.0.1"
 CUT_OFF = "nothing was heard from the driver for"
-"""What an agent says that had found the driver and lost it; one that never found it would not the next time."""
+"""What an agent reports that had found the driver and lost it; one that never found it would not the next time."""
 
 NVIDIA_SMI_TIMEOUT = 20.0
 """Seconds for ``nvidia-smi`` to list the GPUs."""

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from rankzero.host.descendants import die_with_parent
 
 ROOM = "RANKZERO_ROOM"
-"""Variable that only takes up place in a warm server's environment: its forks show theirs there."""
+"""Variable that only reserves space in a warm server's environment: its forks show theirs there."""
 
 _zips: dict[str, object] = {}
 """Archives on the search path whose index was read, and what they looked like then."""
@@ -120,7 +120,7 @@ def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
     kept = {0, 1, 2, *keep}
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            # The listing's own descriptor is gone already.
+            # The listing's own descriptor is closed already.
             with contextlib.suppress(OSError):
                 os.close(int(name))
 

@@ -36,7 +36,7 @@ def process_start(pid: int) -> str | None:
 
 
 def process_state(pid: int, start: str | None) -> str | None:
-    """The one-letter state that Linux gives a process; None if it is gone (a zombie is); ``"?"`` if unknown.
+    """The one-letter state that Linux gives a process; None if it has exited (a zombie has); ``"?"`` if unknown.
 
     Args:
         pid: Its id.

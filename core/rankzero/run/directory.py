@@ -200,7 +200,7 @@ class RunDirectory:
         return store.exists(self.submission_path(submission, "cancel"))
 
     def renew_lease(self, bound: float | None = None) -> None:
-        """Says that somebody follows this run, and for how many seconds that holds; None for its ``orphan_timeout``."""
+        """Records that somebody follows this run, and for how many seconds that holds; None: its ``orphan_timeout``."""
         words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
         store.write_bytes(self.path("lease"), " ".join(words).encode())
 

@@ -77,7 +77,7 @@ class Appender:
         self._file: IO[bytes] | None = None
         self._torn = False
         self._waiting: list[bytes] = []
-        self._piece = len(store.list_names(location)) if self._is_remote else 0
+        self._piece: int | None = None
 
     def append(self, lines: list[str]) -> None:
         """Adds lines; locally they can be read at once. Raises OSError when there is no room for them."""
@@ -100,6 +100,9 @@ class Appender:
         """Writes what waits for an object store as the next piece. Lines may be added meanwhile; one caller only."""
         waiting = list(self._waiting)
         if data := b"".join(waiting):
+            if self._piece is None:
+                # Behind what earlier submissions wrote.
+                self._piece = len(store.list_names(self._location))
             store.write_bytes(store.join(self._location, _piece(self._piece)), data)
             self._piece += 1
             del self._waiting[: len(waiting)]

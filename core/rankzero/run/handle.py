@@ -93,7 +93,7 @@ class RunHandle(Generic[R]):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the last submission's `Launcher.labels` said."""
+        """The last submission's `Launcher.labels`."""
         return self._run.job().labels
 
     @property
@@ -124,7 +124,7 @@ class RunHandle(Generic[R]):
         status = self._patiently(self._run.status)
         if status.final or not self._driver_died(status):
             return status
-        # It may have written its last word between the two looks.
+        # It may have written its final status between the two looks.
         status = self._patiently(self._run.status)
         if status.final:
             return status
@@ -202,7 +202,7 @@ class RunHandle(Generic[R]):
             self._tick.wait(interval)
 
     def renew_lease(self) -> None:
-        """Tells the driver that somebody follows the run; what waits for it or reads its lines does so by itself.
+        """Reports to the driver that somebody follows the run; what waits for it or reads its lines does so by itself.
 
         Raises:
             OSError: the store cannot be written.
@@ -212,7 +212,7 @@ class RunHandle(Generic[R]):
     def hold(self, bound: float) -> None:
         """From now on the run ends if this handle does not follow it for so many seconds; nobody comes after it.
 
-        For the last that takes up a run with an ``orphan_timeout``, which would else wait that long for the next.
+        For the last that attaches to a run with an ``orphan_timeout``, which would else wait that long for the next.
 
         Raises:
             OSError: the store cannot be written.
@@ -221,7 +221,7 @@ class RunHandle(Generic[R]):
         self.renew_lease()
 
     def _renew_lease(self) -> None:
-        """Tells the driver of a run with an ``orphan_timeout`` that somebody follows it."""
+        """Reports to the driver of a run with an ``orphan_timeout`` that somebody follows it."""
         if self._lease_interval is None:
             bound = self._run.job().orphan_timeout
             self._lease_interval = 0.0 if bound is None else min(LEASE_INTERVAL, bound / 4)
@@ -307,7 +307,7 @@ class RunHandle(Generic[R]):
         return self._run.job().submission
 
     def _wake_driver(self, status: RunStatus) -> None:
-        """Tells a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""
+        """Notifies a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""
         pid, job = status.driver_pid, self._run.job()
         is_here = status.driver_namespace == process_namespace() and status.submission == self._bound == job.submission
         if pid and job.owner is None and is_here and process_state(pid, status.driver_start):

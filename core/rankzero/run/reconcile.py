@@ -32,7 +32,7 @@ def decide(
         state: Of the run; ``"failed"`` if its driver died.
         same_training: It has the identity of the training that is asked for (`rankzero.submit.identity`).
         acknowledged: Its result was delivered, and the receiver has it for good.
-        ending: It lives, and was asked to end, or the process that it was to end with is gone.
+        ending: It lives, and was asked to end, or the process that it was to end with has exited.
         same_generation: No user stands between the delivery of its result and this: an orchestrator repeats by itself
             what had succeeded.
 

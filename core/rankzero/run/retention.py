@@ -214,7 +214,7 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
 
 
 def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
-    """True if the directory is gone; False if somebody else was faster. Raises OSError, or its fsspec driver's."""
+    """True if the directory is deleted; False if somebody else was faster. Raises OSError, or its fsspec driver's."""
     if _is_hidden(run.directory):
         _remove_hidden(run.directory)
         return True

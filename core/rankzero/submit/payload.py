@@ -4,7 +4,7 @@ The user's own modules (everything that is not installed) need not exist where t
 
 * a module that can be imported by its name travels as source in ``modules.zip``, with the modules
   it imports in turn; its functions and classes are pickled by reference, so that each exists once;
-* ``__main__``, notebooks, DAG files under made-up names, and modules that import an orchestrator,
+* ``__main__``, notebooks, DAG files under synthetic names, and modules that import an orchestrator,
   which executors do not have, are pickled by value, as far as the function refers to them.
 """
 

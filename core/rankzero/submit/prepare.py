@@ -27,7 +27,7 @@ class Request:
     Attributes:
         engine: Where.
         root: Of the run directories.
-        template: The job, without what depends on function and arguments; an empty ``run_id`` is made up.
+        template: The job, without what depends on function and arguments; an empty ``run_id`` becomes a random one.
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already.
@@ -119,13 +119,13 @@ def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
-    """Files that arguments refer to. Raises InvalidJobError if one is gone."""
+    """Files that arguments refer to. Raises InvalidJobError if one does not exist."""
     described: dict[str, dict[str, Any]] = {}
     for number, ref in enumerate(parts.refs):
         # A reference to an object store is opened there by the workers themselves.
         if not store.is_url(ref.uri):
             if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
-                raise InvalidJobError(f"the argument {ref.uri} is gone or not the {ref.size} bytes that were stored")
+                raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
             facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
             described[f"ref-{number}"] = {**facts, "uri": ref.uri}
     return described

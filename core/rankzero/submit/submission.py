@@ -1,4 +1,4 @@
-"""Submitting a run id: one submitter starts it, whatever else happens; an existing run is taken up.
+"""Submitting a run id: one submitter starts it, whatever else happens; an existing run is attached to.
 
 What dies where: after `RunDirectory.claim` and before ``job.json`` the claim is void after `CLAIM_TIMEOUT` and
 the next submitter takes the next number; after ``job.json`` and before the driver's first heartbeat the run
@@ -43,7 +43,7 @@ class Existing:
         job: What its last submission asked for.
         status: Its state now, ``"failed"`` if its driver died.
         decision: What submitting a training under its id means.
-        ending: It lives, and was asked to end, or its owner is gone: who submits it again wants another.
+        ending: It lives, and was asked to end, or its owner has exited: who submits it again wants another.
         same_training: It is the training that is asked for.
     """
 
@@ -97,7 +97,7 @@ def look(run: RunDirectory, identity: str, caller: Caller | None = None) -> Exis
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
     )
     if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
-        logger.warning("the result of run %s is gone, so it goes on from its last checkpoint", run.directory)
+        logger.warning("the result of run %s was deleted, so it goes on from its last checkpoint", run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, same_training)
 

@@ -86,7 +86,7 @@ class WarmAgent:
         return self.returncode
 
     def _await_word(self, timeout: float | None) -> bool:
-        """True when the server says how the agent ended, or does not say it although the agent has."""
+        """True when the server reports how the agent ended, or does not although the agent has."""
         deadline = None if timeout is None else time.monotonic() + timeout
         watched = [self._connection.fileno(), *([self._pidfd] if self._pidfd is not None else [])]
         ready = _await_readable(watched, timeout)
@@ -174,7 +174,7 @@ def _hear(connection: socket.socket) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte:
-            raise ConnectionError("the warm server is gone")
+            raise ConnectionError("the warm server has exited")
         line += byte
     message: dict[str, Any] = json.loads(line)
     return message

@@ -140,7 +140,7 @@ class CheckpointWriter:
         return self._last
 
     def write(self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool) -> None:
-        """Writes this rank's part and hands it over to be committed.
+        """Writes this rank's part and delivers it to be committed.
 
         Raises:
             TypeError: neither a directory nor a dict.
@@ -215,7 +215,7 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED)
 
     def on_message(self, message: Message) -> None:
-        """What the driver says of a checkpoint."""
+        """What the driver reports about a checkpoint."""
         if message["type"] == "checkpoint":
             self.committed(message["manifest"], {})
         elif message["type"] == "checkpoint-lost":
@@ -251,7 +251,7 @@ class CheckpointWriter:
         )
 
     def _forget(self, index: int) -> None:
-        """This checkpoint is settled: earlier staged ones are of no use to anybody."""
+        """This checkpoint is committed or failed: earlier staged ones are of no use to anybody."""
         with self._changed:
             for number in [number for number in self._staged if number <= index]:
                 folder = os.path.dirname(self._staged.pop(number))

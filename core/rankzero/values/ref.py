@@ -90,7 +90,7 @@ class ResultRef:
             verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
 
         Raises:
-            ResultError: the file is gone, changed or of an unknown format.
+            ResultError: the file does not exist, was changed or is of an unknown format.
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
@@ -101,7 +101,7 @@ class ResultRef:
                     while chunk := remote.read(_COPY_CHUNK):
                         local.write(chunk)
             except FileNotFoundError:
-                raise ResultError(f"the result {self.uri} is gone") from None
+                raise ResultError(f"the result {self.uri} does not exist") from None
             return self.load_from(path)
 
     def load_from(self, path: str, *, verify: bool = False) -> Any:
@@ -109,7 +109,7 @@ class ResultRef:
         try:
             return formats.read(path, self.format, self.sha256, None if verify else self.fingerprint)
         except FileNotFoundError:
-            raise ResultError(f"the result {path} is gone; was its run directory deleted?") from None
+            raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
 
     def to_json(self) -> dict[str, Any]:
         """The handle as plain JSON values."""

@@ -7,7 +7,7 @@ run into the next. It ends with its executor, or after `IDLE_TIMEOUT` without a 
     -> {"env": {...}, "directory": "...", ...}    with two descriptors: the agent's standard input, its log
     <- {"pid": 4711}
     <- {"status": 0}                          of waitpid, when the agent has ended
-    end of file: whoever holds the agent is gone
+    end of file: whoever holds the agent has exited
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class WarmServer:
         self._selector.register(woken, selectors.EVENT_READ, self._on_child)
 
     def run(self) -> None:
-        """Serves until the owner is gone, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents."""
+        """Serves until the owner has exited, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents."""
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
             for act in [key.data for key, _ in events] or [self._use_the_pause]:
@@ -146,7 +146,7 @@ class WarmServer:
         self.end()
 
     def end(self) -> None:
-        """From here on nobody finds this server; who had connected already is told by the end of the connection."""
+        """From here on nobody finds this server; who had connected already sees the end of the connection."""
         if not self._ending:
             self._ending = True
             self._selector.unregister(self._listener)
@@ -200,7 +200,7 @@ class WarmServer:
         return pid
 
     def _on_holder(self, pid: int, connection: socket.socket) -> None:
-        """A client never says anything again: this is its end. A stopped agent would not read it."""
+        """A client never sends anything again: this is its end. A stopped agent would not read it."""
         if self._agents.get(pid) is connection:
             self._selector.unregister(connection)
             with contextlib.suppress(ProcessLookupError):
@@ -212,7 +212,7 @@ class WarmServer:
         for pid, status in descendants.ended_children():
             if connection := self._agents.pop(pid, None):
                 self._idle_since = time.monotonic()
-                # What a killed agent left comes to this process; its holder hears of the end when that has gone too.
+                # What a killed agent left comes to this process; its holder learns of the end when that has exited too.
                 descendants.kill_all(but=set(self._agents))
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(connection)
@@ -309,7 +309,7 @@ def main() -> None:
     descendants.become_subreaper()
     watched = os.pidfd_open(int(owner))
     if process_start(int(owner)) != started:
-        raise SystemExit("whoever started this server is gone")
+        raise SystemExit("whoever started this server has exited")
     with ending_with(watched):
         load(PRELOADED)
     os.environ.pop(forked.ROOM, None)

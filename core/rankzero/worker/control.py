@@ -28,7 +28,7 @@ LARGE_REPORT = 64 << 10
 """Characters of a report that does not wait either."""
 
 MESSAGE_SIZE = 1 << 20
-"""Characters of reports in one message, and bytes that are handed to the socket at a time, unless one has more."""
+"""Characters of reports in one message, and bytes that are written to the socket at a time, unless one has more."""
 
 
 class Control:
@@ -43,7 +43,7 @@ class Control:
         self._is_called = False
         threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
         self.ended = threading.Event()
-        """The agent said that every rank has committed."""
+        """The agent reported that every rank has committed."""
 
     def send(self, message: Message) -> None:
         """Sends a message; safe from any thread, and from a signal handler that interrupts this very call."""
@@ -139,17 +139,17 @@ class Control:
         threading.Thread(target=take, name="rankzero-control", daemon=True).start()
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
-        """From here on a thread tells the agent how far this rank is.
+        """From here on a thread reports to the agent how far this rank is.
 
         It stays silent while native code holds the interpreter's lock.
         """
 
-        def tell() -> None:
+        def report() -> None:
             while not self.ended.is_set():
                 self.send({"type": "beat", "progress": progress()})
                 self.ended.wait(interval)
 
-        threading.Thread(target=tell, name="rankzero-heartbeat", daemon=True).start()
+        threading.Thread(target=report, name="rankzero-heartbeat", daemon=True).start()
 
 
 class _Batch:

@@ -58,7 +58,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # As on a terminal: a line is seen when it is written, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
-    # The crashing thread alone: the stacks of all would push the last words of the rank out of the log tail.
+    # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
     faulthandler.enable(all_threads=False)
     os.set_inheritable(stack_fd, False)
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
@@ -188,7 +188,7 @@ def _place_script(payload: dict[str, Any]) -> str:
 
 
 def _commit(value: object, start: Message) -> Message:
-    """The record of success; rank 0's carries the value or says which file holds it."""
+    """The record of success; rank 0's carries the value or names the file that holds it."""
     commit: Message = {"type": "commit", "time": time.time()}
     if start["context"]["rank"] != 0:
         return commit

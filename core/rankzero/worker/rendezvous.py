@@ -20,7 +20,7 @@ from rankzero.channel.sockets import listen
 from rankzero.host import network
 
 DESTROYED_KEPT = 16
-"""Process groups: when so many others have been destroyed, the threads of one have nothing in hand any more."""
+"""Process groups: when so many others have been destroyed, the threads of one have no work left."""
 
 _store: object = None
 

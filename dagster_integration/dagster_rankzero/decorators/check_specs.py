@@ -23,7 +23,7 @@ def with_reported_checks(context: dg.AssetExecutionContext, result: dg.Materiali
 
 
 def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
-    """Passed if rank 0's last word on the check was True; failed if it never spoke of it."""
+    """Passed if rank 0's latest value for the check was True; failed if it never reported one."""
     name = CHECK_PREFIX + key.name
     entry = metadata.get(METRIC_PREFIX + name)
     if entry is None:

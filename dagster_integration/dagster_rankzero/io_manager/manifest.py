@@ -84,7 +84,7 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
         The handle of the stored file.
 
     Raises:
-        ResultError: the value cannot be stored, or the handle's file is gone or damaged.
+        ResultError: the value cannot be stored, or the handle's file does not exist or is damaged.
 
     The file of a handle is copied by its store where that is possible (a hard link, a copy within S3), and is not
     read here: its size is compared, and its checksum, which the handle recorded when the file was written, is
@@ -164,7 +164,7 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
             return is_known
         _fetch(ref, path)
     except FileNotFoundError:
-        raise ResultError(f"the result {ref.uri} is gone; was its run directory deleted?") from None
+        raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
     store.upload(path, target)
     return True
 

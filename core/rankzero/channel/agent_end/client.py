@@ -69,7 +69,7 @@ class ChannelClient:
             bulk: True for what may wait behind other messages, such as log lines.
 
         Raises:
-            FrameError: It is too large, or its type is one that the channel makes up.
+            FrameError: It is too large, or its type is one that the channel synthesizes.
         """
         if bulk:
             self._exchange.queue_bulk(LOGS, message_body(BULK, message))
@@ -86,7 +86,7 @@ class ChannelClient:
             then: The message that follows its last byte.
 
         Raises:
-            FrameError: The message is too large, or its type is one that the channel makes up.
+            FrameError: The message is too large, or its type is one that the channel synthesizes.
         """
         message_body(CONTROL, then)
         self._exchange.add_upload(name, path, then)

@@ -1,4 +1,4 @@
-"""What the agent's thread and the channel's thread hand to each other, under one lock.
+"""What the agent's thread and the channel's thread pass to each other, under one lock.
 
 Standard library only: this module travels to executors.
 """
@@ -19,7 +19,7 @@ from rankzero.channel.session import OWN, UPLOADS, Session, message_body
 
 
 class ChannelClosed(ConnectionError):
-    """The driver closed the channel or is gone for good."""
+    """The driver closed the channel or is lost for good."""
 
 
 class Exchange:
@@ -178,7 +178,7 @@ class Exchange:
             self._inbox.append(message)
 
     def end(self, reason: str) -> None:
-        """Tells the agent that nothing more will come."""
+        """Signals the agent that nothing more will come."""
         with self._lock:
             self._reason = reason
             self._call_agent()

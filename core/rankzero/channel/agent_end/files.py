@@ -21,7 +21,7 @@ def upload_frames(stream: int, name: str, path: str, then: Message) -> Iterator[
     Args:
         stream: Its number.
         name: What the driver is to call it.
-        path: The local file. If it cannot be read to its end, the driver is told why.
+        path: The local file. If it cannot be read to its end, the reason is sent to the driver.
         then: The message that follows it.
 
     Yields:
@@ -72,7 +72,7 @@ class Fetch:
 
     def abandon(self) -> None:
         """Leaves nothing behind: the rest will not come."""
-        self._fail("the driver is gone")
+        self._fail("the driver is lost")
 
     def _fail(self, error: str) -> None:
         self._error = self._error or error

@@ -23,11 +23,11 @@ from rankzero.channel.session import ACK, CONTENT, CONTROL, OWN, message_body, s
 
 
 class _OverError(Exception):
-    """The session has ended; the text says why."""
+    """The session has ended; the text is the reason."""
 
 
 class Keeper:
-    """Finds the driver, talks to it, and finds it again, until one of both says farewell or is lost."""
+    """Finds the driver, talks to it, and finds it again, until one of both sends a farewell or is lost."""
 
     def __init__(self, exchange: Exchange, hosts: Sequence[str], port: int, secret: str, task: int) -> None:
         """Takes what `ChannelClient` was given."""
@@ -51,7 +51,7 @@ class Keeper:
         except _OverError as over:
             self._exchange.end(str(over))
         except Exception as error:
-            # Nobody would notice that the thread is gone; the agent has to.
+            # Nobody would notice that the thread has ended; the agent has to.
             self._exchange.end(f"the channel failed: {type(error).__name__}: {error}")
 
     def _keep_session(self) -> NoReturn:
@@ -104,7 +104,7 @@ class Keeper:
 
     def _find_driver(self) -> Link | None:
         """Tries every address once. Raises _OverError when the driver is lost for good."""
-        # Once found, the driver stays where it is, and a resolver may be gone with the network.
+        # Once found, the driver stays where it is, and a resolver may be lost with the network.
         for host in self._hosts if self._address is None else [self._address[1][0]]:
             try:
                 candidates = [self._address] if self._address else dial.addresses(host, self._port)

@@ -25,7 +25,7 @@ class Reception(Protocol):
         """Takes note of a connection that has proved nothing yet."""
 
     def admit(self, connection: Connection, hello: Hello) -> Peer | str:
-        """Gives a connection that has proved the secret to its agent, or says why not."""
+        """Gives a connection that has proved the secret to its agent, or sends the reason why not."""
 
     def lose(self, peer: Peer, reason: str) -> None:
         """Gives an agent up for good."""
@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
             try:
                 self.peer.take(body)
             except FrameError as error:
-                # The agent itself said it, and would say it again on the next connection.
+                # The agent itself sent it, and would send it again on the next connection.
                 self._server.lose(self.peer, f"agent {self.peer.task} broke the channel's rules: {error}")
                 return
         if self.peer is not None:
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
         self._server.on_end(self)
 
     def close(self) -> None:
-        """Closes when what was written has gone out."""
+        """Closes when what was written has been sent."""
         self._is_closed = True
         self._transport.close()
 

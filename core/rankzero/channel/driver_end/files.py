@@ -24,19 +24,19 @@ class Uploads:
     """
 
     def __init__(
-        self, directory: str, task: int, hand: Callable[[Message], None], grant: Callable[[int], None]
+        self, directory: str, task: int, deliver: Callable[[Message], None], grant: Callable[[int], None]
     ) -> None:
         """Prepares to receive.
 
         Args:
             directory: Where the files go, as ``.upload-{task}-{name}``.
             task: The agent's number.
-            hand: Takes the message ``uploaded`` of each file, and the one that follows it.
+            deliver: Receives the message ``uploaded`` of each file, and the one that follows it.
             grant: Takes the sizes of the frames whose content is on disk.
         """
         self._directory = directory
         self._task = task
-        self._hand = hand
+        self._deliver = deliver
         self._grant = grant
         self._stream: int | None = None
         self._steps: deque[Callable[[], Awaitable[None]]] = deque()
@@ -129,8 +129,8 @@ class Uploads:
             facts = {"sha256": self._digest.hexdigest(), "size": self._size}
             uploaded = {"type": "uploaded", "name": self._name, "path": self._path, **facts}
             self._file = None
-        self._hand(uploaded)
-        self._hand(then)
+        self._deliver(uploaded)
+        self._deliver(then)
 
     async def _discard(self) -> None:
         if self._file is not None:

@@ -57,7 +57,7 @@ class Peer:
         Args:
             task: The agent's number.
             name: The random name of its session.
-            on_message: Takes what the agent says.
+            on_message: Receives what the agent sends.
             served: Name to location of the files it may fetch.
             upload_directory: Where its uploads go.
             grant: Decides when it gets credit for bulk bytes that were accepted.
@@ -74,7 +74,7 @@ class Peer:
         self._on_message = on_message
         self._served = served
         self._grant = grant
-        self._uploads = Uploads(upload_directory, task, self.hand, self._accept_content)
+        self._uploads = Uploads(upload_directory, task, self.deliver, self._accept_content)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._moved = asyncio.Event()
 
@@ -83,8 +83,8 @@ class Peer:
         """True while messages for it make sense."""
         return not (self.is_lost or self.has_left)
 
-    def hand(self, message: Message) -> None:
-        """Hands on a message of the agent, or one that the channel made up."""
+    def deliver(self, message: Message) -> None:
+        """Delivers a message of the agent, or a synthetic one of the channel."""
         try:
             self._on_message(self.task, message)
         except Exception:
@@ -120,7 +120,7 @@ class Peer:
         message = parse(body[1:])
         if message["type"] in MADE_UP:
             raise FrameError(f"a message of the type {message['type']!r} from an agent")
-        self.hand(message)
+        self.deliver(message)
 
     def _accept_content(self, size: int) -> None:
         self._grant(self, size)
@@ -143,7 +143,7 @@ class Peer:
             raise FrameError(f"unknown word {kind!r} of the channel")
 
     def say_farewell(self) -> None:
-        """Tells the agent that the session has ended well, and that everything has arrived."""
+        """Confirms to the agent that the session has ended well, and that everything has arrived."""
         self.session.ping()
         self.queue(message_body(OWN, {"type": "farewell"}))
 

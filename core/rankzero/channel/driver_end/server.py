@@ -27,13 +27,13 @@ from rankzero.channel.sockets import listen
 logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
-"""Type of the message that the server makes up when an agent's connection ends or goes silent."""
+"""Type of the message that the server synthesizes when an agent's connection ends or goes silent."""
 
 RECONNECTED = "reconnected"
-"""Type of the message that the server makes up when a disconnected agent is back."""
+"""Type of the message that the server synthesizes when a disconnected agent is back."""
 
 LOST = "lost"
-"""Type of the message that the server makes up when an agent is gone for good without a farewell."""
+"""Type of the message that the server synthesizes when an agent is lost for good without a farewell."""
 
 
 class ChannelServer:
@@ -100,7 +100,7 @@ class ChannelServer:
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
     def close(self) -> None:
-        """Says farewell to every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
+        """Sends a farewell to every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
         if not self._thread.ident:
             return
         self._call(self._begin_close)
@@ -108,7 +108,7 @@ class ChannelServer:
             self._stopped.wait(limits.CLOSE_TIMEOUT)
 
     def _call(self, act: Callable[[], None]) -> None:
-        # After the end there is nobody to tell.
+        # After the end there is no receiver.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(act)
 
@@ -262,7 +262,7 @@ class ChannelServer:
         peer.session.resume(hello.received)
         self._forget_unproved(connection)
         if is_back and peer.is_live and not self._is_closing:
-            peer.hand({"type": RECONNECTED, "reason": "the agent made a new connection"})
+            peer.deliver({"type": RECONNECTED, "reason": "the agent made a new connection"})
         return peer
 
     def _new_peer(self, hello: Hello) -> Peer:
@@ -277,7 +277,7 @@ class ChannelServer:
         peer.end()
         self._withheld.discard(peer)
         if was_live and not self._is_closing:
-            peer.hand({"type": LOST, "reason": reason})
+            peer.deliver({"type": LOST, "reason": reason})
 
     def on_end(self, connection: Connection) -> None:
         """Takes note of a closed connection."""
@@ -291,7 +291,7 @@ class ChannelServer:
             return
         peer.connection = None
         if peer.is_live and not self._is_closing:
-            peer.hand({"type": DISCONNECTED, "reason": connection.reason})
+            peer.deliver({"type": DISCONNECTED, "reason": connection.reason})
 
     def _forget_unproved(self, connection: Connection) -> None:
         self._unproved.pop(connection, None)

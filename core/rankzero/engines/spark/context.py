@@ -52,7 +52,7 @@ class KnownContext:
         return int(self._scala.maxNumConcurrentTasks(self._profile))
 
     def is_stopped(self) -> bool:
-        """True if nothing runs there any more. Raises a Py4JError if the JVM is gone."""
+        """True if nothing runs there any more. Raises a Py4JError if the JVM has exited."""
         return bool(self._scala.isStopped())
 
 

@@ -285,7 +285,7 @@ class SparkEngineSession(EngineSession):
         return SparkGroup(self._context, self._job, task, on_end)
 
     def is_usable(self) -> bool:
-        """False if the JVM is gone or the SparkContext was stopped."""
+        """False if the JVM has exited or the SparkContext was stopped."""
         try:
             return not self._known.is_stopped()
         except Exception:

@@ -1,0 +1,122 @@
+"""`Storage`: rank 0's value and parts of checkpoints, from what ranks report to where they are kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rankzero import store
+from rankzero.channel.frames import Message
+from rankzero.driver import verdict
+from rankzero.driver.commits import Committer
+from rankzero.driver.outcome import Outcome
+from rankzero.run.directory import RunDirectory
+from rankzero.values.ref import ResultRef, fingerprint_of
+
+logger = logging.getLogger(__name__)
+
+RESULT_STORED = "result-stored"
+
+RESULT_PATIENCE = 30.0
+"""Seconds for which a store that refuses the result is asked again."""
+
+_RESULT_INTERVAL = 0.5
+
+
+class Storage:
+    """Joins what ranks report with the files that their agents sent, and has both stored.
+
+    A file comes over the channel before the message that belongs to it, where a rank does not see the run directory.
+    """
+
+    def __init__(
+        self, run: RunDirectory, number: int, committer: Committer, outcome: Outcome, send: Callable[[Message], None]
+    ) -> None:
+        """Nothing has come yet.
+
+        Args:
+            run: The run.
+            number: Of the attempt.
+            committer: Takes parts of checkpoints, and runs in its thread what talks to an object store.
+            outcome: Learns of commits and of what cannot be stored.
+            send: Sends a message to the driver's thread, from any thread.
+        """
+        self._run = run
+        self._number = number
+        self._committer = committer
+        self._outcome = outcome
+        self._send = send
+        self._uploads: dict[tuple[int, str], Message] = {}
+
+    def note_upload(self, task: int, message: Message) -> None:
+        """A file of this task has come over the channel, or will not."""
+        self._uploads[task, message["name"]] = message
+
+    def add_part(self, rank: int, task: int, message: Message) -> None:
+        """Takes a rank's part of a checkpoint."""
+        part = {**message}
+        if name := message.get("upload"):
+            uploaded = self._uploads.pop((task, name), None)
+            if uploaded is None or uploaded.get("sha256") != message["sha256"]:
+                what = uploaded.get("error", "it was damaged on its way") if uploaded else "it did not arrive"
+                logger.error("checkpoint %s: the part of rank %s is lost: %s", message["id"], rank, what)
+                self._committer.drop(message["index"])
+                return
+            part["uploaded"] = uploaded["path"]
+        self._committer.add(rank, part)
+
+    def commit(self, rank: int, task: int, message: Message) -> None:
+        """Takes a rank's commit. Rank 0 has committed when its value is stored: `on_stored`."""
+        if "result" not in message:
+            self._outcome.note_committed(rank)
+            return
+        self._outcome.note_returned(rank)
+        result = message["result"]
+        path = result["path"]
+        if uploaded := self._uploads.pop((task, "value"), None):
+            if uploaded.get("sha256") != result["sha256"]:
+                self._outcome.refusal = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
+                return
+            path = uploaded["path"]
+        uri = self._run.path("result", f"value-{self._number}.{result['format']}")
+
+        def put() -> None:
+            error = _upload(path, uri)
+            fingerprint = None if error else fingerprint_of(uri, result["format"])
+            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
+            self._send({**stored, "fingerprint": fingerprint})
+
+        if self._run.is_remote or "value" not in result:
+            # In the thread that talks to the store: the driver goes on looking for failures and cancels.
+            self._committer.do(put)
+        else:
+            put()
+
+    def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
+        """Rank 0's value is in its place, or the store refused it.
+
+        Args:
+            message: Of the type `RESULT_STORED`.
+            metrics: Rank 0's last ones, for the summary.
+        """
+        if message["error"]:
+            self._outcome.refusal = verdict.not_stored(message["error"])
+            return
+        result = message["result"]
+        summary = {**result["summary"], "metrics": dict(metrics)}
+        ref = ResultRef(
+            message["uri"], result["format"], result["sha256"], result["size"], summary, message["fingerprint"]
+        )
+        self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
+
+
+def _upload(path: str, uri: str) -> str | None:
+    """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
+    try:
+        store.patiently(
+            lambda: store.upload(path, uri), RESULT_PATIENCE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
