@@ -170,6 +170,9 @@ class Attempt:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
+            # What has come meanwhile is committed first.
+            self._take_all()
+            self._committer.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._server.broadcast({"type": "end"})
@@ -319,7 +322,7 @@ class Attempt:
         same = {
             "type": "start",
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
-            "run_directory": None if self._run.is_remote else self._run.directory,
+            "run_directory": self._run.directory,
             "run_token": None if self._run.is_remote else self._run.token(),
             "files": self._files,
             "checkpoint": self._resume.to_json() if self._resume else None,

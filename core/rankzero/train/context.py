@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from rankzero.train.checkpoint import Checkpoint, CheckpointWriter
+    from rankzero.train.checkpoint import Checkpoint
+    from rankzero.train.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 

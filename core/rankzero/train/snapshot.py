@@ -56,7 +56,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         raise
     except Exception as error:
         raise ResultError(
-            f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values, tensors and state dicts"
+            f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values and state dicts"
         ) from error
 
 
@@ -72,10 +72,8 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
             found = shards.pieces_of(tensor)
             pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
             return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
-        if not _is_plain(tensor) or uses[_storage(tensor)] == 1:
-            copied = _copy(tensor)
-        else:
-            copied = _view(tensor, storages)
+        is_shared = _is_plain(tensor) and uses[_storage(tensor)] > 1
+        copied = _view(tensor, storages) if is_shared else _copy(tensor)
         if type(tensor) is torch.nn.Parameter:
             return torch.nn.Parameter(copied, tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 JSON, SAFETENSORS, CLOUDPICKLE = "json", "safetensors", "cloudpickle"
 DIRECTORY = "tar"
 """A directory tree, for checkpoints."""
+DISTRIBUTED = "dcp.tar"
+"""One rank's directory of what ``torch.distributed.checkpoint`` saved: of use with those of all ranks."""
+SHARDS = "shards"
+"""One rank's pieces of a sharded state, for checkpoints: see `rankzero.values.shards`."""
 
 _HASH_CHUNK = 16 << 20
 _HASH_BESIDE = 1 << 20
@@ -66,7 +70,7 @@ _DTYPES = {
 }
 
 
-class Sink(Protocol):
+class Writable(Protocol):
     """What bytes are written to."""
 
     def write(self, data: Any, /) -> object:
@@ -136,7 +140,7 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         return facts
 
 
-def write_to(value: object, file_format: str, file: Sink) -> tuple[int, str]:
+def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
     """Writes a value to an open file; as `write`."""
     with contextlib.closing(_HashingWriter(file)) as sink:
         if file_format == JSON:
@@ -146,6 +150,11 @@ def write_to(value: object, file_format: str, file: Sink) -> tuple[int, str]:
         else:
             _write_cloudpickle(value, sink)
         return sink.size, sink.hexdigest()
+
+
+def is_distributed(directory: str) -> bool:
+    """True for a directory that ``torch.distributed.checkpoint`` wrote."""
+    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(directory))
 
 
 def write_directory(directory: str, path: str) -> tuple[int, str]:
@@ -217,7 +226,7 @@ def _verify(file: IO[bytes], sha256: str) -> None:
 class _HashingWriter(io.RawIOBase):
     """Counts and hashes what passes through to a file; both leave the interpreter's lock, so each has a core."""
 
-    def __init__(self, file: Sink) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self._digest = hashlib.sha256()
         self._behind: queue.Queue[Any] = queue.Queue(_HASH_BEHIND)

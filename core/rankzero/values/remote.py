@@ -18,7 +18,7 @@ from rankzero import store
 _COPY_CHUNK = 8 << 20
 
 _FLUSH_EVERY = 128 << 20
-"""Bytes after which a writer waits for what is on its way: pyarrow copies without bound what a slow store has not taken."""
+"""Bytes after which a writer waits for those on their way: pyarrow copies without bound what a slow store has to take."""
 
 _REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403")
 
@@ -30,7 +30,7 @@ class Client(Protocol):
         """An open file that can be read from any place. Raises FileNotFoundError, or the client's own errors."""
 
     def open_write(self, url: str) -> IO[bytes]:
-        """A file whose bytes are sent while it is written, several pieces at once; it is there when it is closed."""
+        """A file whose bytes are sent while it is written, several pieces at once; closing it makes it appear."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ArrowClient:
 
     @staticmethod
     def of(url: str) -> ArrowClient:
-        """A client for what lies below a URL. Raises ImportError, or what pyarrow raises for a scheme it does not know."""
+        """A client for what lies below a URL. Raises ImportError, or pyarrow's errors: it does not know the scheme."""
         from pyarrow import fs
 
         scheme, _, path = url.partition("://")

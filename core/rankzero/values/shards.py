@@ -23,7 +23,7 @@ from math import prod
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values.formats import Sink
+from rankzero.values.formats import Writable
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 
 Path = tuple[Any, ...]
+Copy = Callable[[Any, list[int], Any], None]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _name(path: Path) -> str:
 # -- writing -------------------------------------------------------------------------------------
 
 
-def write_to(state: Any, file: Sink) -> tuple[int, str]:
+def write_to(state: Any, file: Writable) -> tuple[int, str]:
     """Writes this rank's part of a state in which `Pieces` stand for sharded tensors.
 
     Returns:
@@ -118,10 +119,12 @@ def write_to(state: Any, file: Sink) -> tuple[int, str]:
         if name in tensors:
             raise ResultError(f"two sharded tensors of a checkpoint have the name {name!r}")
         written = value.pieces if value.is_written_here(name) else []
-        pieces = [{"offsets": offsets, "sizes": list(local.shape), **writer.tensor(local)} for offsets, local in written]
+        pieces = [
+            {"offsets": offsets, "sizes": list(local.shape), **writer.tensor(local)} for offsets, local in written
+        ]
         dtype = str(value.dtype).removeprefix("torch.")
         tensors[name] = {"shape": value.shape, "dtype": dtype, "pieces": pieces}
-        return _Stored(name)
+        return _Stored(name, value.shape, value.dtype)
 
     plain = walk(state, place)
     rest = io.BytesIO()
@@ -133,7 +136,7 @@ def write_to(state: Any, file: Sink) -> tuple[int, str]:
 
 
 class _Writer:
-    def __init__(self, file: Sink) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self.size = 0
 
@@ -155,6 +158,8 @@ class _Stored:
     """Stands for a sharded tensor in the pickle."""
 
     name: str
+    shape: list[int]
+    dtype: torch.dtype
 
 
 def _Pickler(file: IO[bytes], protocol: int) -> Any:
@@ -170,8 +175,15 @@ def _Pickler(file: IO[bytes], protocol: int) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], tensors: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
     def persistent_load(self, name: Any) -> _Stored:
-        return _Stored(name)
+        import torch
+
+        entry = self._tensors[name]
+        return _Stored(name, entry["shape"], getattr(torch, entry["dtype"]))
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -208,7 +220,7 @@ class ShardedState:
 
     def _plain(self, rank: str) -> Any:
         file = self._file(rank)
-        return _Unpickler(io.BytesIO(file.read(file.index["rest"]))).load()
+        return _Unpickler(io.BytesIO(file.read(file.index["rest"])), file.index["tensors"]).load()
 
     def _file(self, rank: str) -> _File:
         if rank not in self._files:
@@ -216,37 +228,27 @@ class ShardedState:
             self._files[rank] = _File(self._open_part(rank), part["size"], part["sha256"])
         return self._files[rank]
 
-    def _pieces(self, name: str) -> tuple[list[int], torch.dtype, list[tuple[str, dict[str, Any]]]]:
-        """Shape, type, and every piece of a tensor with the rank that wrote it."""
-        import torch
-
-        shape, dtype = [], ""
+    def _pieces(self, stored: _Stored) -> list[tuple[str, dict[str, Any]]]:
+        """Every piece of a tensor, with the rank that wrote it."""
         found: dict[str, tuple[str, dict[str, Any]]] = {}
         for rank in self._parts:
-            entry = self._file(rank).index["tensors"].get(name)
-            if entry:
-                shape, dtype = entry["shape"], entry["dtype"]
+            if entry := self._file(rank).index["tensors"].get(stored.name):
                 found |= {str([piece["offsets"], piece["sizes"]]): (rank, piece) for piece in entry["pieces"]}
-        if sum(prod(piece["sizes"]) for _, piece in found.values()) != prod(shape):
-            raise ResultError(f"the pieces of {name!r} in the checkpoint are not the whole tensor of shape {shape}")
-        return shape, getattr(torch, dtype), list(found.values())
+        if sum(prod(piece["sizes"]) for _, piece in found.values()) != prod(stored.shape):
+            raise ResultError(f"the pieces of {stored.name!r} in the checkpoint are not the whole tensor")
+        return list(found.values())
 
     def _whole(self, stored: _Stored) -> torch.Tensor:
         import torch
 
-        shape, dtype, _ = self._pieces(stored.name)
-        whole = torch.empty(shape, dtype=dtype)
-        self._copy(stored, [0] * len(shape), whole)
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        self._copy(stored, [0] * len(stored.shape), whole)
         return whole
 
-    def _copy(self, source: Any, offsets: list[int], local: torch.Tensor) -> None:
+    def _copy(self, stored: _Stored, offsets: list[int], local: torch.Tensor) -> None:
         """Fills a local tensor, whose place in the whole one begins at ``offsets``."""
-        if not isinstance(source, _Stored):
-            copy_box(source, [0] * source.dim(), local, offsets)
-            return
-        shape, dtype, pieces = self._pieces(source.name)
-        _check_fits(source.name, shape, offsets, local)
-        for rank, piece in pieces:
+        dtype = stored.dtype
+        for rank, piece in self._pieces(stored):
             if overlap(piece["offsets"], piece["sizes"], offsets, list(local.shape)) is not None:
                 read = _tensor(self._file(rank).read(piece), dtype, piece["sizes"])
                 copy_box(read, piece["offsets"], local, offsets)
@@ -294,13 +296,13 @@ def _tensor(data: bytearray, dtype: torch.dtype, sizes: list[int]) -> torch.Tens
 # -- filling -------------------------------------------------------------------------------------
 
 
-def fill(target: Any, state: Any, copy: Callable[[Any, list[int], torch.Tensor], None]) -> Any:
+def fill(target: Any, state: Any, copy: Copy | None = None) -> Any:
     """The state that was saved, with the tensors of ``target`` in it: each is filled, a sharded one with its pieces.
 
     Args:
         target: The state of a model that trains now, with the same names.
         state: What was saved; sharded tensors as `_Stored`.
-        copy: Fills a local tensor from one that was saved; its offsets in the whole one are between the two.
+        copy: Fills a local tensor from one that was saved sharded; its offsets in the whole one are between the two.
 
     Raises:
         ResultError: a tensor that was saved sharded is not in ``target``, or has another shape.
@@ -316,8 +318,8 @@ def fill(target: Any, state: Any, copy: Callable[[Any, list[int], torch.Tensor],
         if isinstance(value, _Stored):
             if path[0] in target:
                 raise ResultError(
-                    f"the checkpoint holds {value.name!r}, which the state to be filled has not: give the states of model "
-                    "and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
+                    f"the checkpoint holds {value.name!r}, which the state to be filled has not: give the states of "
+                    "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
                 )
             skipped.add(path[0])
         return value
@@ -326,25 +328,22 @@ def fill(target: Any, state: Any, copy: Callable[[Any, list[int], torch.Tensor],
     return {key: value for key, value in filled.items() if key not in skipped}
 
 
-def _fill_tensor(name: str, target: Any, source: Any, copy: Callable[[Any, list[int], torch.Tensor], None]) -> None:
+def _fill_tensor(name: str, target: Any, source: Any, copy: Copy | None) -> None:
     import torch
 
+    shape = source.shape if isinstance(source, _Stored) else list(source.shape)
+    if shape != list(target.size()):
+        raise ResultError(
+            f"{name!r} has the shape {shape} in the checkpoint, and {list(target.size())} in the state to be filled"
+        )
+    pieces = pieces_of(target).pieces if is_sharded(target) else [([0] * len(shape), target)]
     with torch.no_grad():
-        if is_sharded(target):
-            for offsets, local in pieces_of(target).pieces:
-                if not isinstance(source, _Stored):
-                    _check_fits(name, list(source.shape), offsets, local)
+        for offsets, local in pieces:
+            if isinstance(source, _Stored):
+                assert copy is not None
                 copy(source, offsets, local)
-        else:
-            if not isinstance(source, _Stored):
-                _check_fits(name, list(source.shape), [0] * target.dim(), target)
-            copy(source, [0] * target.dim(), target)
-
-
-def _check_fits(name: str, shape: list[int], offsets: list[int], local: torch.Tensor) -> None:
-    ends = [offset + size for offset, size in zip(offsets, local.shape, strict=True)]
-    if len(shape) != len(ends) or any(end > size for end, size in zip(ends, shape, strict=True)):
-        raise ResultError(f"{name!r} has the shape {shape} in the checkpoint, which is not that of the state to be filled")
+            else:
+                copy_box(source, [0] * len(shape), local, offsets)
 
 
 def _leaves(value: Any) -> Iterator[tuple[Path, Any]]:

@@ -63,11 +63,17 @@ def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     os.set_inheritable(stack_fd, False)
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     control = Control(control_fd)
+    ending = contextlib.ExitStack()
     try:
-        outcome = _work(control)
+        outcome = _work(control, ending)
     except BaseException as error:
         outcome = describe_failure(error)
     control.send(outcome)
+    if outcome["type"] == "failure":
+        # The next attempt goes on from what was reported; the agent ends this within its grace.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(BaseException):
+            ending.close()
     control.flush()
     if outcome["type"] == "commit":
         if "result" in outcome:
@@ -78,25 +84,24 @@ def main(control_fd: int, stack_fd: int, agent_pid: int) -> NoReturn:
     os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"])
 
 
-def _work(control: Control) -> Message:
+def _work(control: Control, ending: contextlib.ExitStack) -> Message:
+    """Does all that this rank is for; what is to be finished even if it fails is left to ``ending``."""
     try:
         import torch
     except ImportError as error:
         return _no_torch(error)
     control.send({"type": "ready", "torch": torch.__version__, "main_thread": threading.main_thread().ident})
     start = control.receive()
-    from rankzero.train import checkpoint, context
+    from rankzero.train import context, parts
+    from rankzero.train import writer as writers
 
-    writer = checkpoint.CheckpointWriter(
-        start["checkpoint_directory"],
-        start["context"]["attempt"],
-        start["context"]["rank"],
-        control.send,
-        shared=start["shared"],
+    world = context.TrainContext(**start["context"])
+    writer = writers.CheckpointWriter(
+        parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
     )
-    session = context.install(context.TrainContext(**start["context"]), control.report, writer)
+    session = context.install(world, control.report, writer)
     if start["checkpoint"]:
-        writer.committed(start["checkpoint"], start["checkpoint_parts"])
+        writer.committed(start["checkpoint"])
     os.environ.update(start["env"])
     if start["context"]["rank"] == 0:
         control.send({"type": "rendezvous", "port": rendezvous.bind(start)})
@@ -111,7 +116,9 @@ def _work(control: Control) -> Message:
         )
     _count_optimizer_steps(session)
     control.beat(start["beat_interval"], session.count_progress)
-    value = _call(start)
+    ending.callback(writer.finish)
+    value = _call(start, control)
+    writer.finish()
     if value is None:
         value = session.result
     return _commit(value, start)
@@ -129,10 +136,11 @@ def _count_optimizer_steps(session: Any) -> None:
         register(count)
 
 
-def _call(start: Message) -> object:
+def _call(start: Message, control: Control) -> object:
     """Loads the payload, opens references and calls the user's code."""
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
+    from rankzero.worker.references import path_of
 
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
@@ -141,10 +149,8 @@ def _call(start: Message) -> object:
     payload = open_packed(start["payload"])
 
     def open_ref(ref: ResultRef) -> object:
-        path = start["refs"].get(ref.uri)
-        if payload["kind"] == "script":
-            return path or ref.uri
-        return ref.load_from(path) if path else ref.load()
+        path = path_of(ref, start, control.fetch)
+        return path if payload["kind"] == "script" else ref.load_from(path)
 
     args = map_refs(payload["args"], open_ref)
     if payload["kind"] == "script":
