@@ -91,6 +91,7 @@ class Attempt:
         self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
         self._remove_leftovers()
         self._resume = self._committer.newest()
+        self._token = self._run.token()
         self._files = {**self._job.files, **self._resume_files()}
         secret = new_secret()
         self._server = ChannelServer(
@@ -323,7 +324,7 @@ class Attempt:
             "type": "start",
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
             "run_directory": self._run.directory,
-            "run_token": None if self._run.is_remote else self._run.token(),
+            "run_token": self._token,
             "files": self._files,
             "checkpoint": self._resume.to_json() if self._resume else None,
             "beat_interval": policy.beat_interval(self._job.hang_timeout),
