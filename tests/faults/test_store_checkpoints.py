@@ -133,7 +133,7 @@ def half(folder: str, how: str) -> list[Any]:
     import torch
 
     import rankzero.train as rt
-    from rankzero.values import remote
+    from rankzero.store import remote
 
     context = rt.get_context()
     checkpoint = rt.get_checkpoint()

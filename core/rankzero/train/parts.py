@@ -12,7 +12,7 @@ from typing import IO, Any
 from rankzero import store
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER
-from rankzero.values import remote
+from rankzero.store import remote
 from rankzero.values.formats import Writable
 
 STORE_PATIENCE = 30.0

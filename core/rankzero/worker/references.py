@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from rankzero.channel.frames import Message
-from rankzero.values import remote
+from rankzero.store import remote
 from rankzero.values.ref import ResultRef
 
 

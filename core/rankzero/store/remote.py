@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from rankzero import store
+from rankzero.store.location import join
 
 _COPY_CHUNK = 8 << 20
 
@@ -102,7 +102,7 @@ def clients(url: str) -> Iterator[Client]:
 def reach(directory: str, token: str) -> Client | None:
     """A client that reads the run's token in its directory, as the driver wrote it; None if no client can."""
     for client in clients(directory):
-        with contextlib.suppress(Exception), client.open_read(store.join(directory, "token")) as file:
+        with contextlib.suppress(Exception), client.open_read(join(directory, "token")) as file:
             if file.read().decode() == token:
                 return client
     return None
