@@ -18,7 +18,12 @@ from rankzero.store.location import join
 _COPY_CHUNK = 8 << 20
 
 _FLUSH_EVERY = 128 << 20
-"""Bytes after which a writer waits for those on their way: pyarrow copies without bound what a slow store has to take."""
+"""Bytes after which a writer waits for those on their way: pyarrow copies what a slow store has to take, unbounded."""
+
+_REQUEST_TIMEOUT = 60.0
+"""Seconds without a byte after which a request to S3 has failed, as with boto3; pyarrow's 3 are too few for a busy store."""
+
+_CONNECT_TIMEOUT = 5.0
 
 _REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403")
 
@@ -47,15 +52,18 @@ class ArrowClient:
         from pyarrow import fs
 
         scheme, _, path = url.partition("://")
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if scheme in ("s3", "s3a") and endpoint:
-            # Not every version reads it from there.
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-            protocol, _, host = endpoint.rstrip("/").rpartition("://")
-            filesystem = fs.S3FileSystem(endpoint_override=host, scheme=protocol or "https", region=region)
+        if scheme not in ("s3", "s3a"):
+            filesystem, path = fs.FileSystem.from_uri(url)
             return ArrowClient(filesystem, url, path)
-        filesystem, path = fs.FileSystem.from_uri(url)
-        return ArrowClient(filesystem, url, path)
+        options: dict[str, Any] = {"request_timeout": _REQUEST_TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+            # Not every version reads it from there.
+            protocol, _, host = endpoint.rstrip("/").rpartition("://")
+            options |= {"endpoint_override": host, "scheme": protocol or "https"}
+            options["region"] = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        else:
+            options["region"] = fs.resolve_s3_region(path.partition("/")[0])
+        return ArrowClient(fs.S3FileSystem(**options), url, path)
 
     def _path(self, url: str) -> str:
         return self.path + url.removeprefix(self.url)

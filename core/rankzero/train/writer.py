@@ -97,7 +97,7 @@ class CheckpointWriter:
             ResultError: it cannot be pickled, or the disk has refused this one or the one before.
         """
         directory = _as_directory(value)
-        sharded = sharded or (directory is None and _has_shards(value))
+        sharded = sharded or (directory is None and shards.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
         elif self._sharded != sharded:
@@ -282,12 +282,6 @@ def _as_directory(value: object) -> str | None:
     if isinstance(value, dict):
         return None
     raise TypeError(f"checkpoint is a {type(value).__name__}; give a directory, or a dict of tensors and plain values")
-
-
-def _has_shards(state: object) -> bool:
-    found = []
-    shards.walk(state, lambda _, value: found.append(True) if shards.is_sharded(value) else None)
-    return bool(found)
 
 
 def _copy_file(path: str, facts: Message, file: formats.Writable) -> tuple[int, str]:

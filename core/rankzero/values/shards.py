@@ -60,6 +60,20 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
 
 
+def has_sharded(state: Any) -> bool:
+    """True if a DTensor or ShardedTensor is somewhere in dicts, lists and tuples."""
+    waiting, seen = [state], set()
+    while waiting:
+        value = waiting.pop()
+        if is_sharded(value):
+            return True
+        # A state may hold itself.
+        if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+    return False
+
+
 def pieces_of(tensor: Any) -> Pieces:
     """What this rank has of a sharded tensor, not copied. Raises ResultError if parts of it are still to be summed."""
     shape = list(tensor.size())
