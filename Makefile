@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest test-dagster-oldest reference clean
+.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest test-dagster-oldest test-frameworks reference clean
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -44,9 +44,16 @@ test-airflow-oldest:
 test-dagster-oldest:
 	./scripts/test-oldest.sh dagster
 
+# Lightning, Hugging Face, Accelerate and torchdata in ranks: they are installed beside .venv, not into it.
+test-frameworks: setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --target .frameworks \
+		lightning transformers accelerate torchdata
+	rm -rf .frameworks/torch .frameworks/torch-* .frameworks/numpy .frameworks/numpy-*
+	PYTHONPATH=.frameworks .venv/bin/python -m pytest tests/frameworks
+
 # docs/reference.md, from the docstrings.
 reference: setup
 	.venv/bin/python scripts/reference.py
 
 clean:
-	rm -rf .venv .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .frameworks .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache

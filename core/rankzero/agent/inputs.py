@@ -13,7 +13,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.channel.frames import Message
-from rankzero.values.envelope import checksum_of_file
+from rankzero.values.digest import digest_of_file
 
 
 class Inputs:
@@ -97,9 +97,9 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        if checksum_of_file(self._here[name]) != self._start["files"][name]["checksum"]:
+        if digest_of_file(self._here[name]) != self._start["files"][name]["digest"]:
             raise RuntimeError(
-                f"{name} does not carry the checksum that the driver recorded: it was changed or damaged, or an "
+                f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"
             )
 
@@ -112,6 +112,7 @@ class Inputs:
             "local_world_size": local_world_size,
             "node_rank": self._start["node_rank"],
             "use_gpu": use_gpu,
+            "storage_path": self._start["run_directory"] if self.shared else None,
         }
 
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.frames import Message
@@ -16,12 +17,13 @@ from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
 from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
+from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import RESULT_STORED, Storage
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
@@ -35,6 +37,7 @@ BACKLOG = 256
 ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
 CHECKPOINT_LOST = "checkpoint-lost"
+SUCCESS_RECORDED = "success-recorded"
 
 
 class Attempt:
@@ -47,25 +50,30 @@ class Attempt:
         number: int,
         recorder: Recorder,
         session: EngineSession,
+        placement: Placement,
         inbox: Inbox,
         watch: Watch,
     ) -> None:
         self._run = run
-        self._job = job
+        self._job = job = job.sized(placement.num_tasks)
         self._number = number
         self._recorder = recorder
         self._session = session
+        self._num_tasks = placement.num_tasks + placement.spare
         self._messages = inbox.renew()
         self._watch = watch
-        self._roster = Roster(session.num_agents, job.processes_per_task)
+        num_agents = session.num_agents(placement.num_tasks)
+        self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
         self._outcome = Outcome(job.num_processes)
-        self._rendezvous = False
+        self._rendezvous = self._recorded = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
         self.started_at: float | None = None
         """Monotonic time at which every rank had started."""
+        self.failed_host: str | None = None
+        """The host whose fault the end of this attempt may be, as the engine names it."""
 
     def run(self, start_deadline: float, env: dict[str, str], run_started_at: float | None) -> None:
         """Launches the agents and follows them to the end.
@@ -76,6 +84,7 @@ class Attempt:
             run_started_at: Monotonic time at which the first attempt had started; None in that one.
         """
         self._start_deadline = start_deadline
+        self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
         self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-") if self._run.is_remote else None
         config = CheckpointConfig(**self._job.checkpoints)
@@ -110,13 +119,14 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "connect_timeout": policy.connect_timeout(start_deadline - time.monotonic()),
                 "exit_timeout": self._job.exit_timeout,
                 "restart_count": self._number - self._job.first_attempt,
                 "max_restarts": self._job.max_restarts,
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
-            group = self._session.launch(agent_config, self._on_engine_end)
+            group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
             self._follow(group)
         finally:
             self._server.close()
@@ -169,7 +179,8 @@ class Attempt:
                 for _ in range(BACKLOG):
                     if self._take(0.0) is None:
                         break
-                self._look(group)
+                if self.outcome is None:
+                    self._look(group)
         except BaseException as error:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
@@ -179,9 +190,18 @@ class Attempt:
             self._committer.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
+        self._record_success()
         self._server.broadcast({"type": "end"})
         self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
+
+    def _record_success(self) -> None:
+        """Makes success durable before anything else: farewells and exit handlers take time, and a driver may die."""
+        assert self.outcome is not None
+        deadline = time.monotonic() + STORE_OUTAGE
+        self._recorder.commit(*self.outcome, then=lambda: self._send({"type": SUCCESS_RECORDED}))
+        while not self._recorded and time.monotonic() < deadline and not self._is_called_off():
+            self._take(TICK)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
         """Receives the agents' final messages until they have ended; then ends the engine's part.
@@ -264,6 +284,8 @@ class Attempt:
             self._server.broadcast({"type": "checkpoint", "manifest": manifest.to_json()})
         elif kind == CHECKPOINT_LOST:
             self._server.broadcast(message)
+        elif kind == SUCCESS_RECORDED:
+            self._recorded = True
         elif kind == RESULT_STORED:
             self._storage.on_stored(message, self._recorder.status.metrics)
         else:
@@ -304,24 +326,34 @@ class Attempt:
             self._outcome.note_returned(rank)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
+        elif kind == "commit" and message.get("exited") and member.left_at is not None:
+            # It was told to go, and did so politely.
+            self._on_failure(rank, member, {"type": "failure", "exit_code": 0})
         elif kind == "commit":
             self._storage.commit(rank, member.task, message)
         elif kind == "failure":
             self._on_failure(rank, member, message)
 
     def _on_join(self, task: int, message: Message) -> None:
+        if self._roster.is_surplus(task):
+            self._dismiss(task)
+            return
         member = self._roster.join(task, message, time.monotonic())
         if member is None:
             return
         if self._stopping:
-            self._server.send(task, {"type": "stop", "grace": 0.0})
+            self._dismiss(task)
         elif why := member.why_unfit(self._job.python, self._job.use_gpu):
             self._outcome.refusal = EngineError(why)
-        elif self._roster.is_complete:
-            self._assign_ranks()
+        elif chosen := self._roster.choose():
+            self._assign_ranks(chosen)
 
-    def _assign_ranks(self) -> None:
-        members = self._roster.number_ranks()
+    def _dismiss(self, task: int) -> None:
+        self._server.send(task, {"type": "stop", "grace": 0.0})
+
+    def _assign_ranks(self, members: list[Member]) -> None:
+        for task in filter(self._roster.is_surplus, range(self._roster.num_expected)):
+            self._dismiss(task)
         # What is the same for all: of a thousand agents each would look at the thousand.
         same = {
             "type": "start",
@@ -372,6 +404,9 @@ class Attempt:
         if self.started_at is None:
             if now > self._start_deadline:
                 raise self._start_timeout()
+            if now > self._say_at:
+                self._say_at = now + policy.WAITING_INTERVAL
+                self._say_waiting()
             return
         timeout = self._job.timeout
         if timeout and now - (self._run_started_at or self.started_at) > timeout:
@@ -383,8 +418,10 @@ class Attempt:
     def _look_at_outcome(self, group: AgentGroup, now: float) -> None:
         reason = self._outcome.reason(now, self._roster.gone(), engine_ended=self._engine_ended)
         if isinstance(reason, Member):
+            self.failed_host = reason.host if reason.restart_cause != PREEMPTED else None
             raise self._lost(reason, group)
         if reason is Reason.RANKS_FAILED:
+            self.failed_host = policy.host_to_blame(self._outcome.failures, self._roster.host_of)
             raise verdict.failed(self._outcome.failures, self._recorder.tail, self._run.directory)
         if reason is Reason.ENGINE_ENDED:
             error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
@@ -400,6 +437,13 @@ class Attempt:
         task = f"task {member.task} on {member.name}"
         return verdict.lost(task, ranks, why, member.restart_cause, explained, self._outcome.failures)
 
+    def _say_waiting(self) -> None:
+        """Says what has not started yet, where whoever follows the run sees it."""
+        tasks, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
+        what = policy.starting_message(self._roster.num_expected, tasks, ranks)
+        self._recorder.event({"type": "waiting", "what": what})
+        self._recorder.log(0, [f"rankzero: {what}"])
+
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        return verdict.start_timeout(self._job.start_timeout, self._session.num_agents, missing, ranks)
+        return verdict.start_timeout(self._job.start_timeout, self._roster.num_expected, missing, ranks)

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.frames import Message
 from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
 from rankzero.driver.outcome import Outcome
 from rankzero.run.directory import RunDirectory
+from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
 RESULT_STORED = "result-stored"
-
-RESULT_PATIENCE = 30.0
-"""Seconds for which a store that refuses the result is asked again."""
 
 _RESULT_INTERVAL = 0.5
 
@@ -58,7 +57,7 @@ class Storage:
         part = {**message}
         if name := message.get("upload"):
             uploaded = self._uploads.pop((task, name), None)
-            if uploaded is None or uploaded.get("sha256") != message["sha256"]:
+            if uploaded is None or not _is_whole(uploaded, message):
                 what = uploaded.get("error", "it was damaged on its way") if uploaded else "it did not arrive"
                 logger.error("checkpoint %s: the part of rank %s is lost: %s", message["id"], rank, what)
                 self._committer.drop(message["index"])
@@ -75,7 +74,7 @@ class Storage:
         result = message["result"]
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
-            if uploaded.get("sha256") != result["sha256"]:
+            if uploaded.get("digest") != result["digest"]:
                 self._outcome.refusal = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
                 return
             path = uploaded["path"]
@@ -106,16 +105,22 @@ class Storage:
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(metrics)}
         ref = ResultRef(
-            message["uri"], result["format"], result["sha256"], result["size"], summary, message["fingerprint"]
+            message["uri"], result["format"], result["digest"], result["size"], summary, message["fingerprint"]
         )
         self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
+
+
+def _is_whole(uploaded: Message, part: Message) -> bool:
+    # Of pieces the index has the checksums, and what came is authenticated.
+    is_same = part["format"] == SHARDS or uploaded.get("digest") == part["sha256"]
+    return bool(is_same and uploaded.get("size") == part["size"])
 
 
 def _upload(path: str, uri: str) -> str | None:
     """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
     try:
         store.patiently(
-            lambda: store.upload(path, uri), RESULT_PATIENCE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
+            lambda: store.upload(path, uri), STORE_OUTAGE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"

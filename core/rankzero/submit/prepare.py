@@ -12,12 +12,13 @@ from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory, log_name
+from rankzero.run import growing, pieces
+from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
-from rankzero.values.envelope import Part, checksum
+from rankzero.values.digest import digest_of
+from rankzero.values.envelope import Part
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Request:
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already.
+        restart_on: Exceptions after which the user wants another attempt.
     """
 
     engine: Engine
@@ -39,6 +41,7 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
     identity: str = ""
+    restart_on: object = ()
 
     @property
     def directory(self) -> str:
@@ -74,12 +77,10 @@ def prepare(
             "a run that outlives this process cannot use this process's SparkSession: "
             "give SparkEngine(master=...) to submit(), or use run()"
         )
-    parts = payload.build(train, args, kwargs)
+    parts = payload.build(train, args, kwargs, request.restart_on)
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity or identity_of(
-        train, args, kwargs, request.template.num_processes, request.code_version
-    )
+    identity = request.identity or identity_of(train, args, kwargs, request.template.world_size, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}
@@ -96,7 +97,7 @@ def prepare(
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
                 "absolute": False,
-                "checksum": checksum(data),
+                "digest": digest_of(data),
             }
             for name, data in files.items()
         }
@@ -114,7 +115,10 @@ def prepare(
 
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
     """Where the lines of earlier submissions end, for `Job.log_starts`."""
-    ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
+    if run.is_remote:
+        ends = dict.fromkeys(range(world_size), pieces.end_of(run.path(LINES)))
+    else:
+        ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
     return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}
 
 
@@ -125,6 +129,6 @@ def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
         # What lies on an object store the workers read there; those who cannot have the driver read it.
         if not (store.is_url(ref.uri) or (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size)):
             raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
-        facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
+        facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
         described[f"ref-{number}"] = {**facts, "uri": ref.uri}
     return described

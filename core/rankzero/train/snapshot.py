@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import shards
+from rankzero.values import pickled, shards
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
                 tensors.append(obj)
             return numbers[id(obj)]
 
-    class Unpickler(pickle.Unpickler):
+    class Unpickler(pickled.Prover):
         def persistent_load(self, number: Any) -> Any:
             return copies[number]
 
@@ -54,6 +53,10 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
         return Unpickler(rest, buffers=buffers).load(), any(isinstance(copy, shards.Pieces) for copy in copies)
     except (OSError, ResultError, MemoryError):
         raise
+    except pickled.NotHere:
+        raise ResultError(
+            "a checkpoint holds a DistributedDataParallel model: give model.module.state_dict()"
+        ) from None
     except Exception as error:
         raise ResultError(
             f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values and state dicts"
@@ -75,8 +78,10 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
         is_shared = _is_plain(tensor) and uses[_storage(tensor)] > 1
         copied = _view(tensor, storages) if is_shared else _copy(tensor)
         if type(tensor) is torch.nn.Parameter:
-            return torch.nn.Parameter(copied, tensor.requires_grad)
-        return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        copied.__dict__.update(tensor.__dict__)
+        return copied
 
     return [copy(tensor) for tensor in tensors]
 

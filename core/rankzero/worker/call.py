@@ -11,20 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.channel.frames import Message
+from rankzero.worker import restarts
 from rankzero.worker.command import run_command
 
 LOCAL_RANK_MACRO = "${local_rank}"
 """Stands for the local rank in the arguments of a script, as for torchrun."""
 
 
-def call(start: Message, fetch: Callable[[str], str]) -> object:
-    """Loads the payload, opens references and calls the user's code; the value of a function, else None.
-
-    ``sys.exit(0)`` is an end like any other.
+def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
+    """Loads the payload, opens references and calls the user's code.
 
     Args:
         start: The agent's message.
         fetch: Has the agent fetch a file from the driver.
+
+    Returns:
+        The value of a function, else None; and whether ``sys.exit(0)`` ended it, which is an end like any other.
     """
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
@@ -33,18 +35,20 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
-    # The agent has compared its checksum with what the driver recorded.
+    # The agent has compared its digest with what the driver recorded.
     payload = open_packed(start["payload"])
+    restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
     def open_ref(ref: ResultRef) -> object:
         path = path_of(ref, start, fetch)
         return ref.load_from(path) if is_function else path
 
-    args = map_refs(payload["args"], open_ref)
-    with _ending_by_exit():
+    # At once: what was given twice is one value here, too.
+    args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
+    try:
         if is_function:
-            return _call_function(payload, args, map_refs(payload["kwargs"], open_ref))
+            return _call_function(payload, args, kwargs), False
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
             _run_script(payload, line)
@@ -55,16 +59,11 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
             for position, file in payload["files"].items():
                 line[position] = _place(file["path"], file["data"], file["mode"])
             run_command(line)
-    return None
-
-
-@contextlib.contextmanager
-def _ending_by_exit() -> Any:
-    try:
-        yield
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+        return None, True
+    return None, False
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:

@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from rankzero.channel.frames import Message
@@ -83,6 +84,7 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
+    start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
     world = context.TrainContext(**start["context"])
     writer = writers.CheckpointWriter(
         parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
@@ -105,11 +107,17 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
     _count_optimizer_steps(session)
     control.beat(start["beat_interval"], session.count_progress)
     ending.callback(writer.finish)
-    value = call(start, control.fetch)
+    value, exited = call(start, control.fetch)
     writer.finish()
     if value is None:
         value = session.result
-    return _commit(value, start)
+    commit = _commit(value, start)
+    return {**commit, "exited": True} if exited else commit
+
+
+def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
+    """The backend for the GPUs that are here: the driver does not know whose they are."""
+    return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
 
 
 def _count_optimizer_steps(session: Any) -> None:
@@ -134,10 +142,10 @@ def _commit(value: object, start: Message) -> Message:
     file_format = formats.choose(value)
     path = os.path.join(start["result_directory"], f".committing-{os.getpid()}.{file_format}")
     try:
-        size, sha256 = formats.write(value, file_format, path)
+        size, digest = formats.write(value, file_format, path)
     except OSError as error:
         raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
-    result = {"format": file_format, "size": size, "sha256": sha256, "path": path}
+    result = {"format": file_format, "size": size, "digest": digest, "path": path}
     result["summary"] = formats.summarize(value)
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
