@@ -21,7 +21,7 @@ _FLUSH_EVERY = 128 << 20
 """Bytes after which a writer waits for those on their way: pyarrow copies what a slow store has to take, unbounded."""
 
 _REQUEST_TIMEOUT = 60.0
-"""Seconds without a byte after which a request to S3 has failed, as with boto3: pyarrow's 3 are too few for many ranks."""
+"""Seconds without a byte after which a request to S3 has failed, as with boto3; pyarrow's 3 are too few."""
 
 _CONNECT_TIMEOUT = 5.0
 
