@@ -1,7 +1,7 @@
 """A sharded checkpoint of all ranks to an object store, beside the same ranks writing the same bytes there with boto3.
 
-Run: ``python benchmarks/checkpoints.py [megabytes of a rank] [ranks]``. The store is moto's S3 server, one process: what
-it does in Python for the checksums that clients add by default would be most of both times, so neither adds them here.
+Run: ``python benchmarks/checkpoints.py [megabytes of a rank] [ranks]``. The store is moto's S3 server, one process.
+What it does in Python for the checksums that clients add by default would be most of both times, so neither adds them.
 """
 
 import os

@@ -204,6 +204,28 @@ def test_a_whole_checkpoint_fills_shards(launcher: Launcher) -> None:
     assert launcher.options(max_restarts=1).run(train) == [1, [0, 1, 2, 3, 4]]
 
 
+def test_a_sharded_state_passes_through_the_driver_where_the_store_is_out_of_reach(launcher: Launcher) -> None:
+    def train() -> list[Any]:
+        import time
+
+        import torch.distributed as dist
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        state, expected = make_state(filled=checkpoint is None)
+        if checkpoint:
+            return [checkpoint.load(into=state)["epoch"], state["more"][0].full_tensor().tolist()]
+        rt.report({}, checkpoint=state)
+        while rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        dist.barrier()
+        raise RetryableError("again")
+
+    launcher = launcher.options(store="memory://bucket/sharded", run_id="far", max_restarts=1)
+    assert launcher.run(train) == [3, [float(number) for number in range(11)]]
+
+
 def save_distributed(folder: str) -> None:
     """What `torch.distributed.checkpoint` writes, on a disk of each rank's own."""
     import torch.distributed.checkpoint as dcp
