@@ -18,7 +18,7 @@ types: setup
 	.venv/bin/mypy
 
 unit: setup
-	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 3
 
 # Side by side with TorchDistributor, torchrun, Ray Train (where it installs) and the floor: benchmarks/results.md,
 # results.json, docs/launch.svg.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -170,7 +170,7 @@ class Launcher:
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
-    def run(self, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, train: str | os.PathLike[str] | Sequence[str], /, *args: Any, **kwargs: Any) -> Any: ...
     def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
 
@@ -179,12 +179,16 @@ class Launcher:
         trains again.
 
         Args:
-            train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
-            args: Positional arguments of the function, or the script's command line.
+            train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"`` as for
+                ``python``, or a command as a list of words, ``["bash", "train.sh"]``: any program, whose exit code 0
+                is its success. Files that a command names by relative paths travel with it.
+            args: Positional arguments of the function, or the rest of the command line, in which ``${local_rank}``
+                stands for the local rank.
             kwargs: Keyword arguments of the function.
 
         Returns:
-            What rank 0 returned; for a script, what it gave to ``rankzero.train.set_result``.
+            What rank 0 returned; for a script or module, what it gave to ``rankzero.train.set_result``; None for a
+            command.
 
         Raises:
             InvalidJobError: refused before anything started.
@@ -205,7 +209,7 @@ class Launcher:
     @overload
     def submit(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...
     @overload
-    def submit(self, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> RunHandle[Any]: ...
+    def submit(self, train: str | os.PathLike[str] | Sequence[str], /, *args: Any, **kwargs: Any) -> RunHandle[Any]: ...
     def submit(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Starts a run that belongs to its run directory and outlives this process.
 
@@ -258,7 +262,7 @@ class Launcher:
         kwargs: dict[str, Any],
         caller: Caller,
         log: Any,
-        identity: str = "",
+        identity: str | None = None,
     ) -> AbstractContextManager[durable.Opened]:
         """The run of a pipeline step's training: a new one, or the one that an earlier try has left.
 

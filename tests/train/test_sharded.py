@@ -213,7 +213,7 @@ def test_a_sharded_state_passes_through_the_driver_where_the_store_is_out_of_rea
         import rankzero.train as rt
 
         checkpoint = rt.get_checkpoint()
-        state, expected = make_state(filled=checkpoint is None)
+        state, _ = make_state(filled=checkpoint is None)
         if checkpoint:
             return [checkpoint.load(into=state)["epoch"], state["more"][0].full_tensor().tolist()]
         rt.report({}, checkpoint=state)
