@@ -257,8 +257,11 @@ def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
         rt.report({"attempt": attempt}, checkpoint=state)
         while (last := rt.get_checkpoint()) is None or last.metrics["attempt"] < attempt:
             time.sleep(0.01)
+        if dist.get_rank() == 0:
+            # Never seen half written.
+            Path(f"{file}-new").write_text(str(sizes[attempt + 1]))
+            Path(f"{file}-new").replace(file)
         dist.barrier()
-        Path(file).write_text(str(sizes[attempt + 1]))
         raise RetryableError("the cluster has another size now")
 
     monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
