@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.task.start import start_fresh, start_warm
+from rankzero.task.start import start_fresh, start_time, start_warm
 
 AGENT_EXIT_TIMEOUT = 3.0
 """Seconds for an agent to end once whoever holds it lets go."""
@@ -40,8 +40,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         config: What the agent reads from its standard input, and what starting it needs.
         on_start: Gets the started process (a ``subprocess.Popen``, or a ``WarmAgent`` that is used like one).
 
-    The agent watches its standard input; when this process dies, however it dies, the agent
-    reads end of file and ends its workers.
+    The agent watches its standard input and this process; when this process dies, however it dies, the agent ends its
+    workers. Standard input alone would not do: a child that this process has forked holds its other end, too.
 
     Raises:
         RuntimeError: the agent crashed; holds the end of what it wrote.
@@ -63,7 +63,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         told = {key: value for key, value in config.items() if key != "code_zip"}
         try:
             with contextlib.suppress(BrokenPipeError):
-                agent.stdin.write(json.dumps({**told, "scratch": scratch, "code_path": code}).encode() + b"\n")
+                told |= {"scratch": scratch, "code_path": code, "holder": _this_process()}
+                agent.stdin.write(json.dumps(told).encode() + b"\n")
                 agent.stdin.flush()
             if on_start:
                 on_start(agent)
@@ -140,6 +141,14 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
     cores = config["cores"] or os.cpu_count() or 1
     defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
+
+
+def _this_process() -> list[Any] | None:
+    """Id and start of this process; None where the kernel does not tell."""
+    try:
+        return [os.getpid(), start_time(os.getpid())]
+    except OSError:
+        return None
 
 
 def _place_code(config: dict[str, Any], scratch: str) -> str:
