@@ -58,12 +58,14 @@ class TorchDistributorOperator(BaseOperator):
 
     Args:
         train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
-            or the path of a script, where a relative one begins beside the DAG file (a string is templated).
-        op_args: Positional arguments of the function, or the script's command line (templated).
+            the path of a script, where a relative one begins beside the DAG file, ``"-m package.module"``, or a command
+            as a list of words, ``["bash", "train.sh"]`` (strings are templated).
+        op_args: Positional arguments of the function, or the rest of the command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
-        num_processes: World size, the number of ranks (templated, like the numbers below that say so). A pair such as
-            ``(2, 8)``, or ``"2:8"``, is elastic: each attempt starts with what the cluster can give between the two.
+        num_processes: World size, the number of ranks (templated, like the numbers below that say so). ``"auto"`` is
+            what there is, where that is known. A pair such as ``(2, 8)``, or ``"2:8"``, is elastic: each attempt starts
+            with what the cluster can give between the two.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
             connection says, else 1.
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
@@ -136,7 +138,7 @@ class TorchDistributorOperator(BaseOperator):
     def __init__(
         self,
         *,
-        train: Callable[..., Any] | str | os.PathLike[str],
+        train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str],
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
         num_processes: WorldSize | str = 2,

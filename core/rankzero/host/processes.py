@@ -40,6 +40,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def process_namespace() -> str:
     """Names the boot and the process namespace (Linux), else the host: where a process id is valid."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
@@ -55,6 +62,24 @@ def this_process() -> dict[str, Any]:
 def is_gone(process: dict[str, Any]) -> bool:
     """True if a process that `this_process` described has ended; False if it lives or cannot be asked from here."""
     return process["namespace"] == process_namespace() and process_state(process["pid"], process["start"]) is None
+
+
+def pidfd_of(process: dict[str, Any]) -> int | None:
+    """A descriptor that can be read when a process that `this_process` described has ended; None if it has, or cannot.
+
+    Where there is none (no Linux, another process namespace), ask `is_gone`.
+    """
+    if process["namespace"] != process_namespace() or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        descriptor = os.pidfd_open(process["pid"])
+    except OSError:
+        return None
+    if is_gone(process):
+        # Another process has its id by now.
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def process_start(pid: int) -> str | None:
