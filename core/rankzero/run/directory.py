@@ -13,6 +13,7 @@
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
+    flight/       of ranks that hung: what torch's flight recorder knew of their collectives
     result/       rank 0's value
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`

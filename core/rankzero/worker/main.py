@@ -29,7 +29,7 @@ from typing import Any, NoReturn, cast
 from rankzero.channel.frames import Message
 from rankzero.errors import ResultError
 from rankzero.host.descendants import die_with_parent
-from rankzero.worker import failures, rendezvous
+from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control
 from rankzero.worker.leaving import run_exit_handlers
@@ -92,7 +92,7 @@ def _work(control: Control) -> Message:
         control.send({"type": "rendezvous", "port": rendezvous.bind(start)})
     rendezvous.guard_groups()
     rendezvous.meet(control.receive(), start["context"]["rank"])
-    control.listen(writer.on_message)
+    control.listen(lambda message: _dump(start) if message["type"] == "dump" else writer.on_message(message))
     if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
@@ -111,6 +111,19 @@ def _work(control: Control) -> Message:
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
     """The backend for the GPUs that are here: the driver does not know whose they are."""
     return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
+
+
+def _dump(start: Message) -> None:
+    """This rank hangs: what its collectives do, beside its stacks in the log."""
+    context, shared = start["context"], start["shared"]
+    run_directory = os.path.dirname(start["checkpoint_directory"])
+    directory = os.path.join(run_directory, "flight", f"attempt-{context['attempt']}") if shared else None
+    try:
+        lines = flight.dump(directory, context["rank"])
+    except Exception as error:
+        lines = [f"rankzero: flight recorder: {type(error).__name__}: {error}"]
+    # Not by sys.stderr, whose lock a thread that hangs may hold.
+    os.write(2, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _count_optimizer_steps(session: Any) -> None:
