@@ -213,11 +213,10 @@ class RunDirectory:
             data = store.read_bytes(self.path("status.json"))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
-        try:
-            facts = json.loads(data)
-        except ValueError:
-            # A heartbeat that a power failure has cut off: its driver is dead.
+        if not data.strip(b"\0"):
+            # A heartbeat that a power failure has emptied: its driver is dead.
             return RunStatus(submission=self.job().submission)
+        facts = json.loads(data)
         # A driver of a later version may say more.
         return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
 
