@@ -89,9 +89,8 @@ def test_mapped_numbers_and_scripts(dag: Any, run_dag: RunDag, tmp_path: Path) -
 def test_what_renders_to_nonsense_fails_for_good(
     dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
-    from airflow.sdk.exceptions import AirflowFailException
-
     from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     TorchDistributorOperator(task_id="train", train=print, store=str(tmp_path), retries=3, **arguments)
