@@ -49,17 +49,17 @@ def test_a_failure_is_named_there_too(remote: Launcher) -> None:
 
 
 def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endless() -> None:
         import threading
 
         threading.Event().wait()
 
-    # A URL that another process can read. The driver does not look at all while this test lasts.
+    # The driver does not look at all while this test lasts.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "sitecustomize.py").write_text("from rankzero.driver import watch\nwatch.REMOTE_TICK = 600.0\n")
-    handle = launcher.options(store=f"local://{tmp_path}/far", num_processes=1).submit(endless)
+    handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")
     handle.cancel()
     assert handle.wait(30)

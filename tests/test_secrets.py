@@ -19,16 +19,19 @@ WAIT = 60.0
 
 @pytest.fixture(params=["a directory", "an object store"])
 def secretive(request: pytest.FixtureRequest, launcher: Launcher, tmp_path: Path) -> Launcher:
-    # The object store's objects are files too, which can be looked into.
-    store = tmp_path / "store" if request.param == "a directory" else f"local://{tmp_path}/store"
+    store = tmp_path / "store" if request.param == "a directory" else f"{request.getfixturevalue('bucket')}/store"
     env = {**(launcher.env or {}), "TOKEN": SECRET}
     return launcher.options(num_processes=1, run_id="secret", store=store, env=env)
 
 
-def files_with_the_secret(tmp_path: Path) -> list[Path]:
-    paths = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+def files_with_the_secret(launcher: Launcher) -> list[str]:
+    import fsspec
+
+    filesystem, path = fsspec.core.url_to_fs(str(launcher.store))
+    filesystem.invalidate_cache()
+    paths = filesystem.find(path)
     assert paths
-    return [path for path in paths if SECRET.encode() in path.read_bytes()]
+    return [found for found in paths if SECRET.encode() in filesystem.cat_file(found)]
 
 
 def is_there() -> bool:
@@ -61,21 +64,21 @@ def running(launcher: Launcher) -> RunHandle[None]:
 @pytest.mark.parametrize("start", [lambda one: one.run(is_there), lambda one: one.submit(is_there).result(WAIT)])
 def test_a_run_that_succeeded(secretive: Launcher, tmp_path: Path, start: Callable[[Launcher], bool]) -> None:
     assert start(secretive)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
 
 
 def test_a_run_that_failed(secretive: Launcher, tmp_path: Path) -> None:
     with pytest.raises(RankZeroError, match="wrong"):
         secretive.submit(fail).result(WAIT)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
 
 
 def test_a_run_that_was_cancelled(secretive: Launcher, tmp_path: Path) -> None:
     handle = running(secretive)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
     handle.cancel()
     assert handle.wait(WAIT)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
 
 
 def test_a_driver_that_was_killed(secretive: Launcher, tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ def test_a_driver_that_was_killed(secretive: Launcher, tmp_path: Path) -> None:
     assert driver
     os.kill(driver, signal.SIGKILL)
     assert handle.wait(WAIT)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
 
 
 def test_a_submitter_that_dies_before_its_driver_starts(
@@ -96,12 +99,12 @@ def test_a_submitter_that_dies_before_its_driver_starts(
     monkeypatch.setattr(drivers, "DriverProcess", die)
     with pytest.raises(KeyboardInterrupt):
         secretive.submit(is_there)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
 
 
 def test_every_attempt_of_a_run_has_it(secretive: Launcher, tmp_path: Path) -> None:
     assert secretive.options(max_restarts=1).submit(fail_once).result(WAIT)
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []
 
 
 def test_an_environment_larger_than_a_pipe(launcher: Launcher) -> None:
@@ -115,7 +118,7 @@ def test_spark_settings(launcher: Launcher, tmp_path: Path) -> None:
     engine = SparkEngine(master="local[1]", conf={"spark.hadoop.fs.s3a.secret.key": SECRET})
 
     assert launcher.options(num_processes=1, engine=engine).submit(abs, -1).result(WAIT) == 1
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(launcher) == []
 
 
 def test_a_person_can_read_which_modules_a_submission_shipped(launcher: Launcher, tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_a_person_can_read_which_modules_a_submission_shipped(launcher: Launcher
         ["2", "acme/table.txt"],
         ["left", "out", "acme/.env"],
     ]
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(launcher) == []
 
 
 def tell_it() -> str:
@@ -147,4 +150,4 @@ def test_what_ranks_write_of_it_is_masked(secretive: Launcher, tmp_path: Path) -
         secretive.options(run_id="told", env={**(secretive.env or {}), "API_TOKEN": SECRET}).run(tell_it)
     assert caught.value.log_tail
     assert "the token is ***" in caught.value.log_tail
-    assert files_with_the_secret(tmp_path) == []
+    assert files_with_the_secret(secretive) == []

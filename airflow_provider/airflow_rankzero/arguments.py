@@ -94,6 +94,7 @@ class TrainingArguments(TaskArguments, total=False):
     checkpoints: CheckpointConfig | None
     ports: tuple[int, int] | None
     stop_grace: float
+    exit_timeout: float
     orphan_timeout: float | None
     warm_start: bool
     code_version: str | None

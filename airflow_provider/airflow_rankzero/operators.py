@@ -27,7 +27,7 @@ from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.task_run import Follower
 from airflow_rankzero.tries import TaskTry
-from rankzero.bounds import STOP_GRACE
+from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
 from rankzero.run.checkpoints import CheckpointConfig
@@ -86,6 +86,8 @@ class TorchDistributorOperator(BaseOperator):
         checkpoints: Which checkpoints are kept; None for the newest two.
         ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
         stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
+        exit_timeout: Seconds that a rank's exit handlers and threads that are no daemons get once every rank has
+            returned.
         orphan_timeout: Seconds for which the run goes on while nobody follows it; None computes it from the
             task's retries and their delays.
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
@@ -151,6 +153,7 @@ class TorchDistributorOperator(BaseOperator):
         checkpoints: CheckpointConfig | None = None,
         ports: tuple[int, int] | None = None,
         stop_grace: float = STOP_GRACE,
+        exit_timeout: float = EXIT_TIMEOUT,
         orphan_timeout: float | None = None,
         warm_start: bool = True,
         code_version: str | None = None,
@@ -180,6 +183,7 @@ class TorchDistributorOperator(BaseOperator):
         self.checkpoints = checkpoints
         self.ports = ports
         self.stop_grace = stop_grace
+        self.exit_timeout = exit_timeout
         self.orphan_timeout = orphan_timeout
         self.warm_start = warm_start
         self.code_version = code_version
@@ -188,7 +192,13 @@ class TorchDistributorOperator(BaseOperator):
         self.deferrable = deferrable
         self._killed = False
         self._facts = lineage.RunFacts()
-        templates.check_early(self)
+        try:
+            templates.check_early(self)
+        except InvalidJobError as error:
+            # A mapped task is made anew from its values in each try; Airflow's own decorators look there, too.
+            if getattr(self, "_BaseOperator__from_mapped", False):
+                raise AirflowFailException(f"{type(error).__name__}: {error}") from error
+            raise
 
     def _do_render_template_fields(
         self, parent: Any, template_fields: Iterable[str], context: Context, jinja_env: Any, seen_oids: set[int]

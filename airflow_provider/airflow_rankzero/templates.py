@@ -40,6 +40,7 @@ LAUNCHER_FIELDS = (
     "checkpoints",
     "ports",
     "stop_grace",
+    "exit_timeout",
     "orphan_timeout",
     "warm_start",
 )

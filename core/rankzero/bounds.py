@@ -5,6 +5,9 @@ from __future__ import annotations
 STOP_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when a run fails or is cancelled, unless the job says otherwise."""
 
+EXIT_TIMEOUT = 5.0
+"""Seconds that exit handlers and threads of a rank get after it has returned, unless the job says otherwise."""
+
 HEARTBEAT_INTERVAL = 2.0
 """Seconds between two heartbeats in ``status.json``."""
 

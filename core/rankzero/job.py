@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero.bounds import STOP_GRACE
+from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError, RunNotFoundError
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
@@ -37,6 +37,7 @@ class Job:
         max_restarts: New attempts after a killed rank, a lost host, a hang or a `RetryableError`.
         max_preemptions: New attempts after a preemption.
         stop_grace: Seconds between SIGTERM and SIGKILL.
+        exit_timeout: Seconds that exit handlers and threads of a rank get after it has returned.
         ports: First and last port that rankzero may listen on, or None.
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
         warm_start: Ranks may be forks of a process that has torch loaded.
@@ -67,6 +68,7 @@ class Job:
     max_restarts: int = 0
     max_preemptions: int = 0
     stop_grace: float = STOP_GRACE
+    exit_timeout: float = EXIT_TIMEOUT
     ports: list[int] | None = None
     checkpoints: dict[str, Any] = field(default_factory=dict)
     warm_start: bool = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero import store
-from rankzero.bounds import STOP_GRACE
+from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.checkpoints import CheckpointConfig
@@ -62,6 +62,8 @@ class Launcher:
         max_preemptions: New attempts after the cluster took a place back (SIGTERM from outside); None for as
             many as ``max_restarts``, counted apart.
         stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
+        exit_timeout: Seconds that a rank's exit handlers and threads that are no daemons get once every rank has
+            returned, for an upload that is still under way. What is cut off then is named in the rank's log.
         ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the
             system choose. The connections of a collective library are not rankzero's to place.
         checkpoints: Which checkpoints are kept.
@@ -104,6 +106,7 @@ class Launcher:
     dataset: Any = None
     max_preemptions: int | None = None
     stop_grace: float = STOP_GRACE
+    exit_timeout: float = EXIT_TIMEOUT
     ports: tuple[int, int] | None = None
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: bool = True
@@ -122,6 +125,7 @@ class Launcher:
         jobs.check_seconds("hang_timeout", self.hang_timeout)
         jobs.check_seconds("orphan_timeout", self.orphan_timeout)
         jobs.check_seconds("stop_grace", self.stop_grace, optional=False)
+        jobs.check_seconds("exit_timeout", self.exit_timeout, optional=False)
         jobs.check_limit("max_restarts", self.max_restarts)
         jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
         jobs.check_ports(self.ports)
@@ -304,6 +308,7 @@ class Launcher:
             max_restarts=self.max_restarts,
             max_preemptions=self.max_restarts if self.max_preemptions is None else self.max_preemptions,
             stop_grace=self.stop_grace,
+            exit_timeout=self.exit_timeout,
             ports=list(self.ports) if self.ports else None,
             checkpoints=asdict(self.checkpoints),
             warm_start=self.warm_start,

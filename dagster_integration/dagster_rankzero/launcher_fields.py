@@ -8,7 +8,7 @@ import dagster as dg
 from pydantic import Field, field_validator
 
 from dagster_rankzero.fields import KnownFields
-from rankzero.bounds import STOP_GRACE
+from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 
 if TYPE_CHECKING:
     from rankzero import Launcher
@@ -73,6 +73,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     stop_grace: float = Field(
         default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
     )
+    exit_timeout: float = Field(
+        default=EXIT_TIMEOUT,
+        description="Seconds that a rank's exit handlers and threads that are no daemons get once every rank has "
+        "returned.",
+    )
     orphan_timeout: float | None = Field(
         default=None,
         description="Seconds for which a training goes on for the next try of its step after the process of this one "
@@ -122,6 +127,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             max_restarts=self.max_restarts,
             max_preemptions=self.max_preemptions,
             stop_grace=self.stop_grace,
+            exit_timeout=self.exit_timeout,
             store=self.store,
             ports=None if self.ports is None else tuple(self.ports),  # type: ignore[arg-type]
             checkpoints=CheckpointConfig(**dict(self.checkpoints)),

@@ -103,6 +103,22 @@ def test_what_renders_to_nonsense_fails_for_good(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk.exceptions import AirflowFailException
+
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    made = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path), retries=3)
+    made.expand(num_processes=[0])
+    outcome = run_dag(dag)
+    (error,) = outcome.errors.values()
+    assert isinstance(error, AirflowFailException)
+    assert isinstance(error.__cause__, InvalidJobError)
+    assert "num_processes is 0" in str(error)
+    assert outcome.state == "failed"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -9,9 +9,10 @@ import json
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,20 @@ storage:
 class Deployment:
     """A running `dagster dev`, on PostgreSQL where it is installed, else on SQLite."""
 
-    def __init__(self, home: Path, definitions: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        home: Path,
+        definitions: Path,
+        environment: Mapping[str, str],
+        start: Callable[..., subprocess.Popen[bytes]] = servers.start,
+    ) -> None:
         """Starts it.
 
         Args:
             home: Its ``DAGSTER_HOME``, which must be there.
             definitions: File with the definitions.
             environment: Variables for them.
+            start: Starts a command with a log and an environment.
         """
         self.home = home
         self.definitions = definitions
@@ -95,7 +103,7 @@ class Deployment:
             "DAGSTER_OF_TEST": self.marker,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        self._server = servers.start(*command, log=home / "dagster-dev.log", env=variables)
+        self._server = start(*command, log=home / "dagster-dev.log", env=variables)
         try:
             wait_until(self._answers, START_TIMEOUT, "a webserver that answers")
         except BaseException:

@@ -13,7 +13,8 @@ from tests.conftest import until, wait_until_gone
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
-from rankzero import Launcher, RunHandle, WorkerFailedError, store
+from rankzero import Launcher, RunHandle, WorkerFailedError
+from rankzero.store import files
 
 WAIT = 120.0
 
@@ -27,7 +28,7 @@ class Outage:
     def __init__(self) -> None:
         self.on = False
         self.refused = 0
-        self._through = store._filesystem
+        self._through = files._filesystem
 
     def filesystem(self, location: str) -> tuple[Any, str]:
         if self.on:
@@ -39,7 +40,7 @@ class Outage:
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
     made = Outage()
-    monkeypatch.setattr(store, "_filesystem", made.filesystem)
+    monkeypatch.setattr(files, "_filesystem", made.filesystem)
     yield made
     made.on = False
 
@@ -76,7 +77,7 @@ class Stall:
 
     def __init__(self, places: str) -> None:
         self._places = re.compile(places)
-        self._through = store._filesystem
+        self._through = files._filesystem
         self._open = threading.Event()
         self._open.set()
         self.stalled = 0
@@ -113,7 +114,7 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
     launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch, places: str
 ) -> None:
     stall = Stall(places)
-    monkeypatch.setattr(store, "_filesystem", stall.filesystem)
+    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
     launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run")
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(fail_when_told, str(tmp_path)))

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import queue
 import re
-import secrets
 import socket
 import tempfile
 import threading
@@ -127,10 +126,10 @@ def _connect(host: str, port: int) -> None:
 
 
 def _check_store(root: str) -> str | None:
-    location = store.normalize(root)
     try:
+        location = store.normalize(root)
         if store.is_url(location):
-            _within(STORE_TIMEOUT, functools.partial(_write_object, location))
+            _within(STORE_TIMEOUT, functools.partial(store.prove, location))
         else:
             _check_directory(location)
     except TimeoutError:
@@ -138,12 +137,6 @@ def _check_store(root: str) -> str | None:
     except Exception as error:
         return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"
     return None
-
-
-def _write_object(location: str) -> None:
-    probe = store.join(location, f".rankzero-test-{secrets.token_hex(4)}")
-    store.write_bytes(probe, b"")
-    store.remove(probe)
 
 
 def _check_directory(path: str) -> None:

@@ -10,10 +10,10 @@ from rankzero.agent.output import PUMP_INTERVAL
 from rankzero.agent.ranks import Rank
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.errors import LOST
-from rankzero.worker.main import EXIT_HANDLERS_TIMEOUT
+from rankzero.worker.leaving import cut_off_message
 
-END_GRACE = EXIT_HANDLERS_TIMEOUT + 1.0
-"""Seconds that committed workers get to run their exit handlers."""
+EXIT_MARGIN = 1.0
+"""Seconds after ``exit_timeout`` for workers to end themselves and name what they cut off."""
 
 FAREWELL_PATIENCE = 15.0
 """Seconds without any line taken by the driver after which the rest is given up, after a success."""
@@ -38,17 +38,19 @@ class Ending:
         kill_at: Monotonic time at which those that live are killed; None if they may go on.
     """
 
-    def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float) -> None:
+    def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float, exit_timeout: float) -> None:
         """Nothing ends yet.
 
         Args:
             ranks: Those of the task, also those that are started later.
             client: Where the final messages and lines go.
             grace: Seconds between SIGTERM and SIGKILL where nobody asks for others.
+            exit_timeout: Seconds that committed workers get to run their exit handlers.
         """
         self._ranks = ranks
         self._client = client
         self._grace = grace
+        self._exit_timeout = exit_timeout
         self.has_begun = False
         self.is_early = False
         self.is_orphaned = False
@@ -85,13 +87,16 @@ class Ending:
         for rank in self._ranks:
             rank.tell({"type": "end"})
         self.has_begun = True
-        self.kill_at = time.monotonic() + END_GRACE
+        self.kill_at = time.monotonic() + self._exit_timeout + EXIT_MARGIN
 
     def kill_overdue(self, now: float) -> None:
         """SIGKILL to all ranks, once their time is over."""
         if self.kill_at is not None and now >= self.kill_at:
             self.kill_at = None
             for rank in self._ranks:
+                if rank.alive and not self.is_early:
+                    what = "native code that holds the interpreter's lock"
+                    rank.output.add([cut_off_message(self._exit_timeout, what)])
                 rank.kill(signal.SIGKILL)
 
     def say_goodbye(self, look: Callable[[float], None]) -> None:

@@ -27,9 +27,9 @@ SOCKET_PATH_ROOM = 48
 
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _BOOTSTRAP = (
-    "import sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
+    "import json, sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
     "sys.path.append(sys.path.pop(0)); from rankzero.worker.main import main; "
-    "main(*map(int, sys.argv[2:]))"
+    "main(*map(json.loads, sys.argv[2:]))"
 )
 
 
@@ -138,7 +138,7 @@ def _start_worker(
 
         def main() -> None:
             forked.forget()
-            worker.main(control, stack, agent)
+            worker.main(control, stack, agent, config["exit_timeout"])
 
         return forked.fork(
             main,
@@ -147,8 +147,9 @@ def _start_worker(
             stdio=stdio,
             keep=(control, stack),
         )
+    arguments = map(str, (control, stack, agent, config["exit_timeout"]))
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *map(str, (control, stack, agent))],
+        [sys.executable, "-c", _BOOTSTRAP, config["code_path"], *arguments],
         stdin=stdio[0],
         stdout=stdio[1],
         stderr=stdio[2],
@@ -171,19 +172,36 @@ def environment(config: dict[str, Any]) -> dict[str, str]:
         os.makedirs(temporary, exist_ok=True)
         env["TMPDIR"] = temporary
     env.update(config["env"])
+    # As torchrun does, which leaves it to the user, too.
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env["CUDA_VISIBLE_DEVICES"] = ",".join(config["gpus"]) if config["use_gpu"] else ""
     return env
 
 
-def rank_environment(context: dict[str, Any]) -> dict[str, str]:
-    """The variables that ``init_process_group`` and the libraries above it read."""
+def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+    """The variables that ``init_process_group`` and the libraries above it read: all those that torchrun sets.
+
+    Args:
+        context: The fields of the rank's `rankzero.train.TrainContext`.
+        config: The agent's configuration.
+    """
+    rank, world_size = str(context["rank"]), str(context["world_size"])
     return {
-        "RANK": str(context["rank"]),
-        "WORLD_SIZE": str(context["world_size"]),
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
         "LOCAL_RANK": str(context["local_rank"]),
         "LOCAL_WORLD_SIZE": str(context["local_world_size"]),
         "NODE_RANK": str(context["node_rank"]),
         "GROUP_RANK": str(context["node_rank"]),
+        "GROUP_WORLD_SIZE": str(context["world_size"] // context["local_world_size"]),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "TORCHELASTIC_RUN_ID": str(context["run_id"]),
+        "TORCHELASTIC_RESTART_COUNT": str(config["restart_count"]),
+        "TORCHELASTIC_MAX_RESTARTS": str(config["max_restarts"]),
+        # Where `record` of torch.distributed.elastic writes an exception.
+        "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
     }
 

@@ -28,6 +28,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
+from rankzero.host.processes import signal_name
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
@@ -47,7 +48,7 @@ class Agent:
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
         self._client = ChannelClient(hosts, port, config["secret"], config["task"])
-        self._ending = Ending(self._ranks, self._client, config["grace"])
+        self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._lost: str | None = None
         self._stacks_at: float | None = None
@@ -180,7 +181,7 @@ class Agent:
         common = inputs.message()
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
-            env = {**rank_environment(context), **self._interfaces()}
+            env = {**rank_environment(context, self._config), **self._interfaces()}
             rank.tell({**common, "context": context, "env": env, "ports": self._config["ports"]})
 
     def _interfaces(self) -> dict[str, str]:
@@ -308,7 +309,7 @@ class Agent:
                     "local_rank": rank.local_rank,
                     "time": time.time(),
                     "exit_code": code if code >= 0 else None,
-                    "signal": _signal_name(-code) if code < 0 else None,
+                    "signal": signal_name(-code) if code < 0 else None,
                     "log_tail": rank.output.tail,
                 }
             )
@@ -329,13 +330,6 @@ class Agent:
             self._ending.say_goodbye(self._look)
         # Whoever holds this agent does the same, for one that was killed; but it may be stopped, or die before it can.
         shutil.rmtree(self._config["scratch"], ignore_errors=True)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def main() -> None:

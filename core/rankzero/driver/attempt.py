@@ -109,6 +109,9 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "exit_timeout": self._job.exit_timeout,
+                "restart_count": self._number - self._job.first_attempt,
+                "max_restarts": self._job.max_restarts,
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
@@ -173,7 +176,7 @@ class Attempt:
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, policy.END_PATIENCE, patient=True)
+        self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:

@@ -83,8 +83,8 @@ class Failure:
             return f"{self.exception_type}: {self.message}".rstrip(": ")
         if self.signal:
             hint = SIGNAL_HINTS.get(self.signal)
-            return f"killed by {self.signal}" + (f" ({hint})" if hint else "")
-        return f"exited with code {self.exit_code} before it returned"
+            return (self.message or f"killed by {self.signal}") + (f" ({hint})" if hint else "")
+        return self.message or f"exited with code {self.exit_code} before it returned"
 
 
 SIGNAL_HINTS = {

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from typing import Any
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 STOPPED = frozenset("tT")
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def process_namespace() -> str:

@@ -34,8 +34,8 @@ from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.values.envelope import Part
 
-_REMOVAL = b"removal"
-"""In the claim of whoever removes an old run, so that the next one can tell and finish."""
+_REMOVAL = "removal "
+"""Begins the claim of whoever removes an old run, so that the next one can tell and finish."""
 
 EVENTS = "events.jsonl"
 
@@ -123,7 +123,7 @@ class RunDirectory:
     def claim_removal(self, submission: int) -> bool:
         """True for the one caller that may remove this run, unless somebody claims a later submission."""
         store.make_directory(self.submission_path(submission))
-        return store.create(self.submission_path(submission, "claim"), _REMOVAL)
+        return store.create(self.submission_path(submission, "claim"), f"{_REMOVAL}{secrets.token_hex(8)}".encode())
 
     def is_claimed(self, submission: int) -> bool:
         """True if somebody claimed this submission (or the removal of the run before it)."""
@@ -132,7 +132,7 @@ class RunDirectory:
     def removal_claimed(self, submission: int) -> bool:
         """True if this claim is one of `claim_removal`."""
         with contextlib.suppress(FileNotFoundError):
-            return store.read_bytes(self.submission_path(submission, "claim")) == _REMOVAL
+            return store.read_bytes(self.submission_path(submission, "claim")).startswith(_REMOVAL.encode())
         return False
 
     def claimed_at(self, submission: int) -> float | None:
@@ -196,8 +196,12 @@ class RunDirectory:
         store.write_bytes(self.submission_path(submission, "cancel"), b"")
 
     def cancel_requested(self, submission: int) -> bool:
-        """True if somebody asked for the end of this submission."""
-        return store.exists(self.submission_path(submission, "cancel"))
+        """True if somebody asked for the end of this submission. One request of an object store."""
+        try:
+            store.read_bytes(self.submission_path(submission, "cancel"))
+        except FileNotFoundError:
+            return False
+        return True
 
     def renew_lease(self, bound: float | None = None) -> None:
         """Records that somebody follows this run, and for how many seconds that holds; None: its ``orphan_timeout``."""

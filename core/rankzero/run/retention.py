@@ -124,8 +124,7 @@ def collect(
     Collectors may run at the same time, die at any moment, and meet submissions of the same run ids. On a local
     disk a run vanishes in one step. On an object store a submission in that moment waits up to 20 s for the
     removal; one that takes longer stops as soon as it sees the submission, and the run may then find
-    checkpoints of the old one. Where fsspec's driver has no conditional writes, a submission within the
-    same moment may lose its files.
+    checkpoints of the old one.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL. One that is not there yet is empty.
@@ -219,6 +218,7 @@ def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
         _remove_hidden(run.directory)
         return True
     own = newest + 1
+    store.prove(os.path.dirname(run.directory))
     if not run.claim_removal(own):
         return False
     if run.newest_claim() != own or _age(run, newest) != age:

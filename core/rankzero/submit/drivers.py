@@ -40,10 +40,11 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
     import rankzero
 
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
-    # As `python -m rankzero.driver.main`, also where rankzero is found through this process's path only.
+    # As `python -m rankzero.driver.main`, also where rankzero is found through this process's path only. -P: the
+    # working directory is the user's, and what lies there has no business in a driver.
     program = "import sys; sys.path.append(sys.argv.pop(1)); from rankzero.driver.main import main; main()"
     submission = run.job().submission
-    command = [sys.executable, "-c", program, package_root, run.directory, "--submission", str(submission)]
+    command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", str(submission)]
     if owner is not None:
         command += ["--owner", str(owner)]
     # A file without a name: nothing of it is left, whoever dies when, and unlike a pipe it holds nobody up.

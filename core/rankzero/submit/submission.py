@@ -8,6 +8,7 @@ counts as one whose driver died, and the next submission continues it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -152,6 +153,7 @@ def submit(
                 )
             if existing:
                 number = max(number, existing.job.submission + 1)
+            store.prove(os.path.dirname(run.directory))
             if run.claim(number):
                 run.write_files(number, files)
                 if run.newest_claim() == number:

@@ -1,17 +1,18 @@
 """Where the ranks of a run meet, and what keeps torch's process groups from getting in each other's way.
 
 Rank 0 binds the store's port and keeps it; the user's own ``init_process_group`` finds it. Runs inside of a rank.
+Processes that a rank starts find it, too, by the variable with which torchrun says that somebody else holds the store.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rankzero.bounds import MEET_TIMEOUT
@@ -77,6 +78,19 @@ def meet(go: Message, rank: int) -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
 
 
+@dataclass
+class _Groups:
+    """What this rank's process groups have been so far.
+
+    Attributes:
+        ours: A group of ``env://`` may live, which meets at the store that outlives them all.
+        generation: How often a default group was destroyed.
+    """
+
+    ours: bool = False
+    generation: int = 0
+
+
 def guard_groups() -> None:
     """Keeps the process groups that the user makes one after the other from getting in each other's way.
 
@@ -88,30 +102,35 @@ def guard_groups() -> None:
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     plain = handlers.get("env")
     if plain is not None:
-        ours: list[bool] = [False]
-        handlers["env"] = _separating(plain, ours)
-        _keep_destroyed(ours)
+        groups = _Groups()
+        handlers["env"] = _separating(plain, groups)
+        _watch_destroyed(groups)
+    if hasattr(rendezvous, "_torchelastic_use_agent_store"):
+        # For the processes that this rank starts: none of them can bind the port that rank 0 holds. Not for the rank
+        # itself, which may as well meet its peers at a port of its own, where nobody else would hold the store.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
+        rendezvous._torchelastic_use_agent_store = lambda: False  # type: ignore[attr-defined]
 
 
-def _separating(plain: Callable[..., Any], ours: list[bool]) -> Callable[..., Any]:
-    """The handler, with a key space of its own for every group in the store that outlives them all.
+def _separating(plain: Callable[..., Any], groups: _Groups) -> Callable[..., Any]:
+    """The handler, with a key space of its own for every generation of groups in the store that outlives them all.
 
-    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs.
+    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs. It is counted what
+    all ranks do together: one of them alone may ask for the store.
     """
     import torch.distributed as dist
 
-    count = itertools.count()
-
     def separate(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, world_size in plain(*args, **kwargs):
-            ours[0] = True
-            yield dist.PrefixStore(f"rankzero-{next(count)}", store), rank, world_size  # type: ignore[attr-defined]
+            groups.ours = True
+            prefix = f"rankzero-{groups.generation}"
+            yield dist.PrefixStore(prefix, store), rank, world_size  # type: ignore[attr-defined]
 
     return separate
 
 
-def _keep_destroyed(ours: list[bool]) -> None:
-    """Lets the last groups that were destroyed end their threads later, or never: the process leaves without.
+def _watch_destroyed(groups: _Groups) -> None:
+    """Counts generations, and lets the last groups that were destroyed end their threads later, or never.
 
     A model in DistributedDataParallel is the last that holds a group which the training has destroyed. When the
     training returns, the end of the model ends the group: gloo's destructor waits for its thread, with the
@@ -119,20 +138,21 @@ def _keep_destroyed(ours: list[bool]) -> None:
     others before it: pytorch/pytorch issues 56297, 190489). A training that had returned would hang for ever.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
-    groups = getattr(getattr(c10d, "_world", None), "pg_map", None)
-    if groups is None:
+    living = getattr(getattr(c10d, "_world", None), "pg_map", None)
+    if living is None:
         return
     destroy: Callable[..., None] = c10d.destroy_process_group
     kept: deque[object] = deque(maxlen=DESTROYED_KEPT)
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        before = list(groups)
+        before = list(living)
         destroy(*args, **kwargs)
-        if ours[0]:
-            kept.extend(group for group in before if group not in groups)
-        if not groups:
-            ours[0] = False
+        if groups.ours:
+            kept.extend(group for group in before if group not in living)
+        if not living:
+            groups.ours = False
+            groups.generation += 1
 
     for module in (c10d, importlib.import_module("torch.distributed")):
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]

@@ -1,40 +1,16 @@
-"""Atomic reads and writes below a root that is a local path or any fsspec URL.
-
-A reader sees the old bytes or the new ones, never half: locally by a temporary file and
-``os.replace``, on an object store because a single PUT is atomic.
-"""
+"""Files of a store, local or behind a URL: what is read, written, created, listed and removed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from rankzero.store.location import is_url
 
 PRIVATE_DIRECTORY = 0o700
-
-T = TypeVar("T")
-
-
-def is_url(location: str) -> bool:
-    """True for ``s3://...`` and the like, False for a local path or ``file://``."""
-    return "://" in location and not location.startswith("file://")
-
-
-def normalize(location: str | os.PathLike[str]) -> str:
-    """An absolute local path, or the URL without its trailing slash."""
-    text = os.fspath(location)
-    if is_url(text):
-        return text.rstrip("/")
-    return os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
-
-
-def join(base: str, *parts: str) -> str:
-    """``base`` and ``parts`` as one location."""
-    return "/".join([base.rstrip("/"), *parts])
 
 
 def _filesystem(location: str) -> tuple[Any, str]:
@@ -42,30 +18,6 @@ def _filesystem(location: str) -> tuple[Any, str]:
 
     filesystem, path = fsspec.core.url_to_fs(location)
     return filesystem, path
-
-
-def patiently(
-    action: Callable[[], T], seconds: float, interval: float, give_up: Callable[[Exception], bool] = lambda _: False
-) -> T:
-    """What ``action`` returns, tried again while the store fails: an outage of a moment must not end a run.
-
-    Args:
-        action: What reads or writes the store.
-        seconds: For so long a failure is followed by another try.
-        interval: Seconds between two tries.
-        give_up: True for an error after which another try is of no use.
-
-    Raises:
-        Exception: the last error, of any type: drivers of object stores have exceptions of their own.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return action()
-        except Exception as error:
-            if give_up(error) or time.monotonic() > deadline:
-                raise
-        threading.Event().wait(interval)
 
 
 def make_directory(location: str) -> None:
@@ -154,9 +106,18 @@ def list_names(location: str) -> list[str]:
 
 
 def read_bytes(location: str) -> bytes:
-    """The whole file. Raises FileNotFoundError."""
-    with open_read(location) as file:
+    """The whole file; one request of an object store. Raises FileNotFoundError."""
+    if is_url(location):
+        filesystem, path = _filesystem(location)
+        return bytes(filesystem.cat_file(path))
+    with open(location, "rb") as file:
         return file.read()
+
+
+def read_range(location: str, start: int, end: int) -> bytes:
+    """The bytes from ``start`` to before ``end`` of a file on a URL, in one request. Raises FileNotFoundError."""
+    filesystem, path = _filesystem(location)
+    return bytes(filesystem.cat_file(path, start=start, end=end))
 
 
 def open_read(location: str) -> IO[bytes]:
@@ -186,31 +147,39 @@ def write_parts(location: str, parts: Sequence[bytes | memoryview]) -> None:
 def create(location: str, data: bytes) -> bool:
     """Writes a file that is not there yet; False, and no change, if it is. Of two callers one wins.
 
-    On an object store this needs conditional writes (S3, GCS and Azure have them). Where fsspec's driver does
-    not offer them, two callers within one moment may both win.
+    Args:
+        location: Where. On an object store this is a conditional write, which `prove` has tried there.
+        data: Unlike what anybody else writes there: it tells our file from another's after an answer that was lost.
     """
-    if not is_url(location):
-        try:
-            handle = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            return False
-        try:
-            with open(handle, "wb") as file:
-                file.write(data)
-        except OSError:
-            # A full disk: the name alone would be taken for the work of somebody who died.
-            os.unlink(location)
-            raise
-        return True
-    if exists(location):
+    if is_url(location):
+        return _create_object(location, data)
+    try:
+        handle = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
         return False
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+    except OSError:
+        # A full disk: the name alone would be taken for the work of somebody who died.
+        os.unlink(location)
+        raise
+    return True
+
+
+def _create_object(location: str, data: bytes) -> bool:
     filesystem, path = _filesystem(location)
     try:
         filesystem.pipe_file(path, data, mode="create")
-    except FileExistsError:
-        return False
-    except TypeError:
-        filesystem.pipe_file(path, data)
+    except Exception:
+        # A driver says in its own words that the file is there; and a request that it repeated may have met itself.
+        try:
+            found = read_bytes(location)
+        except FileNotFoundError:
+            pass
+        else:
+            return found == data
+        raise
     return True
 
 

@@ -1,0 +1,54 @@
+"""Atomic reads and writes below a root that is a local path or a URL of an object store.
+
+A reader sees the old bytes or the new ones, never half: locally by a temporary file and ``os.replace``, on an object
+store because a single PUT is atomic. Of two callers of `create` one wins. A scheme that does not promise both is
+refused by `normalize`, and `prove` tries what a scheme's driver and server do in truth. Only this room imports fsspec.
+"""
+
+from rankzero.store.files import (
+    atomic_file,
+    copy_within,
+    create,
+    exists,
+    fingerprint,
+    list_names,
+    make_directory,
+    modified,
+    open_read,
+    read_bytes,
+    read_range,
+    remove,
+    size,
+    tree_size,
+    upload,
+    write_bytes,
+    write_parts,
+)
+from rankzero.store.location import is_url, join, normalize
+from rankzero.store.patience import patiently
+from rankzero.store.proof import prove
+
+__all__ = [
+    "atomic_file",
+    "copy_within",
+    "create",
+    "exists",
+    "fingerprint",
+    "is_url",
+    "join",
+    "list_names",
+    "make_directory",
+    "modified",
+    "normalize",
+    "open_read",
+    "patiently",
+    "prove",
+    "read_bytes",
+    "read_range",
+    "remove",
+    "size",
+    "tree_size",
+    "upload",
+    "write_bytes",
+    "write_parts",
+]

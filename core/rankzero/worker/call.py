@@ -1,0 +1,100 @@
+"""The call of the user's code: a function, a script, a module as a script, or a command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import types
+from typing import Any
+
+from rankzero.channel.frames import Message
+from rankzero.worker.command import run_command
+
+LOCAL_RANK_MACRO = "${local_rank}"
+"""Stands for the local rank in the arguments of a script, as for torchrun."""
+
+
+def call(start: Message) -> object:
+    """Loads the payload, opens references and calls the user's code; the value of a function, else None.
+
+    ``sys.exit(0)`` is an end like any other.
+    """
+    from rankzero.values.envelope import open_packed
+    from rankzero.values.ref import ResultRef, map_refs
+
+    if modules := start["modules"]:
+        # The caller's own modules come before installed ones, as they did there.
+        sys.path.insert(0, modules)
+    # The agent has compared its checksum with what the driver recorded.
+    payload = open_packed(start["payload"])
+    is_function = payload["kind"] == "function"
+
+    def open_ref(ref: ResultRef) -> object:
+        path = start["refs"].get(ref.uri)
+        if not is_function:
+            return path or ref.uri
+        return ref.load_from(path) if path else ref.load()
+
+    args = map_refs(payload["args"], open_ref)
+    with _ending_by_exit():
+        if is_function:
+            return _call_function(payload, args, map_refs(payload["kwargs"], open_ref))
+        line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
+        if payload["kind"] == "script":
+            _run_script(payload, line)
+        elif payload["kind"] == "module":
+            sys.argv = [payload["name"], *line]
+            runpy.run_module(payload["name"], run_name="__main__", alter_sys=True)
+        else:
+            for position, file in payload["files"].items():
+                line[position] = _place(file["path"], file["data"], file["mode"])
+            run_command(line)
+    return None
+
+
+@contextlib.contextmanager
+def _ending_by_exit() -> Any:
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+
+
+def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
+    function = payload["function"]
+    sys.argv = [payload["name"]]
+    if getattr(function, "__module__", None) == "__main__":
+        # Classes of the caller's __main__ are found where pickle and multiprocessing look for them.
+        for name, value in getattr(function, "__globals__", {}).items():
+            # Processes that are spawned run the caller's script again, for its classes: where there is one.
+            if name != "__file__" or os.path.isfile(value):
+                sys.modules["__main__"].__dict__.setdefault(name, value)
+    return function(*args, **kwargs)
+
+
+def _run_script(payload: dict[str, Any], line: list[str]) -> None:
+    path = _place(payload["path"], payload["source"])
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [path, *line]
+    sys.path.insert(0, os.path.dirname(path))
+    exec(compile(payload["source"], path, "exec"), module.__dict__)
+
+
+def _place(path: str, data: bytes, mode: int = 0o600) -> str:
+    """The file's own path where it exists unchanged, so that files beside it are found; else that of a copy."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read() == data:
+            return path
+    copy = os.path.join(os.environ["RANKZERO_SCRATCH"], os.path.basename(path))
+    temporary = f"{copy}.{os.getpid()}"
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.chmod(temporary, mode)
+    os.replace(temporary, copy)
+    return copy

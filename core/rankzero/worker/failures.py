@@ -1,0 +1,98 @@
+"""What is known of an exception that ended a rank: the facts that cross to the caller instead of the object.
+
+Nothing in here may raise: the exception is the user's, and so is its ``__str__``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+
+from rankzero.channel.frames import Message
+from rankzero.errors import RetryableError
+from rankzero.worker.command import CommandError
+
+MESSAGE_LIMIT = 16 << 10
+"""Characters of an exception's text that are kept."""
+
+TRACEBACK_LIMIT = 64 << 10
+"""Characters of a traceback that are kept (its end)."""
+
+_FAILED = 1
+_ROOM = os.path.dirname(__file__)
+
+
+def describe(error: BaseException) -> Message:
+    """The failure of a rank, as its agent and the driver hear of it."""
+    failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
+    if isinstance(error, CommandError):
+        return {**failure, **error.facts}
+    cls = type(error)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    exit_code = _FAILED
+    if isinstance(error, SystemExit):
+        exit_code = error.code if isinstance(error.code, int) else _FAILED
+    return {
+        **failure,
+        "exception_type": name,
+        "message": _text_of(error) + _advice(error),
+        "traceback": _user_traceback(error),
+        "exit_code": exit_code & 0xFF or _FAILED,
+        "collateral": _is_collateral(error),
+        "retryable": isinstance(error, RetryableError),
+    }
+
+
+def no_torch(error: ImportError) -> Message:
+    """The failure of a rank whose Python has no torch."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    message = (
+        f"torch cannot be imported by {sys.executable} (Python {version}) on "
+        f"{socket.gethostname()}: {error}. Install torch there, or point spark.pyspark.python to a "
+        "Python that has it"
+    )
+    return {**describe(error), "message": message, "cause": "no-torch"}
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:MESSAGE_LIMIT]
+    except BaseException as broken:
+        return f"(its text cannot be had: {type(broken).__name__})"
+
+
+def _advice(error: BaseException) -> str:
+    if not (isinstance(error, ModuleNotFoundError) and isinstance(error.name, str)):
+        return ""
+    return (
+        f". It is not installed for {sys.executable} on {socket.gethostname()}, and no user module that travelled: "
+        f"those do that code imports by their names. Write `import {error.name}` in the training's own module, or "
+        "install it there"
+    )
+
+
+def _user_traceback(error: BaseException) -> str:
+    frame = error.__traceback__
+    while frame and frame.tb_next and os.path.dirname(frame.tb_frame.f_code.co_filename) == _ROOM:
+        frame = frame.tb_next
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frame))
+    except BaseException:
+        # An attribute of the exception, or of another in its chain, raises.
+        text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(frame), _text_of(error)])
+    return text[-TRACEBACK_LIMIT:]
+
+
+def _is_collateral(error: BaseException) -> bool:
+    """True for what a rank sees when another one vanished: a broken collective."""
+    dist = sys.modules.get("torch.distributed")
+    broken = getattr(dist, "DistError", None)
+    if broken and isinstance(error, broken):
+        return True
+    text = _text_of(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+    )

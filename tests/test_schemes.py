@@ -1,0 +1,138 @@
+"""Every location is right, or refused in a sentence: paths, schemes, drivers and servers that promise too little."""
+
+import os
+import pwd
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher, store
+from rankzero.store import files
+
+
+@pytest.fixture(autouse=True)
+def fresh_drivers() -> Iterator[None]:
+    """A driver that fsspec keeps has its methods from when it was made."""
+    import s3fs
+
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("dbfs:/runs", "'dbfs:/runs' is neither a path nor a URL"),
+        ("s3:/bucket/runs", "a URL begins with s3://"),
+        ("hdfs://namenode/runs", "Arrow's driver deletes a file before it renames another onto it"),
+        ("webhdfs://namenode:9870/runs", "writes files in place"),
+        ("https://example.com/runs", "does not know that it replaces files as a whole"),
+        ("simplecache::s3://bucket/runs", "does not know that it replaces files as a whole"),
+    ],
+)
+def test_what_promises_too_little_is_refused(location: str, reason: str) -> None:
+    with pytest.raises(InvalidJobError, match=reason):
+        store.normalize(location)
+    with pytest.raises(InvalidJobError, match=reason):
+        Launcher(run_id="one", store=location).find()
+
+
+@pytest.mark.parametrize("prefix", ["file://", "file:", "local://", ""])
+def test_a_path_may_be_written_as_hadoop_writes_it(prefix: str, tmp_path: Path) -> None:
+    assert store.normalize(f"{prefix}{tmp_path}") == str(tmp_path)
+
+
+def test_a_home_directory_that_is_not_known_is_not_a_folder_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("RANKZERO_STORE")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(InvalidJobError, match="HOME is not set .* give an absolute path"):
+        Launcher(run_id="one").find()
+
+
+def test_of_many_creators_on_s3_one_wins(bucket: str) -> None:
+    store.prove(bucket)
+    start, won = threading.Barrier(4), []
+
+    def claim(number: int) -> None:
+        for turn in range(10):
+            start.wait()
+            if store.create(f"{bucket}/claim-{turn}", f"{number}".encode()):
+                won.append((turn, number))
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(turn for turn, _ in won) == list(range(10))
+    assert all(store.read_bytes(f"{bucket}/claim-{turn}") == f"{number}".encode() for turn, number in won)
+
+
+def test_a_creation_whose_answer_was_lost_is_ours(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    whole = s3fs.S3FileSystem._pipe_file
+
+    async def lose_the_answer(self: Any, *args: Any, **options: Any) -> None:
+        await whole(self, *args, **options)
+        raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "_pipe_file", lose_the_answer)
+        s3fs.S3FileSystem.clear_instance_cache()
+        assert store.create(f"{bucket}/claim", b"mine")
+    assert not store.create(f"{bucket}/claim", b"another's")
+
+
+def test_a_driver_that_ignores_the_condition_is_refused_before_anything_starts(
+    bucket: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As s3fs did before 2024.12, and as servers do that speak an older S3."""
+    import s3fs
+
+    whole = s3fs.S3FileSystem._pipe_file
+
+    async def ignore(self: Any, path: str, data: bytes, **options: Any) -> Any:
+        return await whole(self, path, data)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_pipe_file", ignore)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(InvalidJobError, match=r"both win. Install s3fs>=2024\.12; .*If-None-Match"):
+        launcher.options(store=f"{bucket}/runs").submit(print)
+    # Nothing is left of it.
+    assert store.list_names(f"{bucket}/runs") == []
+
+
+def test_a_mount_that_cannot_append_is_refused_before_anything_starts(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bucket behind FUSE; `docs/stores.md` says which were tried."""
+    real = open
+
+    def open_(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if "a" in mode:
+            raise OSError(95, "Operation not supported")
+        return real(path, mode, *args, **options)
+
+    monkeypatch.setattr("rankzero.store.proof.open", open_, raising=False)
+    with pytest.raises(InvalidJobError, match="append to files.* give the bucket's URL"):
+        launcher.submit(print)
+    assert os.listdir(str(launcher.store)) == []
+
+
+def test_a_directory_that_may_not_be_written_is_no_matter_of_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "create", refuse)
+    with pytest.raises(PermissionError):
+        store.prove(str(tmp_path))
