@@ -95,6 +95,7 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
 
     def run(dag: Any, **kwargs: Any) -> DagOutcome:
         register(dag)
+        versions.give_callbacks_the_exception()
         errors: dict[str, BaseException] = {}
 
         def remember(context: Any) -> None:

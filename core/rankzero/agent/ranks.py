@@ -20,7 +20,7 @@ from rankzero.host import forked
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
-"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many."""
+"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many (macOS: no)."""
 
 SOCKET_PATH_ROOM = 48
 """Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
@@ -56,7 +56,7 @@ class Rank:
         self._untold = bytearray()
         self.control, control = socket.socketpair()
         read, write = os.pipe()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             # A burst after few lines is fetched up to `DELIVERY_INTERVAL` later: it should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()

@@ -14,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from rankzero.host.processes import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +118,7 @@ def checksum(parts: Sequence[Part]) -> str:
     Without instructions for either in the processor sha512 is half as fast again as sha256.
     """
     blocks = list(_blocks(parts))
-    cores = min(len(blocks), len(os.sched_getaffinity(0)))
+    cores = min(len(blocks), usable_cores())
     if cores < 2:
         return hashlib.sha256(b"".join(map(_hash_block, blocks))).hexdigest()
     from concurrent.futures import ThreadPoolExecutor
