@@ -117,7 +117,7 @@ def test_a_run_id_that_lives_is_not_run_twice(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("root", ["/proc/rankzero", "no-such-protocol://bucket/x"])
 def test_a_store_that_cannot_be_written_is_refused(launcher: Launcher, root: str) -> None:
-    with pytest.raises(InvalidJobError, match="cannot be written"):
+    with pytest.raises(InvalidJobError, match="cannot (be written|hold runs)"):
         launcher.options(store=root).run(int)
 
 

@@ -58,7 +58,8 @@ def test_a_cancel_does_not_wait_for_the_drivers_next_look_at_the_store(
 
     # The driver does not look at all while this test lasts.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    (tmp_path / "sitecustomize.py").write_text("from rankzero.driver import watch\nwatch.REMOTE_TICK = 600.0\n")
+    patch = "from rankzero.driver import recorder\nrecorder.pace = lambda _: 600.0\n"
+    (tmp_path / "sitecustomize.py").write_text(patch)
     handle = launcher.options(store=f"{bucket}/far", num_processes=1).submit(endless)
     until(lambda: handle.status().state == "running", 60, "a rank")
     handle.cancel()

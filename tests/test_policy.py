@@ -1,5 +1,7 @@
 """Decisions, as tables: no processes, no clocks."""
 
+from dataclasses import replace
+
 import pytest
 
 from rankzero import errors
@@ -158,3 +160,98 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
     assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged) is dead
+
+
+NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("slots", "least", "most", "unchanged", "on_bad", "placed"),
+    [
+        # A fixed size waits for as long as it takes, and for nothing else.
+        (3, 4, 4, 1e9, {}, None),
+        (4, 4, 4, NOW, {}, (4, 0, "")),
+        (9, 4, 4, NOW, {}, (4, 0, "")),
+        # An elastic one takes all it wants at once, and less when no more has come for a while.
+        (8, 2, 8, NOW, {}, (8, 0, "")),
+        (9, 2, 8, NOW, {}, (8, 0, "")),
+        (5, 2, 8, NOW, {}, None),
+        (5, 2, 8, PATIENT, {}, (5, 0, "")),
+        (1, 2, 8, 1e9, {}, None),
+        # A bad host is left out where there are enough without it: as many more are started as may lie there.
+        (6, 4, 4, NOW, {"b": 2}, (4, 2, "b")),
+        (5, 4, 4, NOW, {"b": 2}, (5 - 1, 0, "")),
+        (3, 4, 4, 1e9, {"b": 2}, None),
+        (10, 2, 8, NOW, {"b": 2}, (8, 2, "b")),
+        (8, 2, 8, NOW, {"b": 2}, None),
+        (8, 2, 8, PATIENT, {"b": 2}, (6, 2, "b")),
+        (3, 2, 8, PATIENT, {"b": 2}, (3, 0, "")),
+        (9, 4, 4, NOW, {"b": 2, "c": 3}, (4, 5, "bc")),
+    ],
+)
+def test_with_what_an_attempt_starts(
+    slots: int, least: int, most: int, unchanged: float, on_bad: dict[str, int], placed: tuple[int, int, str] | None
+) -> None:
+    found = policy.place(slots, least, most, unchanged, on_bad)
+    assert (found and (found.num_tasks, found.spare, "".join(sorted(found.left_out)))) == placed
+
+
+@pytest.mark.parametrize(
+    ("slots", "least", "most", "words"),
+    [
+        (
+            1,
+            2,
+            2,
+            "offers 1 of the 2 task slots that this run needs at once (1 missing) after 31 s",
+        ),
+        (0, 2, 8, "offers 0 of the 2 to 8 task slots that this run needs at once (2 missing)"),
+        (5, 2, 8, "offers 5 of the 2 to 8 task slots that this run needs at once (3 more would be used)"),
+    ],
+)
+def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: str) -> None:
+    assert words in policy.waiting_message("the cluster at 'yarn'", slots, least, most, 31.2, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("blamed", "bad"),
+    [("", ""), ("a", ""), ("aa", "a"), ("ab", ""), ("aba", "a"), ("abab", "ab"), ([None, None], "")],
+)
+def test_a_host_is_bad_when_it_has_failed_twice(blamed: list[str | None], bad: str) -> None:
+    record = policy.HostRecord()
+    for host in blamed:
+        record = record.after(host)
+    assert record.bad == set(bad)
+
+
+MATCHED = Failure(3, "d", order=0, exception_type="RuntimeError", message="CUDA error 700", matched="CUDA error")
+SAME = replace(MATCHED, message="CUDA error 9", order=1)
+
+
+@pytest.mark.parametrize(
+    ("failures", "host"),
+    [
+        ([], None),
+        ([KILLED], "two"),
+        ([MATCHED], "three"),
+        ([MATCHED, KILLED], "three"),
+        ([ECHO, KILLED], "two"),
+        # Nobody knows whose fault that was.
+        ([ECHO], None),
+        ([RAISED], None),
+        ([Failure(2, "c", exception_type="RetryableError", retryable=True)], None),
+        ([Failure(2, "c", signal="SIGTERM")], None),
+        # The same on two hosts is the code's fault; on one host of several ranks it is that host's.
+        (
+            [MATCHED, replace(SAME, rank=4, host="e")],
+            None,
+        ),
+        (
+            [MATCHED, replace(SAME, rank=5)],
+            "three",
+        ),
+    ],
+)
+def test_which_host_is_to_blame(failures: list[Failure], host: str | None) -> None:
+    hosts = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "three"}
+    assert policy.host_to_blame(failures, hosts.get) == host

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from airflow.sdk import DAG, TaskGroup
     from airflow.sdk.definitions.retry_policy import RetryPolicy
 
+    from rankzero.job import RestartOn, WorldSize
     from rankzero.run.checkpoints import CheckpointConfig
 
 Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
@@ -77,7 +78,7 @@ class TaskArguments(TypedDict, total=False):
 class TrainingArguments(TaskArguments, total=False):
     """Those, and what `TorchDistributorOperator` takes; described there."""
 
-    num_processes: int | str
+    num_processes: WorldSize | str
     processes_per_task: int | str | None
     use_gpu: bool | None
     backend: str | None
@@ -90,6 +91,7 @@ class TrainingArguments(TaskArguments, total=False):
     start_timeout: float | str
     hang_timeout: float | str | None
     max_restarts: int | str
+    restart_on: RestartOn
     max_preemptions: int | None
     checkpoints: CheckpointConfig | None
     ports: tuple[int, int] | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rankzero.job import describe_world
 from rankzero.run import reports
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
     return {
         "run directory": handle.directory,
         "engine": ", ".join(str(word) for word in launcher.engine.to_spec()[0].values() if word),
-        "ranks": launcher.num_processes,
-        "GPUs": launcher.num_processes if launcher.use_gpu else None,
+        "ranks": describe_world(launcher.num_processes),
+        "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,
         "attempt": handle.status().attempt,
         "goes on without a follower, s": launcher.orphan_timeout,
     }

@@ -40,6 +40,7 @@ from rankzero.values.ref import map_refs
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from rankzero.job import RestartOn, WorldSize
     from rankzero.submit.durable import Opened
 
 
@@ -62,7 +63,8 @@ class TorchDistributorOperator(BaseOperator):
         op_args: Positional arguments of the function, or the script's command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
-        num_processes: World size, the number of ranks (templated, like the numbers below that say so).
+        num_processes: World size, the number of ranks (templated, like the numbers below that say so). A pair such as
+            ``(2, 8)``, or ``"2:8"``, is elastic: each attempt starts with what the cluster can give between the two.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
             connection says, else 1.
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
@@ -82,6 +84,8 @@ class TorchDistributorOperator(BaseOperator):
             (templated).
         max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
             lost host or executor, a hang, a `rankzero.RetryableError` (templated).
+        restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
+            ``("CUDA error", ConnectionError)``, or a function of the exception (texts are templated).
         max_preemptions: The same after the cluster took a place back; None for as many.
         checkpoints: Which checkpoints are kept; None for the newest two.
         ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
@@ -136,7 +140,7 @@ class TorchDistributorOperator(BaseOperator):
         train: Callable[..., Any] | str | os.PathLike[str],
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
-        num_processes: int | str = 2,
+        num_processes: WorldSize | str = 2,
         processes_per_task: int | str | None = None,
         use_gpu: bool | None = None,
         backend: str | None = "auto",
@@ -149,6 +153,7 @@ class TorchDistributorOperator(BaseOperator):
         start_timeout: float | str = 600.0,
         hang_timeout: float | str | None = None,
         max_restarts: int | str = 0,
+        restart_on: RestartOn = (),
         max_preemptions: int | None = None,
         checkpoints: CheckpointConfig | None = None,
         ports: tuple[int, int] | None = None,
@@ -179,6 +184,7 @@ class TorchDistributorOperator(BaseOperator):
         self.start_timeout = start_timeout
         self.hang_timeout = hang_timeout
         self.max_restarts = max_restarts
+        self.restart_on = restart_on
         self.max_preemptions = max_preemptions
         self.checkpoints = checkpoints
         self.ports = ports
@@ -218,7 +224,9 @@ class TorchDistributorOperator(BaseOperator):
                 setattr(self, name, templates.convert(name, getattr(self, name)))
         except InvalidJobError as error:
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-        self._facts = replace(self._facts, world_size=self.num_processes)
+        # Of an elastic run nobody knows it yet.
+        world_size = self.num_processes if isinstance(self.num_processes, int) else None
+        self._facts = replace(self._facts, world_size=world_size)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""

@@ -15,11 +15,13 @@ from rankzero.errors import RunCancelledError
 from rankzero.run.cursor import LogCursor
 from rankzero.run.detach import end
 from rankzero.run.directory import RunStatus
-from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
-from rankzero.store import is_url
+from rankzero.run.handle import RunHandle
 
 FOLLOW_INTERVAL = 0.1
 """Seconds between two looks at a run directory on a local disk."""
+
+LONGEST_WAIT = 1.0
+"""Seconds after which this process sees at the latest that it was asked to exit."""
 
 PROGRESS_INTERVAL = 60.0
 """Seconds of silence after which the log says that the training goes on."""
@@ -58,6 +60,7 @@ class Follower:
         self._try = task_try
         self._stop_grace = stop_grace
         self._is_killed = is_killed
+        self._tick = threading.Event()
         self._log = log
 
     def follow(self) -> None:
@@ -67,8 +70,6 @@ class Follower:
             AirflowRescheduleException: this worker is shut down; the training goes on.
             rankzero.RunCancelledError: a user ended the task, and so the training.
         """
-        interval = FOLLOW_INTERVAL_REMOTE if is_url(self._handle.directory) else FOLLOW_INTERVAL
-        tick = threading.Event()
         shown = time.monotonic()
         url = None
         while True:
@@ -84,11 +85,16 @@ class Follower:
             if status.final:
                 return
             self.detach_if_killed()
-            # An Event, not a sleep: exceptions of signal handlers get out at once.
-            tick.wait(interval)
+            self._pause()
             if time.monotonic() - shown > PROGRESS_INTERVAL:
                 shown = time.monotonic()
                 self._report_progress(status)
+
+    def _pause(self) -> None:
+        until = time.monotonic() + max(FOLLOW_INTERVAL, self._handle.pace)
+        while not self._is_killed() and (left := until - time.monotonic()) > 0:
+            # An Event, not a sleep: exceptions of signal handlers get out at once.
+            self._tick.wait(min(left, LONGEST_WAIT))
 
     def _report_progress(self, status: RunStatus) -> None:
         age = time.time() - self._handle.created

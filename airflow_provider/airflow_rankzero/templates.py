@@ -24,6 +24,7 @@ TEMPLATE_FIELDS = (
     "start_timeout",
     "hang_timeout",
     "max_restarts",
+    "restart_on",
 )
 """What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
 
@@ -36,6 +37,7 @@ LAUNCHER_FIELDS = (
     "start_timeout",
     "hang_timeout",
     "max_restarts",
+    "restart_on",
     "max_preemptions",
     "checkpoints",
     "ports",
@@ -54,8 +56,8 @@ _DECIDED_ELSEWHERE = ("processes_per_task", "use_gpu", "checkpoints")
 
 
 def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
-    """The template fields without ``train`` where that is a function."""
-    return [name for name in names if name != "train" or not callable(task.train)]
+    """The template fields without ``train`` and ``restart_on`` where those are functions."""
+    return [name for name in names if name not in ("train", "restart_on") or not callable(getattr(task, name))]
 
 
 def convert(name: str, value: Any) -> Any:
@@ -63,7 +65,8 @@ def convert(name: str, value: Any) -> Any:
 
     Args:
         name: Of the argument.
-        value: What was rendered. ``""`` and ``"None"`` are None where the argument may be None.
+        value: What was rendered. ``""`` and ``"None"`` are None where the argument may be None; ``"2:8"`` is the
+            smallest and the largest number of processes.
 
     Raises:
         InvalidJobError: the text is no number.
@@ -71,11 +74,15 @@ def convert(name: str, value: Any) -> Any:
     Example:
         >>> convert("num_processes", "4"), convert("timeout", "None"), convert("store", "4")
         (4, None, '4')
+        >>> convert("num_processes", "2:8")
+        (2, 8)
     """
     if not isinstance(value, str) or name not in _WHOLE_NUMBERS + _SECONDS:
         return value
     if name in _OPTIONAL and value.strip() in ("", "None"):
         return None
+    if name == "num_processes" and ":" in value:
+        return tuple(convert(name, bound) for bound in value.split(":"))
     try:
         return int(value)
     except ValueError:

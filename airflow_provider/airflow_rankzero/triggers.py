@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
@@ -14,13 +17,21 @@ from airflow_rankzero import tries
 from airflow_rankzero.connection.target import Target
 from rankzero.errors import RankZeroError
 from rankzero.run.cursor import LogCursor
-from rankzero.run.handle import FOLLOW_INTERVAL_REMOTE, RunHandle
-from rankzero.store import is_url
+from rankzero.run.handle import RunHandle
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.5
 """Seconds between two looks at a run directory on a disk."""
+
+THREADS = 8
+"""In which the runs of all deferred trainings are looked at, those of the triggerer's loop being for all triggers: a
+store that does not answer for a while holds a look for as long."""
+
+_threads = ThreadPoolExecutor(THREADS, "rankzero-trigger")
 
 
 class RunTrigger(BaseTrigger):
@@ -65,16 +76,14 @@ class RunTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Gives one event: ``directory`` and, if the run cannot be read any more, ``error``."""
         try:
-            handle = await asyncio.to_thread(RunHandle[Any].attach, self.directory)
+            handle = await _in_thread(RunHandle[Any].attach, self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
-            await asyncio.to_thread(handle.renew_lease)
-            await asyncio.to_thread(self._mask_secrets)
-            cursor = await asyncio.to_thread(self._cursor, handle)
+            await _in_thread(handle.renew_lease)
+            await _in_thread(self._mask_secrets)
+            cursor = await _in_thread(self._cursor, handle)
             self.log.info("following the run in %s", self.directory)
-            interval = FOLLOW_INTERVAL_REMOTE if is_url(self.directory) else POLL_INTERVAL
-            # What writes the lines runs in a thread: the triggerer's loop serves many.
-            while not await asyncio.to_thread(self._look, handle, cursor):
-                await asyncio.sleep(interval)
+            while not await _in_thread(self._look, handle, cursor):
+                await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
         except Exception as error:
             # The task reports it, with its own retries.
             yield self._event(error=f"{type(error).__name__}: {error}")
@@ -120,6 +129,12 @@ class RunTrigger(BaseTrigger):
         for line in cursor.lines(status):
             self.log.info("%s", line)
         return status.final
+
+
+async def _in_thread(action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``action`` returns, in a thread of our own, with this task's context, as `asyncio.to_thread`."""
+    call = functools.partial(contextvars.copy_context().run, action, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 def _state_of(ti: Any) -> str | None:

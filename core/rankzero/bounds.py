@@ -12,7 +12,7 @@ HEARTBEAT_INTERVAL = 2.0
 """Seconds between two heartbeats in ``status.json``."""
 
 DRIVER_DEAD_AFTER = 15.0
-"""Seconds without a heartbeat after which a driver counts as dead."""
+"""Seconds without a heartbeat after which a driver counts as dead; more where it writes seldom."""
 
 DRIVER_STALE_AFTER = 120.0
 """Seconds without a heartbeat after which it counts more than a process that is still there."""
@@ -20,13 +20,16 @@ DRIVER_STALE_AFTER = 120.0
 CLOCK_SKEW = 300.0
 """Seconds by which the clocks of two hosts may differ."""
 
+STORE_OUTAGE = 300.0
+"""Seconds of an outage of the store that the end of a training outlasts: its result is worth more than the wait."""
+
 LOG_TAIL = 20
 """Log lines of a rank that are kept for an error message."""
 
 LOG_TAIL_WIDTH = 2000
 """Characters of each of them."""
 
-CANCEL_TIMEOUT = DRIVER_DEAD_AFTER
+CANCEL_TIMEOUT = 25.0
 """Seconds to wait for the end of a run that was cancelled."""
 
 MEET_TIMEOUT = 30.0

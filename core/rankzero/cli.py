@@ -66,7 +66,7 @@ def status(directory: str, as_json: bool) -> None:
         return
     facts = {
         "run": handle.id,
-        "trains": f"{job.name} on {job.num_processes} ranks",
+        "trains": f"{job.name} on {found.world_size or job.world} ranks",
         "state": found.state,
         "attempt": found.attempt,
         "driver": f"process {found.driver_pid} on {found.driver_host}" if found.driver_pid else None,

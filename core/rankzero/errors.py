@@ -77,8 +77,8 @@ class WorkerFailedError(RankZeroError, RuntimeError):
         signal: Name of the signal that ended it (``"SIGKILL"``), or None.
         log_tail: The last log lines of that rank, oldest first.
         others: What the other ranks reported after it, one line each.
-        cause: What a restart is decided by: ``"killed"``, ``"preempted"``, ``"lost"``, ``"retryable"``, or
-            None for an exception of the user's code.
+        cause: What a restart is decided by: ``"killed"``, ``"preempted"``, ``"lost"``, ``"retryable"``, ``"matched"``
+            (an exception that ``restart_on`` names), or None for any other exception of the user's code.
     """
 
     _fields = (
@@ -172,5 +172,5 @@ def error_from_json(facts: dict[str, Any]) -> RankZeroError:
     return cls(str(facts.get("message", "")), **known)
 
 
-KILLED, LOST, PREEMPTED, HANG, RETRYABLE = "killed", "lost", "preempted", "hang", "retryable"
+KILLED, LOST, PREEMPTED, HANG, RETRYABLE, MATCHED = "killed", "lost", "preempted", "hang", "retryable", "matched"
 """Why an attempt ended, as far as a restart may help; None stands for everything else."""

@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,11 @@ from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError, RunNotFoundError
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
+_PAIR = 2
 BACKENDS = ("auto", "nccl", "gloo", None)
+
+WorldSize = int | tuple[int, int]
+"""Number of ranks; of an elastic job the smallest and the largest."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class Job:
     Attributes:
         run_id: Name of the run and of its directory.
         name: What is trained, for people: the function's or the script's name.
-        num_processes: World size.
+        num_processes: World size; of an elastic job the largest.
+        min_processes: The smallest world size of an elastic job; None if there is but one.
         processes_per_task: Workers in one Spark task.
         use_gpu: One GPU for each worker.
         backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or None.
@@ -63,6 +69,7 @@ class Job:
     timeout: float | None
     start_timeout: float
     engine: dict[str, Any]
+    min_processes: int | None = None
     hang_timeout: float | None = None
     orphan_timeout: float | None = None
     max_restarts: int = 0
@@ -85,8 +92,32 @@ class Job:
 
     @property
     def num_tasks(self) -> int:
-        """Agents of a job that is spread over tasks."""
+        """Tasks of a job that is spread over tasks; of an elastic one the most."""
         return self.num_processes // self.processes_per_task
+
+    @property
+    def least_processes(self) -> int:
+        """The smallest world size."""
+        return self.num_processes if self.min_processes is None else self.min_processes
+
+    @property
+    def least_tasks(self) -> int:
+        """Tasks without which no attempt starts."""
+        return self.least_processes // self.processes_per_task
+
+    @property
+    def world_size(self) -> WorldSize:
+        """As `Launcher` was given it, and as it is a part of the identity."""
+        return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
+
+    @property
+    def world(self) -> str:
+        """The world size, for people: ``4`` or ``2 to 8``."""
+        return describe_world(self.world_size)
+
+    def sized(self, num_tasks: int) -> Job:
+        """The job of an attempt with so many tasks."""
+        return dataclasses.replace(self, num_processes=num_tasks * self.processes_per_task, min_processes=None)
 
     def resolved_backend(self) -> str | None:
         """The backend with ``"auto"`` decided."""
@@ -123,18 +154,63 @@ def check_run_id(run_id: str | None) -> None:
         )
 
 
-def check_counts(num_processes: object, processes_per_task: object) -> None:
-    """Raises InvalidJobError unless both are positive integers and the second divides the first."""
-    for name, value in (("num_processes", num_processes), ("processes_per_task", processes_per_task)):
+def world_bounds(num_processes: WorldSize) -> tuple[int, int]:
+    """The smallest and the largest world size."""
+    return (num_processes, num_processes) if isinstance(num_processes, int) else num_processes
+
+
+def describe_world(num_processes: WorldSize) -> str:
+    """A world size for people: ``4`` or ``2 to 8``."""
+    return str(num_processes) if isinstance(num_processes, int) else "{} to {}".format(*num_processes)
+
+
+def check_counts(num_processes: object, processes_per_task: object) -> WorldSize:
+    """The world size. Raises InvalidJobError unless all counts are positive integers and the second divides the first.
+
+    Args:
+        num_processes: The number of ranks, or the smallest and the largest.
+        processes_per_task: Ranks of one task.
+    """
+    is_pair = isinstance(num_processes, (tuple, list))
+    pair: list[Any] = list(num_processes) if isinstance(num_processes, (tuple, list)) else [num_processes]
+    if is_pair and not (len(pair) == _PAIR and all(type(count) is int for count in pair) and 0 < pair[0] <= pair[1]):
+        raise InvalidJobError(
+            f"num_processes is {num_processes!r}; an elastic world has a smallest and a largest size, such as (2, 8)"
+        )
+    for name, value in (("num_processes", pair[0]), ("processes_per_task", processes_per_task)):
         if type(value) is not int or value < 1:
             raise InvalidJobError(f"{name} is {value!r}; it must be a positive integer")
-    assert isinstance(num_processes, int)
-    assert isinstance(processes_per_task, int)
-    if num_processes % processes_per_task:
-        raise InvalidJobError(
-            f"processes_per_task={processes_per_task} does not divide num_processes={num_processes}: "
-            "every task runs the same number of workers"
-        )
+    for count in pair:
+        if count % processes_per_task:
+            raise InvalidJobError(
+                f"processes_per_task={processes_per_task} does not divide num_processes={count}: "
+                "every task runs the same number of workers"
+            )
+    return (pair[0], pair[1]) if is_pair else pair[0]
+
+
+RestartOn = str | type[BaseException] | Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
+"""After which exceptions of the user's code a run is restarted: texts, classes, or a function of the exception."""
+
+
+def check_restart_on(value: object) -> Callable[[BaseException], Any] | tuple[str | type[BaseException], ...]:
+    """A function of the exception, or texts and classes. Raises InvalidJobError for anything else."""
+    if callable(value) and not isinstance(value, type):
+        return value
+    items = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    for item in items:
+        is_class = isinstance(item, type) and issubclass(item, BaseException)
+        if not (is_class or (isinstance(item, str) and item)):
+            raise InvalidJobError(
+                f"restart_on has {item!r}; give texts of errors and classes of exceptions, or one function of the "
+                "exception that returns True for another attempt"
+            )
+    return items
+
+
+def qualified_name(cls: type) -> str:
+    """A class with its module; one of Python's own without."""
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def check_seconds(name: str, value: object, *, optional: bool = True) -> None:

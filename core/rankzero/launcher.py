@@ -39,7 +39,9 @@ class Launcher:
     """How training functions and scripts are run. All configuration is here.
 
     Attributes:
-        num_processes: World size, the number of ranks.
+        num_processes: World size, the number of ranks. A pair such as ``(2, 8)`` is elastic: each attempt starts with
+            as many between the two as the cluster can give (once no more have come for 30 s), and goes on from the
+            last checkpoint.
         engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`.
         use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
@@ -53,7 +55,12 @@ class Launcher:
         orphan_timeout: Seconds after which a submitted run that nobody follows cancels itself; None lets it go
             on. `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
         max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal, a host or
-            executor was lost, a hang, or a `RetryableError`. Other exceptions of the function end the run.
+            executor was lost, a hang, a `RetryableError`, or what ``restart_on`` names. Other exceptions of the
+            function end the run.
+        restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
+            ``("CUDA error", ConnectionError)``, or a function that gets the exception, in the rank that raised it, and
+            returns True for another attempt. A text matches as a part of ``type: message``, or as the qualified name
+            of a class of the exception.
         store: Root of the run directories, a path or an fsspec URL. None: ``$RANKZERO_STORE``, else
             ``~/.rankzero/runs``.
         run_id: Name of the run; None makes one up. A run id that lives is not started twice; one that failed or
@@ -89,7 +96,7 @@ class Launcher:
         1.0
     """
 
-    num_processes: int = 1
+    num_processes: jobs.WorldSize = 1
     _: KW_ONLY
     engine: Engine | None = None
     use_gpu: bool = False
@@ -101,6 +108,7 @@ class Launcher:
     hang_timeout: float | None = None
     orphan_timeout: float | None = None
     max_restarts: int = 0
+    restart_on: jobs.RestartOn = ()
     store: str | os.PathLike[str] | None = None
     run_id: str | None = None
     dataset: Any = None
@@ -114,7 +122,8 @@ class Launcher:
     code_version: str | None = None
 
     def __post_init__(self) -> None:
-        jobs.check_counts(self.num_processes, self.processes_per_task)
+        object.__setattr__(self, "num_processes", jobs.check_counts(self.num_processes, self.processes_per_task))
+        object.__setattr__(self, "restart_on", jobs.check_restart_on(self.restart_on))
         jobs.check_choices(self.use_gpu, self.backend)
         jobs.check_seconds("timeout", self.timeout)
         jobs.check_seconds("start_timeout", self.start_timeout, optional=False)
@@ -293,10 +302,14 @@ class Launcher:
     def _request(self) -> Request:
         from rankzero.submit.prepare import Request
 
+        if self.restart_on and not self.max_restarts:
+            logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
+        least, most = jobs.world_bounds(self.num_processes)
         template = Job(
             run_id=self.run_id or "",
             name="",
-            num_processes=self.num_processes,
+            num_processes=most,
+            min_processes=least if isinstance(self.num_processes, tuple) else None,
             processes_per_task=self.processes_per_task,
             use_gpu=self.use_gpu,
             backend=self.backend,
@@ -315,7 +328,7 @@ class Launcher:
             labels=jobs.check_strings("labels", self.labels),
         )
         env = jobs.check_strings("env", self.env)
-        return Request(self._engine(), self._root(), template, env, self.code_version)
+        return Request(self._engine(), self._root(), template, env, self.code_version, restart_on=self.restart_on)
 
     def _engine(self) -> Engine:
         from rankzero.engines.base import Engine

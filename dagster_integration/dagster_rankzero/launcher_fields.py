@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dagster_rankzero.fields import KnownFields
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
+from rankzero.job import check_counts, qualified_name, world_bounds
 
 if TYPE_CHECKING:
     from rankzero import Launcher
@@ -42,6 +43,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         default_factory=dict, description="Spark configuration of the session that a run starts."
     )
     num_processes: int = Field(default=1, description="World size, the number of ranks.")
+    min_processes: int | None = Field(
+        default=None,
+        description="The smallest world size: each attempt starts with as many ranks between it and num_processes as "
+        "the cluster can give. Left out: num_processes, always. In Python num_processes=(2, 8) says both.",
+    )
     processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
     use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
     backend: str | None = Field(
@@ -65,6 +71,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         default=0,
         description="New attempts, from the last checkpoint, within one step: after a killed rank, a lost host or "
         "executor, a hang, a RetryableError.",
+    )
+    restart_on: list[str] = Field(
+        default_factory=list,
+        description="Exceptions of the function that count among max_restarts: parts of their type and message, or "
+        "qualified names of their classes.",
     )
     max_preemptions: int | None = Field(
         default=None,
@@ -103,6 +114,22 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         "step whose function, script or modules have changed begins from scratch.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_pair(cls, given: Any) -> Any:
+        """A field of Dagster has one type: the two sizes of an elastic world are two fields."""
+        size = given.get("num_processes") if isinstance(given, dict) else None
+        if isinstance(size, (tuple, list)):
+            least, most = world_bounds(check_counts(size, 1))
+            return {**given, "num_processes": most, "min_processes": least}
+        return given
+
+    @field_validator("restart_on", mode="before")
+    @classmethod
+    def _as_names(cls, given: Any) -> Any:
+        items = [given] if isinstance(given, (str, type)) else given
+        return [qualified_name(item) if isinstance(item, type) else item for item in items]
+
     @field_validator("checkpoints", mode="before")
     @classmethod
     def _as_fields(cls, given: Any) -> Any:
@@ -114,7 +141,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         from rankzero.run.checkpoints import CheckpointConfig
 
         return Launcher(
-            self.num_processes,
+            self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes),
             engine=self._engine(),
             use_gpu=self.use_gpu,
             processes_per_task=self.processes_per_task,
@@ -125,6 +152,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             hang_timeout=self.hang_timeout,
             orphan_timeout=self.orphan_timeout,
             max_restarts=self.max_restarts,
+            restart_on=tuple(self.restart_on),
             max_preemptions=self.max_preemptions,
             stop_grace=self.stop_grace,
             exit_timeout=self.exit_timeout,

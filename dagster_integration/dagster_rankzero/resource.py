@@ -88,6 +88,9 @@ class TorchDistributorResource(LauncherFields):
             4
         """
         fields = type(self).model_fields
+        if "num_processes" in changes:
+            # One number is not elastic, whatever this resource is.
+            changes = {"min_processes": None, **changes}
         try:
             check_fields(type(self), changes)
             return type(self)(**{**{name: getattr(self, name) for name in fields}, **resolve_variables(changes)})

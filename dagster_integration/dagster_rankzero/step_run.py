@@ -13,8 +13,6 @@ from dagster_rankzero.metadata.observation import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
 from rankzero.run.cursor import LogCursor
-from rankzero.run.handle import FOLLOW_INTERVAL, FOLLOW_INTERVAL_REMOTE
-from rankzero.store import is_url
 from rankzero.submit.durable import Opened
 
 # Dagster runs that were interrupted in this process: Dagster goes on with their other steps.
@@ -113,7 +111,6 @@ def follow(
     """
     handle = opened.handle
     cursor = LogCursor(handle, ranks=log_ranks, attached=opened.attached and not whole)
-    pause = FOLLOW_INTERVAL_REMOTE if is_url(handle.directory) else FOLLOW_INTERVAL
     seen: dict[str, Any] = {}
     started = next_look = time.monotonic()
     while True:
@@ -126,7 +123,7 @@ def follow(
         if interval is not None and status.metrics != seen and now >= next_look:
             seen, next_look = status.metrics, now + next_interval(interval, now - started)
             yield status.metrics
-        handle.wait(pause)
+        handle.pause()
 
 
 def offer(handle: RunHandle[Any], step: Step | None) -> None:

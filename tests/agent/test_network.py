@@ -73,6 +73,15 @@ def test_loopback_is_lo(host: str) -> None:
     assert socket_environment(host) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
+@pytest.mark.parametrize(
+    ("written", "host"),
+    [("[::1]", "::1"), ("[fe80::1%eth0]", "fe80::1%eth0"), ("a.b", "a.b"), ("::1", "::1"), ("", "")],
+)
+def test_brackets_are_no_part_of_an_address(written: str, host: str) -> None:
+    assert network.without_brackets(written) == host
+    assert network.is_loopback(written) == network.is_loopback(host)
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_loopback_of_ipv6_is_lo(host: str) -> None:
     if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):

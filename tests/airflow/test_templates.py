@@ -76,10 +76,33 @@ def test_mapped_numbers_and_scripts(dag: Any, run_dag: RunDag, tmp_path: Path) -
     assert outcome.mapped_xcoms("scripts") == [1, -1]
 
 
+def flaky() -> list[int]:
+    import rankzero.train as rt
+
+    context = rt.get_context()
+    if context.attempt == 0:
+        raise OSError(116, "Stale file handle")
+    return [context.attempt, context.world_size]
+
+
+def test_an_elastic_world_and_restart_on_may_be_templates(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    common: dict[str, Any] = {"train": flaky, "conn_id": "here", "store": str(tmp_path / "store"), "max_restarts": 1}
+    text = ["{{ 'Stale' }} file handle"]
+    TorchDistributorOperator(task_id="texts", num_processes="1:{{ params.ranks }}", restart_on=text, **common)
+    TorchDistributorOperator(task_id="classes", num_processes=(1, 2), restart_on=(KeyError, OSError), **common)
+    TorchDistributorOperator(task_id="asked", num_processes=1, restart_on=lambda error: error.errno == 116, **common)
+    outcome = run_dag(dag)
+    assert [outcome.xcom(name) for name in ("texts", "classes", "asked")] == [[1, 2], [1, 2], [1, 1]], outcome.errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"num_processes": "{{ params.lr }}"}, "num_processes is '0.25'; it must be a whole number"),
+        ({"num_processes": "{{ '2:many' }}"}, "num_processes is 'many'; it must be a whole number"),
+        ({"num_processes": "{{ '8:2' }}"}, "num_processes is (8, 2); an elastic world has"),
         ({"num_processes": "{{ 0 }}"}, "num_processes is 0; it must be a positive integer"),
         ({"timeout": "{{ 'soon' }}"}, "timeout is 'soon'; it must be a number of seconds"),
         ({"start_timeout": "{{ none }}"}, "start_timeout is 'None'"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from rankzero import Launcher
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.store import files
 
 
 def train(folder: str) -> int:
@@ -104,3 +108,36 @@ def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> 
     event = asyncio.run(asyncio.wait_for(first(make_trigger(str(tmp_path / "nothing"))), 60))
     assert event["directory"] == str(tmp_path / "nothing")
     assert "RunNotFoundError" in event["error"]
+
+
+def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while their store does not answer."""
+    directories = [f"memory://{tmp_path.name}/run-{number}" for number in range(100)]
+    for directory in directories:
+        run = RunDirectory(directory)
+        run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
+        run.write_status(RunStatus(state="succeeded"))
+    through, asked, answers = files._filesystem, threading.Event(), threading.Event()
+
+    def stall(location: str) -> tuple[Any, str]:
+        asked.set()
+        answers.wait()
+        return through(location)
+
+    async def follow() -> list[dict[str, Any]]:
+        following = [asyncio.create_task(first(make_trigger(directory))) for directory in directories]
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            # What any other trigger does.
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 30) == "done"
+            assert not any(task.done() for task in following)
+        finally:
+            answers.set()
+        return await asyncio.gather(*following)
+
+    monkeypatch.setattr(files, "_filesystem", stall)
+    events = asyncio.run(asyncio.wait_for(follow(), 120))
+    assert events == [{"directory": directory} for directory in directories]

@@ -84,9 +84,8 @@ def test_a_stranger_who_answers_is_skipped(
     assert serving.hears(hosts=[stranger(answer), "127.0.0.1"])
 
 
-def test_the_agent_says_what_it_tried(receive: Receive, monkeypatch: pytest.MonkeyPatch, fast: None) -> None:
-    monkeypatch.setattr(limits, "CONNECT_TIMEOUT", 0.3)
-    client = ChannelClient(["no-such-host.invalid", "127.0.0.1"], 1, "00" * 32, 0)
+def test_the_agent_says_what_it_tried(receive: Receive, fast: None) -> None:
+    client = ChannelClient(["no-such-host.invalid", "127.0.0.1"], 1, "00" * 32, 0, patience=0.3)
     client.start()
     with pytest.raises(ChannelClosed, match=r"no driver was found on port 1 .*no-such-host.*127.0.0.1: .*refused"):
         receive(client, lambda got: got)

@@ -21,6 +21,7 @@ OF_THE_LAUNCHER_ALONE = {
     "run_id": "made of Dagster run and step: every try finds the same run",
 }
 OF_DAGSTER_ALONE = {
+    "min_processes": "a field of Dagster has one type, so the launcher's pair of sizes is two fields",
     "master": "the engine",
     "spark_conf": "the engine",
     "observation_interval": "Dagster's own",
@@ -30,6 +31,7 @@ OF_DAGSTER_ALONE = {
     "log_ranks": "of whoever follows, as Airflow's operator has it",
 }
 OTHER_THAN_THE_LAUNCHER = {
+    "restart_on": "a list, as YAML has it",
     "engine": "a name, for YAML and the launchpad; a pipeline's trainings run on Spark",
     "env": "Dagster has no empty value for a mapping but an empty one",
 }
@@ -113,3 +115,23 @@ def test_a_wrong_way_to_keep_checkpoints_is_refused_when_defined() -> None:
         TorchDistributorResource(checkpoints={"num_to_kep": 1})
     with pytest.raises(ValidationError, match="checkpoints.mode"):
         TorchDistributorResource(checkpoints={"mode": "best"})
+
+
+def test_an_elastic_world_is_two_fields_and_a_pair_in_python() -> None:
+    pair = TorchDistributorResource(num_processes=(2, 8))  # type: ignore[arg-type]
+    assert (pair.num_processes, pair.min_processes) == (8, 2)
+    assert pair._launcher({}).num_processes == (2, 8)
+    assert TorchDistributorResource(num_processes=8, min_processes=2)._launcher({}).num_processes == (2, 8)
+    assert pair.options(max_restarts=1)._launcher({}).num_processes == (2, 8)
+    # One number is one number, whatever the resource says.
+    assert pair.options(num_processes=4)._launcher({}).num_processes == 4
+    assert TorchDistributorResource().options(num_processes=(1, 3))._launcher({}).num_processes == (1, 3)
+
+
+def test_exceptions_to_restart_on_are_kept_by_name() -> None:
+    resource = TorchDistributorResource(max_restarts=1, restart_on=["CUDA error", ConnectionError])  # type: ignore[list-item]
+    assert resource.restart_on == ["CUDA error", "ConnectionError"]
+    assert resource._launcher({}).restart_on == ("CUDA error", "ConnectionError")
+    assert TorchDistributorResource(restart_on=ValidationError).restart_on == [  # type: ignore[arg-type]
+        f"{ValidationError.__module__}.ValidationError"
+    ]

@@ -33,7 +33,15 @@ def who_am_i() -> dict[str, Any]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    )
     me = {name: os.environ[name] for name in names}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, me)
@@ -286,11 +294,18 @@ Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker
     assert wait_until_gone(marker, 5.0) == []
 
 
-def test_executors_run_in_processes_of_their_own(launcher: Launcher) -> None:
-    """local-cluster: separate JVMs, and a script that only the driver's machine knows."""
-    engine = SparkEngine(master="local-cluster[2,1,1024]")
-    value = launcher.options(engine=engine).run(who_am_i)
-    assert value["sum"] == 2.0
+def test_executors_run_in_processes_of_their_own(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """local-cluster: separate JVMs. What a platform sets for every session does not stand in the way of a barrier."""
+    (tmp_path / "spark-defaults.conf").write_text("spark.dynamicAllocation.enabled true\nspark.task.cpus 4\n")
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    engine = SparkEngine(master="local-cluster[2,4,1024]")
+    value = launcher.options(engine=engine, num_processes=4, processes_per_task=2).run(who_am_i)
+    assert value["sum"] == 4.0
+    assert "spark.dynamicAllocation.enabled=false, which this run needs" in capsys.readouterr().out
+    # Of the cores of a task each of its ranks has its share; Spark gives each all of them.
+    assert {rank["OMP_NUM_THREADS"] for rank in value["ranks"]} == {"2"}
 
 
 def test_different_python_versions_are_named(launcher: Launcher) -> None:

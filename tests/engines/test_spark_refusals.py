@@ -1,12 +1,15 @@
 """What master and conf alone show to be impossible is refused before a JVM starts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
 from rankzero.engines.spark import engine as spark_module
+from rankzero.engines.spark.conf import conf_for, spark_defaults
 from rankzero.engines.spark.errors import explain
+from rankzero.job import Job
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,66 @@ def test_dynamic_allocation() -> None:
 def test_gpu_conf_missing_or_too_small(conf: dict[str, str], message: str) -> None:
     engine = {"master": "spark://host:7077", "conf": conf}
     assert message in refusal(InvalidJobError, engine, use_gpu=True, processes_per_task=2)
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "slots"),
+    [
+        ("yarn", {"spark.executor.instances": "1"}, 1),
+        (
+            "k8s://https://host",
+            {"spark.executor.instances": "1", "spark.executor.cores": "3", "spark.task.cpus": "3"},
+            1,
+        ),
+        ("spark://host:7077", {"spark.cores.max": "3", "spark.task.cpus": "2"}, 1),
+    ],
+)
+def test_a_conf_that_proves_the_cluster_too_small(master: str, conf: dict[str, str], slots: int) -> None:
+    text = refusal(InsufficientSlotsError, {"master": master, "conf": conf})
+    assert f"needs 2 task slots at once, but master {master!r} has {slots}" in text
+
+
+GPUS = {"spark.task.resource.gpu.amount": "1", "spark.executor.resource.gpu.amount": "2"}
+
+
+@pytest.mark.parametrize(
+    ("master", "given", "defaults", "asked"),
+    [
+        # Two executors are what YARN and Kubernetes give who does not ask.
+        ("yarn", {}, {}, {"spark.executor.instances": "8"}),
+        ("k8s://https://host", {"spark.executor.cores": "3"}, {}, {"spark.executor.instances": "3"}),
+        ("yarn", {"spark.task.cpus": "4"}, {}, {"spark.executor.instances": "8", "spark.executor.cores": "4"}),
+        ("yarn", {"spark.executor.cores": "4", **GPUS}, {}, {"spark.executor.instances": "4"}),
+        ("yarn", {}, {"spark.executor.cores": "4", "spark.executor.instances": "1"}, {"spark.executor.instances": "2"}),
+        ("yarn", {}, {"spark.executor.instances": "9"}, {}),
+        # What the user says for this run is left alone.
+        ("yarn", {"spark.executor.instances": "3"}, {}, {}),
+        # A standalone cluster gives what it has.
+        ("spark://host:7077", {}, {}, {}),
+        (
+            "spark://host:7077",
+            {},
+            {"spark.dynamicAllocation.enabled": "true"},
+            {"spark.dynamicAllocation.enabled": "false"},
+        ),
+    ],
+)
+def test_what_a_session_of_our_own_asks_for(
+    master: str, given: dict[str, str], defaults: dict[str, str], asked: dict[str, str]
+) -> None:
+    job = Job("id", "train", 8, 1, False, "auto", None, 60.0, {}, min_processes=2)
+    assert conf_for(job, master, given, defaults) == asked
+
+
+def test_spark_defaults_are_read_as_spark_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["# a comment", "", "spark.a 1", "spark.b=2", "  spark.c:  three words ", "spark.d\t-Dx=y", "spark.e"]
+    (tmp_path / "spark-defaults.conf").write_text("\n".join(lines))
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    found = {"spark.a": "1", "spark.b": "2", "spark.c": "three words", "spark.d": "-Dx=y", "spark.e": ""}
+    assert spark_defaults() == found
+    monkeypatch.delenv("SPARK_CONF_DIR")
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    assert spark_defaults() == {}
 
 
 def test_an_embedded_master_without_gpus() -> None:

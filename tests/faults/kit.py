@@ -195,8 +195,31 @@ class ProxySession(LocalSession):
         super().__init__(job)
         self._engine = engine
 
-    def launch(self, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
         """Starts the agent."""
         _, port = config["driver"]
         Path(self._engine.file).write_text(str(port))
-        return super().launch({**config, "driver": [[LOOPBACK], self._engine.port]}, on_end)
+        return super().launch(num_tasks, {**config, "driver": [[LOOPBACK], self._engine.port]}, on_end)
+
+
+@dataclass(frozen=True)
+class SlotsEngine(LocalEngine):
+    """This machine, with as many slots as a file says. For `Launcher.run`, whose driver is in this process."""
+
+    file: str = ""
+
+    def open(self, job: Job) -> SlotsSession:
+        """A session that reads the file whenever it is asked."""
+        return SlotsSession(job, self.file)
+
+
+class SlotsSession(LocalSession):
+    """A cluster that grows and shrinks as the test says."""
+
+    def __init__(self, job: Job, file: str) -> None:
+        super().__init__(job)
+        self._file = Path(file)
+
+    def slots(self) -> int:
+        """What the file says."""
+        return int(self._file.read_text())

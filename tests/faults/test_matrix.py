@@ -180,7 +180,7 @@ CELLS = [
     Cell("driver", "training", "SIGKILL", "resubmit", "failed", ranks=2),
     Cell("driver", "checkpoint", "SIGKILL", "resubmit", "failed"),
     Cell("driver", "returned", "SIGKILL", "resubmit", "failed", by_hand=True),
-    Cell("driver", "committed", "SIGKILL", "resubmit", "failed"),
+    Cell("driver", "committed", "SIGKILL", "kept", "succeeded"),
     Cell("driver", "rendezvous", "SIGTERM", "resubmit", "cancelled", by_hand=True),
     Cell("driver", "training", "SIGTERM", "resubmit", "cancelled", ranks=2, by_hand=True),
     Cell("driver", "checkpoint", "SIGTERM", "resubmit", "cancelled", by_hand=True),
@@ -512,6 +512,21 @@ def resubmit(stage: Stage) -> None:
     stage.assert_saved(again, STEPS - 1)
 
 
+def kept(stage: Stage) -> None:
+    """Success was certain: attachers see it, every process goes, and the run id gives the value to who comes next."""
+    handle = stage.start()
+    strike(stage, handle, stage.arrival(handle))
+    attached = RunHandle.attach(stage.directory)
+    assert attached.wait(WAIT)
+    stage.assert_in_time()
+    assert attached.status().state == stage.cell.cause
+    until(lambda: stage.processes() == [], GONE, "the end of its processes")
+    stage.assert_whole(attached.result(0))
+    again = stage.launcher.submit(train, **stage.arguments)
+    stage.assert_whole(again.result(0))
+    assert again.submission == 0
+
+
 def hurt_driver_in_commit(stage: Stage, handle: RunHandle[Any]) -> None:
     """The part is there, the manifest is not: the driver stands still in between, and gets the signal there."""
     stage.arrival(handle)
@@ -647,6 +662,7 @@ OUTCOMES: dict[str, Callable[[Stage], None]] = {
     "error": error,
     "unharmed": unharmed,
     "resubmit": resubmit,
+    "kept": kept,
     "takeover": takeover,
     "durable": durable,
     "owned": owned,

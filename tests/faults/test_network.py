@@ -1,6 +1,7 @@
 """Ports behind a firewall, names that stand for other hosts, IPv6, a driver that is slow to take lines."""
 
 import os
+import resource
 import socket
 import time
 from pathlib import Path
@@ -11,9 +12,10 @@ from tests.conftest import free_ports
 
 from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 from rankzero.agent import output
-from rankzero.driver import attempt
+from rankzero.driver import attempt, policy
 from rankzero.driver.recorder import Recorder
 from rankzero.engines.local import LocalSession
+from rankzero.host.processes import OPEN_FILES
 
 WAIT = 90.0
 
@@ -63,6 +65,30 @@ def test_the_interface_is_chosen_where_the_user_did_not(launcher: Launcher) -> N
     assert launcher.run(reduce)[3:] == ["lo", "=lo"]
     env = {**(launcher.env or {}), "NCCL_SOCKET_IFNAME": "eth7"}
     assert launcher.options(env=env).run(reduce)[3:] == ["lo", "eth7"]
+
+
+def test_an_agent_that_finds_no_driver_is_a_loss_after_which_a_restart_may_help(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalSession, "driver_hosts", ["127.0.0.3"])
+    monkeypatch.setattr(policy, "connect_timeout", lambda left: 0.5 if left > 200 else 0.0)
+    with pytest.raises(EngineError, match=r"no driver was found on port \d+ within 0.5 s: 127.0.0.3") as caught:
+        launcher.run(reduce)
+    assert caught.value.cause == "lost"
+
+
+def test_ranks_may_open_more_files_than_a_shell_allows(launcher: Launcher) -> None:
+    def limit() -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        assert launcher.options(num_processes=1).run(limit) == min(hard, OPEN_FILES)
+        # Nothing changes for the process that called.
+        assert limit() == 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_names_that_stand_for_nobody_are_passed_over(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,16 @@ from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
+from rankzero.run import handle as runs
 from rankzero.store import files
 
 WAIT = 120.0
 
 OUTAGE = 5.0
-"""Seconds; longer than two heartbeats, shorter than the final status is tried for."""
+"""Seconds; longer than two heartbeats, and than who only follows would wait."""
+
+LONG_OUTAGE = 35.0
+"""Seconds; longer than agents, followers and heartbeats may be silent."""
 
 
 class Outage:
@@ -49,8 +53,17 @@ def newest(handle: RunHandle[Any]) -> int:
     return max((int(manifest.metrics["step"]) for manifest in handle.checkpoints()), default=-1)
 
 
-@pytest.mark.parametrize("moment", ["training", "checkpoint", "returned", "committed"])
-def test_a_run_outlives_an_outage_of_its_store(launcher: Launcher, tmp_path: Path, outage: Outage, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "seconds"),
+    [
+        *((moment, OUTAGE) for moment in ("training", "checkpoint", "returned", "committed")),
+        *(pytest.param(moment, LONG_OUTAGE, marks=pytest.mark.soak) for moment in ("returned", "committed")),
+    ],
+)
+def test_a_run_outlives_an_outage_of_its_store(
+    launcher: Launcher, tmp_path: Path, outage: Outage, monkeypatch: pytest.MonkeyPatch, moment: str, seconds: float
+) -> None:
+    monkeypatch.setattr(runs, "STORE_PATIENCE", 1.0)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run")
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, str(tmp_path), moment))
@@ -63,7 +76,7 @@ def test_a_run_outlives_an_outage_of_its_store(launcher: Launcher, tmp_path: Pat
         (tmp_path / "go").touch()
         with pytest.raises(TimeoutError):
             # Nobody gives up meanwhile.
-            value.result(OUTAGE)
+            value.result(seconds)
         outage.on = False
         result = value.result(WAIT)
     assert (result["value"], result["history"]) == (expected(STEPS, 1), [[0, 0]])

@@ -28,7 +28,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
-from rankzero.host.processes import signal_name
+from rankzero.host.processes import allow_open_files, signal_name
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
@@ -47,7 +47,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
-        self._client = ChannelClient(hosts, port, config["secret"], config["task"])
+        self._client = ChannelClient(hosts, port, config["secret"], config["task"], config.get("connect_timeout"))
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._lost: str | None = None
@@ -346,4 +346,5 @@ def main() -> None:
                 shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece
+    allow_open_files()
     Agent(json.loads(line)).run()

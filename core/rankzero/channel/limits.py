@@ -14,7 +14,7 @@ LOST_AFTER = 15.0
 """After so long without a word the other end is lost for good."""
 
 CONNECT_TIMEOUT = 20.0
-"""Time an agent has from its start to find a driver that proves the secret."""
+"""Time an agent has from its start to find a driver that proves the secret, unless it was given another."""
 
 TRY_TIMEOUT = 2.0
 """Time for one connection to be made, on the agent's side."""

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.frames import Message
@@ -16,12 +17,13 @@ from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
 from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
+from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.storage import RESULT_STORED, Storage
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
@@ -35,6 +37,7 @@ BACKLOG = 256
 ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
 CHECKPOINT_LOST = "checkpoint-lost"
+SUCCESS_RECORDED = "success-recorded"
 
 
 class Attempt:
@@ -47,25 +50,30 @@ class Attempt:
         number: int,
         recorder: Recorder,
         session: EngineSession,
+        placement: Placement,
         inbox: Inbox,
         watch: Watch,
     ) -> None:
         self._run = run
-        self._job = job
+        self._job = job = job.sized(placement.num_tasks)
         self._number = number
         self._recorder = recorder
         self._session = session
+        self._num_tasks = placement.num_tasks + placement.spare
         self._messages = inbox.renew()
         self._watch = watch
-        self._roster = Roster(session.num_agents, job.processes_per_task)
+        num_agents = session.num_agents(placement.num_tasks)
+        self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
         self._outcome = Outcome(job.num_processes)
-        self._rendezvous = False
+        self._rendezvous = self._recorded = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
         self.started_at: float | None = None
         """Monotonic time at which every rank had started."""
+        self.failed_host: str | None = None
+        """The host whose fault the end of this attempt may be, as the engine names it."""
 
     def run(self, start_deadline: float, env: dict[str, str], run_started_at: float | None) -> None:
         """Launches the agents and follows them to the end.
@@ -109,13 +117,14 @@ class Attempt:
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
+                "connect_timeout": policy.connect_timeout(start_deadline - time.monotonic()),
                 "exit_timeout": self._job.exit_timeout,
                 "restart_count": self._number - self._job.first_attempt,
                 "max_restarts": self._job.max_restarts,
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
-            group = self._session.launch(agent_config, self._on_engine_end)
+            group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
             self._follow(group)
         finally:
             self._server.close()
@@ -168,16 +177,26 @@ class Attempt:
                 for _ in range(BACKLOG):
                     if self._take(0.0) is None:
                         break
-                self._look(group)
+                if self.outcome is None:
+                    self._look(group)
         except BaseException as error:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
+        self._record_success()
         self._server.broadcast({"type": "end"})
         self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
+
+    def _record_success(self) -> None:
+        """Makes success durable before anything else: farewells and exit handlers take time, and a driver may die."""
+        assert self.outcome is not None
+        deadline = time.monotonic() + STORE_OUTAGE
+        self._recorder.commit(*self.outcome, then=lambda: self._send({"type": SUCCESS_RECORDED}))
+        while not self._recorded and time.monotonic() < deadline and not self._is_called_off():
+            self._take(TICK)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
         """Receives the agents' final messages until they have ended; then ends the engine's part.
@@ -260,6 +279,8 @@ class Attempt:
             self._server.broadcast({"type": "checkpoint", "manifest": manifest.to_json()})
         elif kind == CHECKPOINT_LOST:
             self._server.broadcast(message)
+        elif kind == SUCCESS_RECORDED:
+            self._recorded = True
         elif kind == RESULT_STORED:
             self._storage.on_stored(message, self._recorder.status.metrics)
         else:
@@ -300,24 +321,34 @@ class Attempt:
             self._outcome.note_returned(rank)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
+        elif kind == "commit" and message.get("exited") and member.left_at is not None:
+            # It was told to go, and did so politely.
+            self._on_failure(rank, member, {"type": "failure", "exit_code": 0})
         elif kind == "commit":
             self._storage.commit(rank, member.task, message)
         elif kind == "failure":
             self._on_failure(rank, member, message)
 
     def _on_join(self, task: int, message: Message) -> None:
+        if self._roster.is_surplus(task):
+            self._dismiss(task)
+            return
         member = self._roster.join(task, message, time.monotonic())
         if member is None:
             return
         if self._stopping:
-            self._server.send(task, {"type": "stop", "grace": 0.0})
+            self._dismiss(task)
         elif why := member.why_unfit(self._job.python, self._job.use_gpu):
             self._outcome.refusal = EngineError(why)
-        elif self._roster.is_complete:
-            self._assign_ranks()
+        elif chosen := self._roster.choose():
+            self._assign_ranks(chosen)
 
-    def _assign_ranks(self) -> None:
-        members = self._roster.number_ranks()
+    def _dismiss(self, task: int) -> None:
+        self._server.send(task, {"type": "stop", "grace": 0.0})
+
+    def _assign_ranks(self, members: list[Member]) -> None:
+        for task in filter(self._roster.is_surplus, range(self._roster.num_expected)):
+            self._dismiss(task)
         # What is the same for all: of a thousand agents each would look at the thousand.
         same = {
             "type": "start",
@@ -379,8 +410,10 @@ class Attempt:
     def _look_at_outcome(self, group: AgentGroup, now: float) -> None:
         reason = self._outcome.reason(now, self._roster.gone(), engine_ended=self._engine_ended)
         if isinstance(reason, Member):
+            self.failed_host = reason.host if reason.restart_cause != PREEMPTED else None
             raise self._lost(reason, group)
         if reason is Reason.RANKS_FAILED:
+            self.failed_host = policy.host_to_blame(self._outcome.failures, self._roster.host_of)
             raise verdict.failed(self._outcome.failures, self._recorder.tail, self._run.directory)
         if reason is Reason.ENGINE_ENDED:
             error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
@@ -398,4 +431,4 @@ class Attempt:
 
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        return verdict.start_timeout(self._job.start_timeout, self._session.num_agents, missing, ranks)
+        return verdict.start_timeout(self._job.start_timeout, self._roster.num_expected, missing, ranks)

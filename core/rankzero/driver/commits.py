@@ -181,7 +181,8 @@ class Committer:
         )
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
-        store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode())
+        store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
+        store.sync_directory(self._run.path(FOLDER))
         return manifest
 
     def _prune(self) -> None:

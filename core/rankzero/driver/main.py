@@ -18,10 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.policy import Restarts
+from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
@@ -35,6 +36,7 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host import descendants
+from rankzero.host.processes import allow_open_files
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 
@@ -42,6 +44,12 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""
+
+SLOTS_INTERVAL = 0.1
+"""Seconds between two looks at the number of slots of a cluster."""
+
+MANY_AGENTS = 256
+"""Agents from which on the limit of open files is raised in a caller's own process, too."""
 
 _DONE = "engine-done"
 
@@ -69,7 +77,6 @@ class Driver:
         self.inbox = Inbox()
         self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
         self._session: EngineSession | None = None
-        self._engine_url: str | None = None
         self._started_at: float | None = None
         self.left_nothing = True
         """False if an engine session did not close: a JVM that was stopped may still be there."""
@@ -98,6 +105,7 @@ class Driver:
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
         budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
+        hosts = HostRecord()
         number = self._job.first_attempt
         try:
             while True:
@@ -105,11 +113,13 @@ class Driver:
                 try:
                     self._recorder.update(state="starting", attempt=number)
                     deadline = time.monotonic() + self._job.start_timeout
-                    self._session = self._open(deadline)
-                    if self._engine_url:
-                        self._recorder.update(engine_url=self._engine_url)
+                    self._session = session = self._session or self._open(deadline)
+                    placement = self._gather(session, deadline, hosts.bad)
+                    self._note_placement(number, placement, session)
+                    if session.num_agents(placement.num_tasks) > MANY_AGENTS:
+                        allow_open_files()
                     attempt = Attempt(
-                        self._run, self._job, number, self._recorder, self._session, self.inbox, self._watch
+                        self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
                     )
                     attempt.run(deadline, self._env, self._started_at)
                     return attempt
@@ -121,6 +131,7 @@ class Driver:
                     if after is None:
                         raise
                     budget, pause = after
+                    hosts = hosts.after(attempt.failed_host if attempt else None)
                     self._note_restart(number + 1, error, pause)
                 if self._started_at is None and attempt:
                     self._started_at = attempt.started_at
@@ -136,20 +147,24 @@ class Driver:
         self._recorder.event(event)
 
     def _prepare_restart(self, pause: float) -> None:
-        """Waits, within the reach of a cancel, and gives up a session that is broken."""
-        end = time.monotonic() + pause
-        while True:
-            self._watch.check()
-            left = end - time.monotonic()
-            if left <= 0:
-                break
-            with contextlib.suppress(queue.Empty):
-                self.inbox.queue.get(timeout=min(left, TICK))
+        """Waits, and gives up a session that is broken."""
+        self._pause(pause)
         session = self._session
         answers: list[bool] = []
         # A JVM that was stopped does not answer at all.
         if session and not (within(CLOSE_TIMEOUT, lambda: answers.append(session.is_usable())) and answers == [True]):
             self._close_session()
+
+    def _pause(self, seconds: float) -> None:
+        """Waits within the reach of a cancel."""
+        end = time.monotonic() + seconds
+        while True:
+            self._watch.check()
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            with contextlib.suppress(queue.Empty):
+                self.inbox.queue.get(timeout=min(left, TICK))
 
     def _close_session(self) -> None:
         session, self._session = self._session, None
@@ -157,19 +172,66 @@ class Driver:
             self.left_nothing = within(CLOSE_TIMEOUT, session.close)
 
     def _open(self, deadline: float) -> EngineSession:
-        """An open engine with room for the job."""
-        session = self._session
-        if session is None:
-            return self._in_thread(self._open_engine, deadline)
-        self._in_thread(session.refill, deadline)
+        session, url = self._in_thread(self._open_engine, deadline)
+        for note in session.notes:
+            self._say({"type": "engine", "what": note})
+        if url:
+            self._recorder.update(engine_url=url)
         return session
 
-    def _open_engine(self) -> EngineSession:
-        session = self._engine.open(self._job)
+    def _open_engine(self) -> tuple[EngineSession, str | None]:
+        session, url = self._engine.open(self._job), None
         # A link for people is not worth a run.
         with contextlib.suppress(Exception):
-            self._engine_url = session.url
-        return session
+            url = session.url
+        return session, url
+
+    def _gather(self, session: EngineSession, deadline: float, bad: frozenset[str]) -> Placement:
+        """Waits for the places of the next attempt.
+
+        Raises:
+            StartTimeoutError: there were not enough before the deadline.
+        """
+        job, began = self._job, time.monotonic()
+        changed, say_at, before = began, began + policy.WAITING_INTERVAL, -1
+        least, most = job.least_tasks, min(job.num_tasks, session.most_slots or job.num_tasks)
+        while True:
+            slots, by_host = self._in_thread(
+                lambda: (session.slots(), session.slots_by_host() if bad else {}), deadline
+            )
+            now = time.monotonic()
+            if slots != before:
+                before, changed = slots, now
+            on_bad = {host: count for host, count in by_host.items() if host in bad}
+            placement = policy.place(slots, least, most, now - changed, on_bad)
+            if placement and session.reserve(placement.num_tasks + placement.spare):
+                return placement
+            what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
+            if now > deadline:
+                missing = [f"task {task}" for task in range(slots, least)]
+                raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
+            if now > say_at:
+                say_at = now + policy.WAITING_INTERVAL
+                self._say({"type": "waiting", "what": what})
+            self._pause(SLOTS_INTERVAL)
+
+    def _note_placement(self, number: int, placement: Placement, session: EngineSession) -> None:
+        """Says what is not as the job alone has it."""
+        world_size = self._job.sized(placement.num_tasks).num_processes
+        if placement.left_out:
+            hosts = ", ".join(sorted(placement.left_out))
+            what = f"attempt {number} leaves out {hosts}, which failed {policy.FAILURES_OF_A_BAD_HOST} times"
+            self._say({"type": "left-out", "attempt": number, "hosts": sorted(placement.left_out), "what": what})
+        if self._job.min_processes is not None:
+            what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {session.place}"
+            self._say({"type": "world", "attempt": number, "world_size": world_size, "what": what})
+            self._recorder.update(world_size=world_size)
+
+    def _say(self, event: dict[str, Any]) -> None:
+        """An event whose text whoever follows the run sees among the lines of rank 0."""
+        logger.info("%s", event["what"])
+        self._recorder.event(event)
+        self._recorder.log(0, [f"rankzero: {event['what']}"])
 
     def _in_thread(self, action: Callable[[], T], deadline: float) -> T:
         """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
@@ -266,6 +328,7 @@ def main() -> None:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     if not run.claim_driver(job.submission):
         sys.exit(f"{run.directory} has a driver already")
+    allow_open_files()
     private = json.load(sys.stdin)
     engine = engine_from_spec(job.engine, private["engine"])
     driver = Driver(run, engine, private["env"], leased=arguments.owner is None)

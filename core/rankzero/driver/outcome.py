@@ -23,6 +23,7 @@ _FAILURE_FACTS = (
     "collateral",
     "cause",
     "retryable",
+    "matched",
 )
 
 

@@ -6,11 +6,11 @@ The bounds that the driver applies have their names here too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rankzero.bounds import HEARTBEAT_INTERVAL
-from rankzero.errors import KILLED, LOST, PREEMPTED, RETRYABLE
+from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED, RETRYABLE
 
 STOP_MARGIN = 2.0
 """Seconds beyond the grace after which agents that do not say goodbye are cancelled at the engine, and again
@@ -32,6 +32,19 @@ STACKS_WINDOW = 3.0
 RESTART_DELAY_LIMIT = 60.0
 """Longest pause in seconds before a restart."""
 
+MIN_CONNECT_TIMEOUT = 1.0
+"""Seconds that an agent has at least to find its driver."""
+
+GROWTH_PATIENCE = 30.0
+"""Seconds without a new slot after which an elastic attempt starts with those that are there. As long as the last call
+of torchrun's rendezvous."""
+
+WAITING_INTERVAL = 30.0
+"""Seconds between two messages of what an attempt waits for."""
+
+FAILURES_OF_A_BAD_HOST = 2
+"""Failures of a host after which attempts leave it out, where the cluster has another."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -49,6 +62,7 @@ class Failure:
         collateral: The exception looks like the echo of another rank's death.
         cause: ``"no-torch"`` or None.
         retryable: The user's code asked for another try.
+        matched: What of the job's ``restart_on`` the exception is; None if nothing.
         log_tail: The last lines that the rank printed, oldest first.
     """
 
@@ -63,6 +77,7 @@ class Failure:
     collateral: bool = False
     cause: str | None = None
     retryable: bool = False
+    matched: str | None = None
     log_tail: tuple[str, ...] = ()
 
     @property
@@ -70,6 +85,8 @@ class Failure:
         """What a restart is decided by; None for an exception of the user's code."""
         if self.retryable:
             return RETRYABLE
+        if self.matched is not None:
+            return MATCHED
         if self.signal == "SIGTERM":
             return PREEMPTED
         if self.signal:
@@ -182,6 +199,95 @@ class Restarts:
             return None
         left = replace(self, preemptions=count + 1) if cause == PREEMPTED else replace(self, restarts=count + 1)
         return left, min(2.0 ** min(count, 10) - 1, RESTART_DELAY_LIMIT)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """With what an attempt starts.
+
+    Attributes:
+        num_tasks: Tasks that run ranks.
+        spare: Tasks that are started beyond them: so many may come to lie on hosts that are left out.
+        left_out: Those hosts.
+    """
+
+    num_tasks: int
+    spare: int = 0
+    left_out: frozenset[str] = frozenset()
+
+
+def place(
+    slots: int, least: int, most: int, unchanged: float, on_bad_hosts: Mapping[str, int] | None = None
+) -> Placement | None:
+    """With what an attempt starts now; None to wait for more slots.
+
+    A host that is to be left out is, where there are slots enough without it. An elastic attempt (``least < most``)
+    waits for ``most`` while slots come, then takes what is there.
+
+    Args:
+        slots: That there are.
+        least: Tasks without which no attempt starts.
+        most: Tasks of the largest world.
+        unchanged: Seconds since the number of slots last changed.
+        on_bad_hosts: How many of the slots lie on each host that is to be left out.
+    """
+    bad = dict(on_bad_hosts or {})
+    good = slots - sum(bad.values())
+    usable, left_out = (good, bad) if good >= least else (slots, {})
+    if usable < least or (usable < most and unchanged < GROWTH_PATIENCE):
+        return None
+    return Placement(min(usable, most), sum(left_out.values()), frozenset(left_out))
+
+
+def waiting_message(where: str, slots: int, least: int, most: int, waited: float, bound: float) -> str:
+    """What an attempt waits for, for people: what is there, and what is missing."""
+    needs = f"{least}" if least == most else f"{least} to {most}"
+    missing = f"{least - slots} missing" if slots < least else f"{most - slots} more would be used"
+    return (
+        f"waiting for {where}: it offers {slots} of the {needs} task slots that this run needs at once ({missing}) "
+        f"after {waited:.0f} s of start_timeout={bound:g} s"
+    )
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """How often each host was to blame for the end of an attempt."""
+
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+    def after(self, host: str | None) -> HostRecord:
+        """The record after an attempt that failed because of this host; None if no host is to blame."""
+        return self if host is None else HostRecord({**self.failures, host: self.failures.get(host, 0) + 1})
+
+    @property
+    def bad(self) -> frozenset[str]:
+        """The hosts to leave out."""
+        return frozenset(host for host, count in self.failures.items() if count >= FAILURES_OF_A_BAD_HOST)
+
+
+_BLAMED = (KILLED, LOST, MATCHED)
+
+
+def host_to_blame(failures: Sequence[Failure], host_of: Callable[[int], str | None]) -> str | None:
+    """The host whose fault the first cause may be; None if it is the code's, or the same happened on several hosts.
+
+    Args:
+        failures: What is known of each rank that failed.
+        host_of: Gives the host of a rank, as the engine names it.
+    """
+    cause = first_cause(failures) if failures else None
+    if cause is None or cause.collateral or cause.restart_cause not in _BLAMED:
+        return None
+    hosts = {host_of(rank) for rank in [cause.rank, *same_as(cause, failures)]}
+    return hosts.pop() if len(hosts) == 1 else None
+
+
+def connect_timeout(left: float) -> float:
+    """Seconds for an agent to find its driver, of those that an attempt has left to start.
+
+    A little less than all: an agent knows which addresses it tried and what came of that, its driver does not.
+    """
+    return max(MIN_CONNECT_TIMEOUT, left * 0.9)
 
 
 def beat_interval(hang_timeout: float | None) -> float:

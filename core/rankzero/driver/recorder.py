@@ -9,20 +9,25 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
-from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
-from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, log_name
+from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, log_name
 from rankzero.run.growing import Appender
+from rankzero.run.pace import pace
+from rankzero.run.pieces import PieceWriter
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
-FINISH_TIMEOUT = 10.0
-"""Seconds for which the final status is tried again while the store (a full disk) refuses it."""
+FLUSH_TIMEOUT = 10.0
+"""Seconds at the end of a run for a piece of lines that is on its way to an object store."""
 
 
 class Recorder:
@@ -37,8 +42,9 @@ class Recorder:
         self._run = run
         self.mask = mask or Mask()
         """Of what ranks write."""
-        self._events = _Lines(Appender(run.path(EVENTS)))
-        self._logs: dict[int, _Lines] = {}
+        self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
+        self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
+        self._logs: dict[str, _Lines] = {}
         self._tails: dict[int, deque[str]] = {}
         self._finished = threading.Event()
         self._writer = StatusWriter(
@@ -50,8 +56,10 @@ class Recorder:
                 driver_pid=os.getpid(),
                 driver_namespace=process_namespace(),
                 driver_start=process_start(os.getpid()),
+                interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
             ),
         )
+        self._started = time.monotonic()
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
 
     @property
@@ -73,14 +81,32 @@ class Recorder:
         if self._run.is_remote and not self._flusher.ident:
             self._flusher.start()
 
+    def commit(self, result: ResultRef, value: list[Any], then: Callable[[], None]) -> None:
+        """Writes that the run has succeeded, whatever becomes of this driver. It has not ended before `finish`.
+
+        Args:
+            result: The value's handle.
+            value: The value itself in a list, if it is small JSON; else empty.
+            then: Called in another thread as soon as that is durable.
+        """
+        self._writer.change(result=result.to_json(), value=value, then=then)
+
     def _flush(self) -> None:
         """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits."""
-        while not self._finished.wait(HEARTBEAT_INTERVAL):
-            for lines in (self._events, *list(self._logs.values())):
+        while not self._finished.wait(self.status.interval):
+            for stream in self._streams.values():
                 try:
-                    lines.flush()
+                    stream.flush()
                 except Exception as error:
                     logger.warning("lines wait for the store: %s", error)
+            # With it one heartbeat, and how far followers may read.
+            self._writer.change(**self._progress())
+
+    def _progress(self) -> dict[str, Any]:
+        if not self._run.is_remote:
+            return {}
+        written = {name: list(astuple(stream.written)) for name, stream in self._streams.items()}
+        return {"written": written, "interval": pace(time.monotonic() - self._started)}
 
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event."""
@@ -99,11 +125,11 @@ class Recorder:
     def log(self, rank: int, lines: list[str]) -> None:
         """Appends lines of a rank to its file, without the secrets that the run was given."""
         lines = self.mask.lines(lines)
-        if rank not in self._logs:
-            self._logs[rank] = _Lines(Appender(self._run.path(log_name(rank))))
-            self._tails[rank] = deque(maxlen=LOG_TAIL)
-        self._logs[rank].append(lines)
-        self._tails[rank].extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
+        name = LINES if self._run.is_remote else log_name(rank)
+        if name not in self._logs:
+            self._logs[name] = _Lines(self._streams.get(name) or Appender(self._run.path(name)))
+        self._logs[name].append([f"[{rank}] {line}" for line in lines] if self._run.is_remote else lines)
+        self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
 
     def tail(self, rank: int) -> list[str]:
         """The last lines of a rank."""
@@ -113,16 +139,16 @@ class Recorder:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
 
         Raises:
-            ResultError: the store refused the final status for `FINISH_TIMEOUT` seconds.
+            ResultError: the store refused the final status for `STORE_OUTAGE` seconds.
         """
         self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
         self._finished.set()
         if self._flusher.ident:
-            self._flusher.join(FINISH_TIMEOUT)
+            self._flusher.join(FLUSH_TIMEOUT)
         for lines in (self._events, *self._logs.values()):
             lines.close()
-        self._writer.change(**changes, ended=time.time())
-        if not self._writer.await_written(FINISH_TIMEOUT):
+        self._writer.change(**changes, **self._progress(), ended=time.time())
+        if not self._writer.await_written(STORE_OUTAGE):
             problem = self._writer.problem
             what = f"the run ended as {changes['state']}, but its status could not be written"
             raise ResultError(f"{what}: {problem or 'the store does not answer'}") from problem
@@ -131,7 +157,7 @@ class Recorder:
 class _Lines:
     """A growing file that survives a full disk: what cannot be written is counted, and reported when there is room."""
 
-    def __init__(self, appender: Appender) -> None:
+    def __init__(self, appender: Appender | PieceWriter) -> None:
         self._appender = appender
         self._lost = 0
 
@@ -144,9 +170,6 @@ class _Lines:
             if not self._lost:
                 logger.warning("lines are lost: %s", error)
             self._lost += len(lines)
-
-    def flush(self) -> None:
-        self._appender.flush()
 
     def close(self) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rankzero.channel.frames import Message
@@ -76,14 +76,21 @@ class Member:
 class Roster:
     """Who has joined, who is ready, who is lost."""
 
-    def __init__(self, num_agents: int, processes_per_task: int) -> None:
+    def __init__(
+        self, num_agents: int, processes_per_task: int, spare: int = 0, left_out: Collection[str] = ()
+    ) -> None:
         """Nobody has joined.
 
         Args:
-            num_agents: Agents that are to join.
-            processes_per_task: Ranks of each, as far as its number tells before all have joined.
+            num_agents: Agents that run ranks.
+            processes_per_task: Ranks of each, as far as its number tells before ranks are numbered.
+            spare: Agents that are started beyond them.
+            left_out: Hosts whose agents run ranks only if there are not enough of others.
         """
-        self._num_agents = num_agents
+        self.num_agents = num_agents
+        self._spare = spare
+        self._left_out = left_out
+        self._is_chosen = False
         self._processes_per_task = processes_per_task
         self._members: dict[int, Member] = {}
         self._ready: set[tuple[int, int]] = set()
@@ -105,19 +112,44 @@ class Roster:
         return self._members.get(task)
 
     @property
-    def is_complete(self) -> bool:
-        """True if every agent has joined."""
-        return len(self._members) == self._num_agents
+    def num_expected(self) -> int:
+        """Agents that are started."""
+        return self.num_agents + self._spare
 
-    def number_ranks(self) -> list[Member]:
-        """Gives each member its first rank; all of them, node by node. For a complete roster."""
-        tasks = policy.order_tasks([self._members[task].host for task in range(self._num_agents)])
-        ordered = [self._members[task] for task in tasks]
+    def choose(self) -> list[Member] | None:
+        """Numbers the ranks, once, as soon as there are agents enough that are to run them.
+
+        Returns:
+            Those agents, host by host, each with its first rank; the others are no members any more. None if it is
+            too early.
+        """
+        joined = [self._members[task] for task in sorted(self._members)]
+        chosen = [member for member in joined if member.host not in self._left_out]
+        if len(joined) == self.num_expected:
+            chosen += [member for member in joined if member.host in self._left_out]
+        if self._is_chosen or len(chosen) < self.num_agents:
+            return None
+        self._is_chosen = True
+        chosen = sorted(chosen[: self.num_agents], key=lambda member: member.task)
+        self._members = {member.task: member for member in chosen}
+        self._ready = {(task, local_rank) for task, local_rank in self._ready if task in self._members}
+        ordered = [chosen[index] for index in policy.order_tasks([member.host for member in chosen])]
         first_rank = 0
         for member in ordered:
             member.first_rank = first_rank
             first_rank += member.workers
         return ordered
+
+    def is_surplus(self, task: int) -> bool:
+        """True for a task that runs no ranks, since others were chosen."""
+        return self._is_chosen and task not in self._members
+
+    def host_of(self, rank: int) -> str | None:
+        """The host of a rank, as its engine knows it; None before ranks are numbered."""
+        for member in self._members.values():
+            if member.first_rank is not None and 0 <= rank - member.first_rank < member.workers:
+                return member.host
+        return None
 
     def rank(self, member: Member, local_rank: int) -> int:
         """The rank of a worker; before all have joined, the one it would have if tasks were in order."""
@@ -144,7 +176,9 @@ class Roster:
 
     def missing_tasks(self) -> list[int]:
         """The tasks whose agents have not joined."""
-        return [task for task in range(self._num_agents) if task not in self._members]
+        if self._is_chosen:
+            return []
+        return [task for task in range(self.num_expected) if task not in self._members]
 
     def gone(self) -> list[Member]:
         """Those that went, or whose connection is broken."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rankzero.bounds import HEARTBEAT_INTERVAL
+from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.errors import RunNotFoundError
 from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
 
-_FINAL_INTERVAL = 0.25
-"""Seconds between two tries to write a final status."""
+_FLUSH_TIME = 1.0
+"""Seconds by which a heartbeat to an object store is late, so that no two are written for one."""
+
+_CERTAIN_INTERVAL = 0.25
+"""Seconds between two tries to write a status whose outcome is certain."""
 
 
 class StatusWriter:
@@ -31,6 +35,7 @@ class StatusWriter:
         self._run = run
         self._changed = threading.Condition()
         self._wanted = self._tried = self._written = 0
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
@@ -43,11 +48,18 @@ class StatusWriter:
         with self._changed:
             self.status = replace(self.status, **changes)
 
-    def change(self, **changes: Any) -> None:
-        """Changes the status, and has it written now. A final one is the last."""
+    def change(self, *, then: Callable[[], None] | None = None, **changes: Any) -> None:
+        """Changes the status, and has it written now. A final one is the last.
+
+        Args:
+            then: Called in the writer's thread when it is written.
+            changes: Fields of the status.
+        """
         with self._changed:
             self.status = replace(self.status, **changes)
             self._wanted += 1
+            if then:
+                self._waiting.append((self._wanted, then))
             self._changed.notify_all()
         if not self._thread.ident:
             self._thread.start()
@@ -59,15 +71,18 @@ class StatusWriter:
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
     def _work(self) -> None:
-        next_beat = time.monotonic() + HEARTBEAT_INTERVAL
+        next_beat, next_check = time.monotonic() + self._beat_interval(), time.time() + DRIVER_DEAD_AFTER
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted > self._tried, max(0.0, next_beat - time.monotonic()))
                 self._tried = wanted = self._wanted
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
-                if status.final or time.monotonic() >= next_beat:
+                # By the clock that goes on while a machine sleeps.
+                if status.certain or time.time() >= next_check:
                     self._check_superseded()
+                    # Nobody takes over sooner from a driver that writes.
+                    next_check = time.time() + (DRIVER_DEAD_AFTER if self._run.is_remote else status.interval)
                 if not self.superseded:
                     self._run.write_status(status)
             except Exception as error:
@@ -75,15 +90,23 @@ class StatusWriter:
                 if self.problem is None:
                     logger.warning("the status could not be written; trying again", exc_info=True)
                 self.problem = error
-                next_beat = time.monotonic() + (_FINAL_INTERVAL if status.final else HEARTBEAT_INTERVAL)
+                next_beat = time.monotonic() + (_CERTAIN_INTERVAL if status.certain else self._beat_interval())
                 continue
             self.problem = None
-            next_beat = time.monotonic() + HEARTBEAT_INTERVAL
+            next_beat = time.monotonic() + self._beat_interval()
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
+                due = [then for number, then in self._waiting if number <= wanted]
+                self._waiting = [(number, then) for number, then in self._waiting if number > wanted]
+            for then in due:
+                then()
             if status.final:
                 return
+
+    def _beat_interval(self) -> float:
+        """On an object store whoever flushes lines writes the status with them, unless that takes long."""
+        return self.status.interval + (_FLUSH_TIME if self._run.is_remote else 0.0)
 
     def _check_superseded(self) -> None:
         """A driver that was held up for so long that others declared it dead must not write over its heir."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.frames import Message
 from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
@@ -17,9 +18,6 @@ from rankzero.values.ref import ResultRef, fingerprint_of
 logger = logging.getLogger(__name__)
 
 RESULT_STORED = "result-stored"
-
-RESULT_PATIENCE = 30.0
-"""Seconds for which a store that refuses the result is asked again."""
 
 _RESULT_INTERVAL = 0.5
 
@@ -115,7 +113,7 @@ def _upload(path: str, uri: str) -> str | None:
     """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
     try:
         store.patiently(
-            lambda: store.upload(path, uri), RESULT_PATIENCE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
+            lambda: store.upload(path, uri), STORE_OUTAGE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"

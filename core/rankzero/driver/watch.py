@@ -18,8 +18,11 @@ logger = logging.getLogger(__name__)
 TICK = 0.1
 """Seconds between two looks at deadlines and at the request to cancel."""
 
-REMOTE_TICK = 2.0
-"""The same for a run directory on an object store, where a look is a request."""
+LEASE_SHARE = 0.1
+"""How often the lease is read on an object store, where that is a request, in its own time."""
+
+LEASE_INTERVAL = 30.0
+"""Most seconds between two of these, since it may have been shortened."""
 
 DRIVER = -1
 """The "task" under which the driver's own threads put messages into the queue."""
@@ -69,11 +72,10 @@ class Watch:
         self._submission = job.submission
         self._recorder = recorder
         self._inbox = inbox
-        self._interval = REMOTE_TICK if run.is_remote else TICK
         self._orphan_timeout = job.orphan_timeout if leased else None
         self._lease = run.lease() if self._orphan_timeout else b""
         self._lease_seen = time.monotonic()
-        self._next_look = 0.0
+        self._next_look = self._next_lease = 0.0
         self._looker: threading.Thread | None = None
         self._is_requested = False
         self._abandoned = ""
@@ -87,7 +89,7 @@ class Watch:
             raise RunCancelledError(reason, requested=self._is_requested)
         now = time.monotonic()
         if now >= self._next_look:
-            self._next_look = now + self._interval
+            self._next_look = now + (self._recorder.status.interval if self._run.is_remote else TICK)
             self._look()
         if self._recorder.superseded:
             raise RunCancelledError("another submission of this run took over, since this driver seemed dead")
@@ -109,7 +111,9 @@ class Watch:
     def _read(self) -> None:
         try:
             self._is_requested = self._is_requested or self._run.cancel_requested(self._submission)
-            if self._orphan_timeout:
+            if self._orphan_timeout and time.monotonic() >= self._next_lease:
+                if self._run.is_remote:
+                    self._next_lease = time.monotonic() + min(self._orphan_timeout * LEASE_SHARE, LEASE_INTERVAL)
                 self._check_lease(time.monotonic(), self._orphan_timeout)
         except Exception:
             # A store that cannot be read is no request, and its time no follower's; object stores have exceptions of

@@ -52,8 +52,30 @@ class EngineSession(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def num_agents(self) -> int:
-        """Agents that the job needs here."""
+    def place(self) -> str:
+        """Where it is, in words."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What it was asked for beyond what the user said, for people."""
+        return []
+
+    @abc.abstractmethod
+    def slots(self) -> int:
+        """Tasks of the job that can run at once here now."""
+
+    @property
+    def most_slots(self) -> int | None:
+        """More of them there can never be, as its configuration proves; None if that proves nothing."""
+        return None
+
+    def slots_by_host(self) -> dict[str, int]:
+        """How many of them each host has at most; empty if there is only one host."""
+        return {}
+
+    @abc.abstractmethod
+    def num_agents(self, num_tasks: int) -> int:
+        """Agents that so many tasks of the job are placed as."""
 
     @property
     @abc.abstractmethod
@@ -75,16 +97,23 @@ class EngineSession(abc.ABC):
         """Where people can look at the engine, if it shows itself."""
         return None
 
+    def reserve(self, num_tasks: int) -> bool:
+        """Sees to it that nobody else takes the places of the next attempt; False if somebody was faster."""
+        return True
+
     @abc.abstractmethod
-    def launch(self, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
-        """Starts the agents. ``on_end`` is called once, from another thread, when all have ended."""
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
+        """Starts the agents of so many tasks, all at once.
+
+        Args:
+            num_tasks: How many; `reserve` has said yes to as many.
+            config: What is the same for all agents.
+            on_end: Called once, from another thread, when all have ended.
+        """
 
     def is_usable(self) -> bool:
         """False if another attempt needs a new session. Asked between two attempts."""
         return True
-
-    def refill(self) -> None:  # noqa: B027
-        """Waits for the places that a loss took, before another attempt. Raises InsufficientSlotsError."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import shutil
 import subprocess
 import threading
 from dataclasses import dataclass
@@ -12,16 +10,14 @@ from typing import Any
 
 import rankzero
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
-from rankzero.errors import LOST, EngineError, InsufficientSlotsError, RankZeroError
+from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
+from rankzero.errors import LOST, EngineError, RankZeroError
 from rankzero.job import Job
 from rankzero.task.hold import hold
 
 LOOPBACK = "127.0.0.1"
-CUT_OFF = "nothing was heard from the driver for"
-"""What an agent reports that had found the driver and lost it; one that never found it would not the next time."""
-
-NVIDIA_SMI_TIMEOUT = 20.0
-"""Seconds for ``nvidia-smi`` to list the GPUs."""
+CUT_OFF = ("nothing was heard from the driver for", "no driver was found on port")
+"""What an agent says that lost its driver, or did not find it: another host, or another moment, may be better."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class LocalEngine(Engine):
     def check(self, job: Job) -> None:
         """Raises InsufficientSlotsError if there are fewer GPUs than ranks."""
         if job.use_gpu:
-            require_local_gpus(job.num_processes)
+            require_local_gpus(job.least_processes)
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """``{"kind": "local"}``; nothing is private."""
@@ -56,23 +52,48 @@ class LocalEngine(Engine):
 class LocalSession(EngineSession):
     """Places one agent that owns all workers."""
 
-    num_agents = 1
     bind_host = LOOPBACK
     driver_host = LOOPBACK
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._gpus = local_gpus() if job.use_gpu else []
+        self._claims = GpuClaims()
 
-    def launch(self, config: AgentConfig, on_end: OnEnd) -> LocalGroup:
+    @property
+    def place(self) -> str:
+        """With what limits the number of ranks here."""
+        return "this machine's GPUs, of which other runs hold some" if self._job.use_gpu else "this machine"
+
+    @property
+    def most_slots(self) -> int | None:
+        """What the GPUs allow; processes without one are as many as the job wants."""
+        return len(self._gpus) // self._job.processes_per_task if self._job.use_gpu else None
+
+    def slots(self) -> int:
+        """The GPUs that no other run holds; without GPUs there is room for the whole job."""
+        if not self._job.use_gpu:
+            return self._job.num_tasks
+        return len(self._claims.free(self._gpus)) // self._job.processes_per_task
+
+    def num_agents(self, num_tasks: int) -> int:
+        """One."""
+        return 1
+
+    def reserve(self, num_tasks: int) -> bool:
+        """Holds a GPU for each rank."""
+        count = num_tasks * self._job.processes_per_task
+        return not self._job.use_gpu or self._claims.take(self._gpus, count)
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> LocalGroup:
         """Starts the agent, held by a thread of this process."""
-        gpus = local_gpus()[: self._job.num_processes] if self._job.use_gpu else []
         return LocalGroup(
             {
                 **config,
                 "task": 0,
                 "host": LOOPBACK,
-                "workers": self._job.num_processes,
-                "gpus": gpus,
+                "workers": num_tasks * self._job.processes_per_task,
+                "gpus": self._claims.held,
                 "cores": os.cpu_count(),
                 "owner": os.getpid(),
                 "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
@@ -81,7 +102,8 @@ class LocalSession(EngineSession):
         )
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Gives the GPUs back."""
+        self._claims.release()
 
 
 class LocalGroup(AgentGroup):
@@ -118,39 +140,5 @@ class LocalGroup(AgentGroup):
     def explain(self, error: BaseException) -> RankZeroError:
         """The agent's own words; lost if something killed it or cut it off from the driver."""
         text = str(error)
-        is_lost = "ended by signal" in text or CUT_OFF in text
+        is_lost = "ended by signal" in text or any(words in text for words in CUT_OFF)
         return EngineError(text, cause=LOST if is_lost else None)
-
-
-def local_gpus() -> list[str]:
-    """Ids of the GPUs this process may use: ``CUDA_VISIBLE_DEVICES``, else what the driver lists."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        # As CUDA reads it: nothing counts after the first that is no device.
-        listed = [gpu.strip() for gpu in visible.split(",")]
-        return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), listed))
-    if not shutil.which("nvidia-smi"):
-        return []
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_TIMEOUT,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return listing.stdout.split() if listing.returncode == 0 else []
-
-
-def require_local_gpus(needed: int) -> None:
-    """Raises InsufficientSlotsError unless this machine offers so many GPUs."""
-    gpus = local_gpus()
-    if len(gpus) < needed:
-        raise InsufficientSlotsError(
-            f"use_gpu=True needs {needed} GPUs, one for each rank, but this machine offers "
-            f"{len(gpus)} ({', '.join(gpus) or 'nvidia-smi lists none'}; CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}). Lower num_processes or set use_gpu=False",
-            needed=needed,
-            available=len(gpus),
-        )

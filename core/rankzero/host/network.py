@@ -80,8 +80,23 @@ def socket_environment(host: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": label, "NCCL_SOCKET_IFNAME": f"={name}" if label == name else name}
 
 
+def without_brackets(host: str) -> str:
+    """A host as the resolver takes it: Spark writes an IPv6 address as a URL has it, ``[::1]``."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def addresses_of(host: str) -> list[str]:
+    """What a host's name stands for here; the host itself if it is an address, or stands for nothing."""
+    try:
+        infos = socket.getaddrinfo(without_brackets(host), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return [host]
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+
+
 def is_loopback(host: str) -> bool:
     """True for an address or name that means this host on every host."""
+    host = without_brackets(host)
     return host.startswith("127.") or host in ("::1", "localhost")
 
 
@@ -123,7 +138,7 @@ def first_reachable(hosts: Sequence[str], port: int, timeout: float) -> str | No
 
 def _accepts(host: str, port: int, deadline: float) -> bool:
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(without_brackets(host), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
     for number, (family, kind, protocol, _, address) in enumerate(infos):
@@ -145,7 +160,7 @@ def _find(host: str) -> tuple[str, str] | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(without_brackets(host), None, type=socket.SOCK_STREAM)
         found = next(_matches(infos, list(_assigned())), None)
     except (OSError, UnicodeError):
         return None
@@ -193,7 +208,7 @@ def address_towards(hosts: Sequence[str], port: int) -> str | None:
     """The address of this host from which packets to the first of the hosts that has a name would leave."""
     for host in hosts:
         with contextlib.suppress(OSError):
-            for family, kind, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            for family, kind, *_, address in socket.getaddrinfo(without_brackets(host), port, type=socket.SOCK_DGRAM):
                 # Connecting a datagram socket sends nothing; it only chooses the route.
                 with socket.socket(family, kind) as probe:
                     probe.connect(address)

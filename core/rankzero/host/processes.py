@@ -1,15 +1,35 @@
-"""Does a process of this machine live? The first question about a driver; the heartbeat answers for other hosts."""
+"""Processes of this machine: does one live, and what may this one have open.
+
+Whether it lives is the first question about a driver; the heartbeat answers for other hosts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 from typing import Any
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 STOPPED = frozenset("tT")
+
+OPEN_FILES = 1 << 16
+"""Open files that a process of a run may have, where the system lets it: some libraries count through all of them, so
+not the billion that some containers allow."""
+
+
+def allow_open_files() -> None:
+    """Raises this process's limit of open files, for itself and what it starts, as far as it may.
+
+    Shells give 1,024: too few for the connections of a thousand agents, and for tensors that data loaders share.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def signal_name(number: int) -> str:

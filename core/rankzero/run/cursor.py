@@ -9,12 +9,13 @@ from rankzero.errors import WorkerFailedError, error_from_json
 from rankzero.run.directory import RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
+from rankzero.store import is_url
 
 REPLAY_BYTES = 256 << 10
 """Bytes of a rank's lines that are shown again rather than left out."""
 
-REPLAY_PIECES = 30
-"""The same for a run directory on an object store, in pieces of some seconds each."""
+REPLAY_BYTES_SHARED = 1 << 20
+"""The same on an object store, where it is the lines of all ranks."""
 
 
 class LogCursor:
@@ -34,7 +35,7 @@ class LogCursor:
         if attached:
             ends = handle.log_ends()
             positions = {
-                rank: start if _is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
+                rank: start if self._is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
             }
         self._positions = {rank: start for rank, start in positions.items() if self._is_shown(rank)}
 
@@ -48,18 +49,18 @@ class LogCursor:
             status: The run's, asked for before this: a final one adds the lines of the rank whose failure has ended the
                 run, if they were not shown.
         """
-        yield from self._handle.lines(self._positions, follow=False, prefix=True)
+        yield from self._handle.lines(self._positions, follow=False, prefix=True, status=status)
         error = error_from_json(status.error) if status.error else None
         if isinstance(error, WorkerFailedError) and error.rank is not None and not self._is_shown(error.rank):
             yield from self._lines_of_failed(error.rank, error.log_tail or [])
 
     def _lines_of_failed(self, rank: int, tail: list[str]) -> Iterator[str]:
         start = self._starts[rank]
-        if _is_near(start, self._handle.log_ends()[rank]):
+        if self._is_near(start, self._handle.log_ends()[rank]):
             yield from self._handle.lines({rank: start}, follow=False, prefix=True)
         else:
             yield from (f"[{rank}] {line}" for line in tail)
 
-
-def _is_near(start: Position, end: Position) -> bool:
-    return end.piece - start.piece <= REPLAY_PIECES and end.offset - start.offset <= REPLAY_BYTES
+    def _is_near(self, start: Position, end: Position) -> bool:
+        most = REPLAY_BYTES_SHARED if is_url(self._handle.directory) else REPLAY_BYTES
+        return end.piece <= start.piece and end.offset - start.offset <= most

@@ -37,7 +37,8 @@ def read(directory: str, submission: int) -> Delivery:
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
-    with contextlib.suppress(FileNotFoundError):
+    # Emptied by a power failure it is as good as none: the result is delivered again.
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         found = Delivery(**json.loads(store.read_bytes(store.join(directory, _FILE))))
         if found.submission == submission:
             return found

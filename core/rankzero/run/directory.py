@@ -10,26 +10,28 @@
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
-    logs/         rank-N.log for every rank
+    logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
     result/       rank 0's value
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
     driver.log    what a detached driver wrote
 
-On an object store ``events.jsonl`` and the logs are folders of numbered pieces.
+On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
 from rankzero.values.envelope import Part
@@ -38,6 +40,9 @@ _REMOVAL = "removal "
 """Begins the claim of whoever removes an old run, so that the next one can tell and finish."""
 
 EVENTS = "events.jsonl"
+
+LINES = "logs/lines"
+"""What all ranks write, on an object store."""
 
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -52,6 +57,8 @@ class RunStatus:
         attempt: Number of the current attempt, from 0.
         submission: How often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
+        interval: Seconds after which it writes again.
+        written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
         driver_namespace: The process namespace in which that id means something.
@@ -59,10 +66,11 @@ class RunStatus:
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
-        result: The handle of the value, as JSON.
+        result: The handle of the value, as JSON; there as soon as success is certain, before the run has ended.
         value: A small JSON value itself, in a list of one; else empty.
         metrics: The last value of every metric that rank 0 reported.
         checkpoint: Id of the newest committed checkpoint, or None.
+        world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
     """
 
@@ -70,6 +78,8 @@ class RunStatus:
     attempt: int = 0
     submission: int = 0
     heartbeat: float = 0.0
+    interval: float = HEARTBEAT_INTERVAL
+    written: dict[str, list[int]] = field(default_factory=dict)
     driver_host: str | None = None
     driver_pid: int | None = None
     driver_namespace: str | None = None
@@ -82,11 +92,17 @@ class RunStatus:
     metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     engine_url: str | None = None
+    world_size: int | None = None
 
     @property
     def final(self) -> bool:
         """True if the run has ended."""
         return self.state in FINAL_STATES
+
+    @property
+    def certain(self) -> bool:
+        """True if the outcome is known: the run has ended, or will have succeeded whatever comes."""
+        return self.final or self.result is not None
 
 
 _STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
@@ -160,12 +176,13 @@ class RunDirectory:
 
     def write_submission(self, job: Job) -> None:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
-        if not store.exists(self.path("token")):
+        if not (store.exists(self.path("token")) and self.token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
         store.remove(self.path("lease"))
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
-        store.write_bytes(self.path("job.json"), job.to_json())
+        store.write_bytes(self.path("job.json"), job.to_json(), durable=True)
+        store.sync_directory(os.path.dirname(self.directory))
 
     def job(self) -> Job:
         """What was asked for. Raises RunNotFoundError."""
@@ -181,19 +198,24 @@ class RunDirectory:
     def status(self) -> RunStatus:
         """The last status written. Raises RunNotFoundError."""
         try:
-            facts = json.loads(store.read_bytes(self.path("status.json")))
+            data = store.read_bytes(self.path("status.json"))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
+        try:
+            facts = json.loads(data)
+        except ValueError:
+            # A heartbeat that a power failure has cut off: its driver is dead.
+            return RunStatus(submission=self.job().submission)
         # A driver of a later version may say more.
         return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status."""
-        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode())
+        """Replaces the status, durably once its outcome is certain: a heartbeat is not worth that."""
+        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode(), durable=status.certain)
 
     def request_cancel(self, submission: int) -> None:
         """Leaves the request for one submission; its driver acts on it."""
-        store.write_bytes(self.submission_path(submission, "cancel"), b"")
+        store.write_bytes(self.submission_path(submission, "cancel"), b"requested")
 
     def cancel_requested(self, submission: int) -> bool:
         """True if somebody asked for the end of this submission. One request of an object store."""

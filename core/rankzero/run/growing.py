@@ -1,4 +1,4 @@
-"""Files that grow while a run lives, its logs and events: one file locally, numbered pieces on a URL."""
+"""Files that grow while a run lives, its logs and events, on a disk; on an object store they are `pieces`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from typing import IO
 from rankzero import store
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Position:
-    """How far a growing file was read: whole pieces, and bytes of the current one."""
+    """How far what grows was read: whole pieces (on a disk there are none), and bytes of the current one."""
 
     piece: int = 0
     offset: int = 0
 
 
 _READ = 4 << 20
-_MANY_LINES = 100_000
 
 
-def end_of(location: str) -> Position:
+def end_of(path: str) -> Position:
     """Where a growing file ends now."""
-    if store.is_url(location):
-        return Position(len(store.list_names(location)), 0)
     with contextlib.suppress(FileNotFoundError):
-        return Position(0, store.size(location))
+        return Position(0, store.size(path))
     return Position()
 
 
@@ -39,20 +36,8 @@ def has_grown(path: str, position: Position) -> bool:
         return False
 
 
-def read_lines(location: str, position: Position) -> tuple[list[str], Position]:
+def read_lines(path: str, position: Position) -> tuple[list[str], Position]:
     """Complete lines after ``position``, and the new position."""
-    if not store.is_url(location):
-        return _read_file(location, position)
-    lines: list[str] = []
-    with contextlib.suppress(FileNotFoundError):
-        while len(lines) < _MANY_LINES:
-            text = store.read_bytes(store.join(location, _piece(position.piece))).decode("utf-8", "replace")
-            lines += text.split("\n")[:-1]
-            position = Position(position.piece + 1, 0)
-    return lines, position
-
-
-def _read_file(path: str, position: Position) -> tuple[list[str], Position]:
     try:
         with open(path, "rb") as file:
             file.seek(position.offset)
@@ -66,60 +51,33 @@ def _read_file(path: str, position: Position) -> tuple[list[str], Position]:
 
 
 class Appender:
-    """Appends lines to a growing file of a run: one file locally, numbered pieces on a URL.
+    """Appends lines to a growing file.
 
     A line that was torn (by a full disk, or by the death of the driver before this one) ends where it was torn.
     """
 
-    def __init__(self, location: str) -> None:
-        self._location = location
-        self._is_remote = store.is_url(location)
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._file: IO[bytes] | None = None
         self._torn = False
-        self._waiting: list[bytes] = []
-        self._piece: int | None = None
 
     def append(self, lines: list[str]) -> None:
-        """Adds lines; locally they can be read at once. Raises OSError when there is no room for them."""
+        """Adds lines, which can be read at once. Raises OSError when there is no room for them."""
         data = ("\n".join(lines) + "\n").encode("utf-8", "replace") if lines else b""
-        if self._is_remote:
-            if sum(map(len, self._waiting)) + len(data) > WAITING_LIMIT:
-                raise OSError(f"{self._location} takes no lines, and {WAITING_LIMIT} bytes wait already")
-            self._waiting.append(data)
-            return
         if self._file is None:
-            self._file = open(self._location, "ab", buffering=0)
-            self._torn = _ends_torn(self._location)
+            self._file = open(self._path, "ab", buffering=0)
+            self._torn = _ends_torn(self._path)
         rest = memoryview(b"\n" + data if self._torn else data)
         while rest:
             written = self._file.write(rest)
             self._torn = rest[written - 1] != _NEWLINE if written else self._torn
             rest = rest[written:]
 
-    def flush(self) -> None:
-        """Writes what waits for an object store as the next piece. Lines may be added meanwhile; one caller only."""
-        waiting = list(self._waiting)
-        if data := b"".join(waiting):
-            if self._piece is None:
-                # Behind what earlier submissions wrote.
-                self._piece = len(store.list_names(self._location))
-            store.write_bytes(store.join(self._location, _piece(self._piece)), data)
-            self._piece += 1
-            del self._waiting[: len(waiting)]
-
     def close(self) -> None:
-        """Writes what is left."""
-        self.flush()
+        """Closes the file."""
         if self._file:
             self._file.close()
 
-
-def _piece(number: int) -> str:
-    return f"{number:08d}"
-
-
-WAITING_LIMIT = 64 << 20
-"""Bytes of lines that may wait for an object store which does not take them."""
 
 _NEWLINE = ord("\n")
 

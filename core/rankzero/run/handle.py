@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import signal
 import threading
@@ -14,16 +15,17 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
-from rankzero.bounds import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
+from rankzero.bounds import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
 from rankzero.host.processes import STOPPED, process_namespace, process_state
 from rankzero.run import delivery as deliveries
-from rankzero.run import growing
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.delivery import Delivery
-from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, log_name
+from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
 from rankzero.run.growing import Position
+from rankzero.run.lines import LineReader
 from rankzero.run.liveness import driver_is_dead
+from rankzero.run.pace import SHORTEST_PACE
 from rankzero.values.ref import ResultRef
 
 R = TypeVar("R")
@@ -31,9 +33,6 @@ T = TypeVar("T")
 
 FOLLOW_INTERVAL = 0.05
 """Seconds between two looks at a run directory on a local disk."""
-
-FOLLOW_INTERVAL_REMOTE = 1.0
-"""Seconds between two looks at a run directory on an object store."""
 
 THOROUGH_INTERVAL = 2.0
 """Seconds between two looks at every log, for a file server that may not tell at once which have grown."""
@@ -43,6 +42,9 @@ STORE_PATIENCE = DRIVER_DEAD_AFTER
 
 LEASE_INTERVAL = 10.0
 """Longest time in seconds between two renewals of a followed run's lease."""
+
+LEASE_INTERVAL_REMOTE = 60.0
+"""The same on an object store, where each is a request."""
 
 DRIVER_LOG_TAIL = 15
 """Lines of a dead driver's log that its error shows."""
@@ -74,7 +76,10 @@ class RunHandle(Generic[R]):
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
         self._tick = threading.Event()
-        self._heartbeat = self._heartbeat_seen = 0.0
+        self._interval = SHORTEST_PACE
+        self._is_ending = False
+        self._lines = LineReader(self._run, self._read_as_follower)
+        self._heartbeat = self._heartbeat_seen = self._blind_until = 0.0
         self._lease_interval: float | None = None
         self._lease_renewed = 0.0
         self._lease_bound: float | None = None
@@ -98,8 +103,9 @@ class RunHandle(Generic[R]):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the last submission."""
-        return self._run.job().num_processes
+        """Number of ranks of the last submission; of an elastic one those of its last attempt, or at most."""
+        job = self._run.job()
+        return (job.min_processes and self._patiently(self._run.status).world_size) or job.num_processes
 
     @property
     def identity(self) -> str:
@@ -120,14 +126,24 @@ class RunHandle(Generic[R]):
         return f"RunHandle({self.directory!r})"
 
     def status(self) -> RunStatus:
-        """The run's state now. A run whose driver died is reported as failed."""
-        status = self._patiently(self._run.status)
+        """The run's state now.
+
+        A run whose driver died is reported as failed, or as succeeded if that was certain before.
+        """
+        return self._look(self._patience)
+
+    def _look(self, patience: float) -> RunStatus:
+        """`status`, from a store that may fail for so many seconds."""
+        status = self._patiently(self._run.status, patience)
+        self._interval = status.interval
         if status.final or not self._driver_died(status):
             return status
         # It may have written its final status between the two looks.
-        status = self._patiently(self._run.status)
+        status = self._patiently(self._run.status, patience)
         if status.final:
             return status
+        if status.certain:
+            return replace(status, state="succeeded", ended=status.heartbeat)
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         text = f"the driver of run {self.id} ({who}) died without ending the run"
         error = EngineError("\n".join([text, *self._driver_log_tail()]))
@@ -139,16 +155,31 @@ class RunHandle(Generic[R]):
             return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
         return []
 
-    def _patiently(self, read: Callable[[], T]) -> T:
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a store may fail: whoever owns a driver that lives would end its training by giving up."""
+        owns = self._driver is not None and self._driver.poll() is None
+        return STORE_OUTAGE if owns else STORE_PATIENCE
+
+    def _patiently(self, read: Callable[[], T], patience: float | None = None) -> T:
         """Reads the store, again while it fails for a moment: a follower's trouble must not end a training.
 
         Raises:
             RunNotFoundError: there is no run.
-            Exception: the store's, after `STORE_PATIENCE` seconds.
+            Exception: the store's, after ``patience`` seconds, `_patience` of them by default.
         """
-        return store.patiently(
-            read, STORE_PATIENCE, FOLLOW_INTERVAL_REMOTE, lambda error: isinstance(error, RunNotFoundError)
-        )
+
+        def gives_up(error: Exception) -> bool:
+            # Who cannot read has not watched the heartbeat.
+            self._blind_until = time.monotonic()
+            return isinstance(error, RunNotFoundError)
+
+        return store.patiently(read, self._patience if patience is None else patience, SHORTEST_PACE, gives_up)
+
+    def _read_as_follower(self, read: Callable[[], T]) -> T:
+        """Much to read takes its time."""
+        self._renew_lease()
+        return self._patiently(read)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """True or False if this process can ask the driver; None where only the heartbeat can tell."""
@@ -169,12 +200,12 @@ class RunHandle(Generic[R]):
     def _driver_died(self, status: RunStatus) -> bool:
         if status.heartbeat != self._heartbeat:
             self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
-        unchanged = time.monotonic() - self._heartbeat_seen
+        unchanged = time.monotonic() - max(self._heartbeat_seen, self._blind_until)
         lives = self.driver_lives(status)
         if lives is not None:
             # A slow disk may delay the heartbeat of a driver that lives.
             return not lives
-        return driver_is_dead(status.heartbeat, time.time(), unchanged)
+        return driver_is_dead(status.heartbeat, time.time(), unchanged, status.interval)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, however it ends.
@@ -186,15 +217,27 @@ class RunHandle(Generic[R]):
             True if the run has ended, False if the time is up.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.status().final:
+        while not self._look(self._patience_until(deadline)).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            self._pause()
+            self.pause(math.inf if deadline is None else deadline - time.monotonic())
         return True
 
-    def _pause(self) -> None:
+    def _patience_until(self, deadline: float | None) -> float:
+        left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+        return min(self._patience, max(STORE_PATIENCE, left))
+
+    @property
+    def pace(self) -> float:
+        """Seconds until there may be something new to see on an object store, as its driver says; 0 on a disk."""
+        if not self._run.is_remote:
+            return 0.0
+        return min(self._interval, SHORTEST_PACE) if self._is_ending else self._interval
+
+    def pause(self, bound: float = math.inf) -> None:
+        """Waits until it is worth another look at the run, at most so many seconds, and not beyond its end."""
         self._renew_lease()
-        interval = FOLLOW_INTERVAL_REMOTE if self._run.is_remote else FOLLOW_INTERVAL
+        interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
         else:
@@ -217,14 +260,17 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._lease_bound, self._lease_interval = bound, min(LEASE_INTERVAL, bound / 4)
+        self._lease_bound, self._lease_interval = bound, self._lease_interval_of(bound)
         self.renew_lease()
+
+    def _lease_interval_of(self, bound: float) -> float:
+        return min(LEASE_INTERVAL_REMOTE if self._run.is_remote else LEASE_INTERVAL, bound / 4)
 
     def _renew_lease(self) -> None:
         """Reports to the driver of a run with an ``orphan_timeout`` that somebody follows it."""
         if self._lease_interval is None:
             bound = self._run.job().orphan_timeout
-            self._lease_interval = 0.0 if bound is None else min(LEASE_INTERVAL, bound / 4)
+            self._lease_interval = 0.0 if bound is None else self._lease_interval_of(bound)
         if self._lease_interval and time.monotonic() - self._lease_renewed > self._lease_interval:
             self._lease_renewed = time.monotonic()
             # A lease that cannot be renewed must not end the follower.
@@ -298,6 +344,7 @@ class RunHandle(Generic[R]):
         status = self._run.status()
         if not status.final and status.submission <= self._bound:
             self._run.request_cancel(self._bound)
+            self._is_ending = True
             if self._run.is_remote:
                 self._wake_driver(status)
 
@@ -326,49 +373,45 @@ class RunHandle(Generic[R]):
 
     def log_ends(self) -> dict[int, Position]:
         """Where every rank's lines end now: `lines` from there on gives what is written later."""
-        return {rank: growing.end_of(self._run.path(log_name(rank))) for rank in range(self._run.job().num_processes)}
+        return self._lines.ends(range(self._run.job().num_processes), self._patiently(self._run.status))
 
     def log_starts(self) -> dict[int, Position]:
         """Where every rank's lines of the last submission begin."""
         job = self._run.job()
         return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
 
-    def lines(self, positions: dict[int, Position], follow: bool, *, prefix: bool) -> Iterator[str]:
-        """The lines of some ranks from given positions on. What `logs` stands on."""
-        thorough_at = 0.0
-        for is_last in self._looks(follow):
-            if is_last or time.monotonic() >= thorough_at:
-                unread, thorough_at = set(positions), time.monotonic() + THOROUGH_INTERVAL
-            else:
-                unread = self._patiently(functools.partial(self._grown_logs, positions))
-            while unread:
-                self._renew_lease()
-                for number in sorted(unread):
-                    read = functools.partial(growing.read_lines, self._run.path(log_name(number)), positions[number])
-                    lines, positions[number] = self._patiently(read)
-                    yield from (f"[{number}] {line}" for line in lines) if prefix else lines
-                    if not lines:
-                        unread.discard(number)
+    def lines(
+        self, positions: dict[int, Position], follow: bool, *, prefix: bool, status: RunStatus | None = None
+    ) -> Iterator[str]:
+        """The lines of some ranks from given positions on, which move on. What `logs` stands on.
 
-    def _grown_logs(self, positions: dict[int, Position]) -> set[int]:
-        """The ranks whose logs may be longer than what was read; on a URL all."""
-        if self._run.is_remote:
-            return set(positions)
-        return {
-            rank for rank, position in positions.items() if growing.has_grown(self._run.path(log_name(rank)), position)
-        }
+        Args:
+            positions: By rank.
+            follow: Go on until the run ends.
+            prefix: Lines begin with ``[rank]``.
+            status: For one look: the run's, just read. It saves an object store requests.
+        """
+        if not follow:
+            yield from self._lines.of_ranks(positions, _running(status), prefix=prefix)
+            return
+        thorough_at = 0.0
+        for found in self._looks():
+            thorough = found.final or time.monotonic() >= thorough_at
+            if thorough:
+                thorough_at = time.monotonic() + THOROUGH_INTERVAL
+            yield from self._lines.of_ranks(positions, _running(found), prefix=prefix, thorough=thorough)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
         """State changes, metrics and failures in the order in which the driver heard of them.
 
-        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``)
+        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``,
+        ``"engine"``, ``"waiting"``, ``"world"``, ``"left-out"``)
         and ``time``.
         """
         position = Position()
-        for _ in self._looks(follow):
+        for status in self._looks() if follow else [None]:
             while True:
-                read = functools.partial(growing.read_lines, self._run.path(EVENTS), position)
-                lines, position = self._patiently(read)
+                lines, position = self._lines.of_file(EVENTS, position, _running(status))
                 for line in lines:
                     # A line that a full disk tore is no JSON.
                     with contextlib.suppress(ValueError):
@@ -376,12 +419,12 @@ class RunHandle(Generic[R]):
                 if not lines:
                     break
 
-    def _looks(self, follow: bool) -> Iterator[bool]:
-        """One round for every look at a growing file; True for the last, which comes after the run's end."""
-        while follow and not self.status().final:
-            yield False
-            self._pause()
-        yield True
+    def _looks(self) -> Iterator[RunStatus]:
+        """The status for every look at what grows; the last comes after the run's end."""
+        while not (status := self.status()).final:
+            yield status
+            self.pause()
+        yield status
 
     def metrics(self) -> list[dict[str, Any]]:
         """What the ranks reported: rows with ``rank``, ``time`` and the metrics' names."""
@@ -390,3 +433,8 @@ class RunHandle(Generic[R]):
             for event in self.events()
             if event["type"] == "metric"
         ]
+
+
+def _running(status: RunStatus | None) -> RunStatus | None:
+    """None for a run that has ended: of what its driver wrote last before it died, its status knows nothing."""
+    return None if status is None or status.final else status

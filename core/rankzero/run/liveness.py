@@ -5,12 +5,18 @@ from __future__ import annotations
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER
 
 
-def driver_is_dead(heartbeat: float, now: float, unchanged: float) -> bool:
+def dead_after(interval: float) -> float:
+    """Seconds without a heartbeat after which a driver counts as dead that writes one every so many seconds."""
+    return max(DRIVER_DEAD_AFTER, 3 * interval)
+
+
+def driver_is_dead(heartbeat: float, now: float, unchanged: float, interval: float) -> bool:
     """True if a driver on another host has stopped.
 
     Args:
         heartbeat: Unix time of the last heartbeat, by the driver's clock.
         now: Unix time by the reader's clock, which may differ by `CLOCK_SKEW`.
         unchanged: Seconds for which the reader has seen this very heartbeat.
+        interval: Seconds between two heartbeats, as the driver says.
     """
-    return unchanged > DRIVER_DEAD_AFTER or now - heartbeat > DRIVER_DEAD_AFTER + CLOCK_SKEW
+    return unchanged > dead_after(interval) or now - heartbeat > dead_after(interval) + CLOCK_SKEW

@@ -108,16 +108,23 @@ def list_names(location: str) -> list[str]:
 def read_bytes(location: str) -> bytes:
     """The whole file; one request of an object store. Raises FileNotFoundError."""
     if is_url(location):
-        filesystem, path = _filesystem(location)
-        return bytes(filesystem.cat_file(path))
+        try:
+            # As a range: for a whole object some drivers ask for its size first.
+            return read_from(location, 0)
+        except FileNotFoundError:
+            raise
+        except Exception:
+            # There is no range in an empty one.
+            filesystem, path = _filesystem(location)
+            return bytes(filesystem.cat_file(path))
     with open(location, "rb") as file:
         return file.read()
 
 
-def read_range(location: str, start: int, end: int) -> bytes:
-    """The bytes from ``start`` to before ``end`` of a file on a URL, in one request. Raises FileNotFoundError."""
+def read_from(location: str, start: int) -> bytes:
+    """The bytes of a file on a URL from ``start`` on, where it has one; one request. Raises FileNotFoundError."""
     filesystem, path = _filesystem(location)
-    return bytes(filesystem.cat_file(path, start=start, end=end))
+    return bytes(filesystem.cat_file(path, start=start))
 
 
 def open_read(location: str) -> IO[bytes]:
@@ -129,19 +136,37 @@ def open_read(location: str) -> IO[bytes]:
     return open(location, "rb")
 
 
-def write_bytes(location: str, data: bytes) -> None:
-    """Replaces the file by ``data``, atomically."""
-    write_parts(location, [data])
+def write_bytes(location: str, data: bytes, *, durable: bool = False) -> None:
+    """Replaces the file by ``data``, atomically. What is durable is there after a power failure, too."""
+    write_parts(location, [data], durable=durable)
 
 
-def write_parts(location: str, parts: Sequence[bytes | memoryview]) -> None:
-    """Replaces the file by the parts, one after the other, atomically."""
+def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: bool = False) -> None:
+    """Replaces the file by the parts, one after the other, atomically; see `write_bytes`."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.pipe_file(path, b"".join(parts))
         return
     with atomic_file(location) as temporary, open(temporary, "wb") as file:
         file.writelines(parts)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        sync_directory(os.path.dirname(location))
+
+
+def sync_directory(path: str) -> None:
+    """Makes the names in a local directory durable; of a URL they are."""
+    if is_url(path):
+        return
+    # Not every file system can.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def create(location: str, data: bytes) -> bool:
@@ -197,7 +222,10 @@ def atomic_file(path: str) -> Iterator[str]:
 
 
 def upload(local_path: str, location: str) -> None:
-    """Copies a local file to ``location``, atomically; moves it when both are on one file system."""
+    """Copies a local file to ``location``, atomically and durably; moves it when both are on one file system.
+
+    A file that is moved is as durable as its writer made it.
+    """
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.put_file(local_path, path)
@@ -209,6 +237,9 @@ def upload(local_path: str, location: str) -> None:
 
         with atomic_file(location) as temporary:
             shutil.copyfile(local_path, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(os.path.dirname(location))
 
 
 def copy_within(source: str, target: str) -> bool:

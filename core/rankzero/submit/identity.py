@@ -31,7 +31,11 @@ _DIGITS = 16
 
 
 def identity_of(
-    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], world_size: int, code_version: str | None = None
+    train: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world_size: int | tuple[int, int],
+    code_version: str | None = None,
 ) -> str:
     """Names a training: the same in every process for the same code, arguments and world size.
 
@@ -42,7 +46,7 @@ def identity_of(
         train: As for `Launcher.run`.
         args: Its positional arguments. A `ResultRef` counts by the checksum of its file.
         kwargs: Its keyword arguments.
-        world_size: Number of ranks.
+        world_size: Number of ranks; of an elastic job the smallest and the largest.
         code_version: Stands for all code, which is not looked at then.
 
     Returns:

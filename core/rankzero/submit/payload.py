@@ -61,13 +61,14 @@ class Payload:
     refs: list[ResultRef] = field(default_factory=list)
 
 
-def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
     """Makes the payload.
 
     Args:
         train: A callable, ``"path/to/script.py"``, a path object, or ``"package.module:function"``.
         args: Positional arguments. `ResultRef` in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; a script takes none.
+        restart_on: Of `Launcher`; a rank that fails loads it.
 
     Raises:
         InvalidJobError: ``train`` is none of these, the arguments do not fit its signature,
@@ -76,13 +77,27 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Paylo
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs)], refs.append)
     function = resolve_training(train)
+    extra, needed = _pickle_restart_on(restart_on)
     if isinstance(function, str):
-        return _build_script(function, args, kwargs, refs)
+        return _build_script(function, args, kwargs, refs, extra, needed)
     _check_callable(function, args, kwargs)
     assert callable(function)
     parts = {"kind": "function", "name": _name_of(function), "function": function, "args": args, "kwargs": kwargs}
-    data, modules = _pickle(parts, lambda: _find_culprit(function, args, kwargs))
+    data, modules = _pickle(parts | extra, lambda: _find_culprit(function, args, kwargs), needed)
     return Payload(_name_of(function), data, modules, refs)
+
+
+def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
+    """The part of the payload, and the user's modules that it needs."""
+    if not restart_on:
+        return {}, set()
+    buffer = io.BytesIO()
+    pickler = TrainingPickler(buffer)
+    try:
+        pickler.dump(restart_on)
+    except Exception as error:
+        raise InvalidJobError(f"restart_on={restart_on!r} cannot be pickled: {error}") from error
+    return {"restart_on": buffer.getvalue()}, pickler.needed
 
 
 def resolve_training(train: object) -> Any:
@@ -144,7 +159,14 @@ def _name_of(function: object) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
-def _build_script(absolute: str, args: tuple[Any, ...], kwargs: dict[str, Any], refs: list[ResultRef]) -> Payload:
+def _build_script(
+    absolute: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refs: list[ResultRef],
+    extra: dict[str, bytes],
+    needed: set[str],
+) -> Payload:
     if kwargs:
         raise InvalidJobError(
             f"a script takes positional arguments only, not {', '.join(sorted(kwargs))}: "
@@ -157,14 +179,16 @@ def _build_script(absolute: str, args: tuple[Any, ...], kwargs: dict[str, Any], 
     except (SyntaxError, ValueError) as error:
         raise InvalidJobError(f"train={absolute!r} is not Python: {error}") from None
     shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    parts = {"kind": "script", "path": absolute, "source": source, "args": shipped}
+    parts = {"kind": "script", "path": absolute, "source": source, "args": shipped, **extra}
     data = pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
     with search_path(os.path.dirname(absolute)):
-        modules = zip_modules(imports_of_tree(tree))
+        modules = zip_modules(imports_of_tree(tree) | needed)
     return Payload(os.path.basename(absolute), data, modules, refs)
 
 
-def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[list[Part], Shipped | None]:
+def _pickle(
+    parts: dict[str, Any], find_culprit: Callable[[], str], needed: set[str]
+) -> tuple[list[Part], Shipped | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
     pickler = TrainingPickler(buffer, beside(buffers))
@@ -172,7 +196,7 @@ def _pickle(parts: dict[str, Any], find_culprit: Callable[[], str]) -> tuple[lis
         pickler.dump(parts)
     except Exception as error:
         raise InvalidJobError(f"{find_culprit()} cannot be pickled: {error}") from error
-    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed)
+    return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed)
 
 
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

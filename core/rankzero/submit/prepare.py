@@ -12,8 +12,8 @@ from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
-from rankzero.run import growing
-from rankzero.run.directory import RunDirectory, log_name
+from rankzero.run import growing, pieces
+from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
@@ -31,6 +31,7 @@ class Request:
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already.
+        restart_on: Exceptions after which the user wants another attempt.
     """
 
     engine: Engine
@@ -39,6 +40,7 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
     identity: str = ""
+    restart_on: object = ()
 
     @property
     def directory(self) -> str:
@@ -74,12 +76,10 @@ def prepare(
             "a run that outlives this process cannot use this process's SparkSession: "
             "give SparkEngine(master=...) to submit(), or use run()"
         )
-    parts = payload.build(train, args, kwargs)
+    parts = payload.build(train, args, kwargs, request.restart_on)
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity or identity_of(
-        train, args, kwargs, request.template.num_processes, request.code_version
-    )
+    identity = request.identity or identity_of(train, args, kwargs, request.template.world_size, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}
@@ -114,7 +114,10 @@ def prepare(
 
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
     """Where the lines of earlier submissions end, for `Job.log_starts`."""
-    ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
+    if run.is_remote:
+        ends = dict.fromkeys(range(world_size), pieces.end_of(run.path(LINES)))
+    else:
+        ends = {rank: growing.end_of(run.path(log_name(rank))) for rank in range(world_size)}
     return {str(rank): [end.piece, end.offset] for rank, end in ends.items()}
 
 

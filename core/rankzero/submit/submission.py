@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import CANCEL_TIMEOUT, DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL
+from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
@@ -25,6 +25,7 @@ from rankzero.run.checkpoints import FOLDER
 from rankzero.run.detach import Caller
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.handle import RunHandle
+from rankzero.run.liveness import dead_after
 from rankzero.run.reconcile import Decision, decide
 from rankzero.values.envelope import Part
 
@@ -106,10 +107,10 @@ def look(run: RunDirectory, identity: str, caller: Caller | None = None) -> Exis
 def _await_certainty(handle: RunHandle[object]) -> RunStatus:
     """The status, once the driver has shown a heartbeat, or counts as dead."""
     status = handle.status()
-    seen, deadline = status.heartbeat, time.monotonic() + 2 * DRIVER_DEAD_AFTER
+    seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status.interval)
     tick = threading.Event()
     while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        if status.heartbeat != seen or time.time() - status.heartbeat < HEARTBEAT_INTERVAL:
+        if status.heartbeat != seen or time.time() - status.heartbeat < status.interval:
             break
         tick.wait(_LOOK)
         status = handle.status()

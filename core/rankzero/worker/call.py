@@ -10,16 +10,18 @@ import types
 from typing import Any
 
 from rankzero.channel.frames import Message
+from rankzero.worker import restarts
 from rankzero.worker.command import run_command
 
 LOCAL_RANK_MACRO = "${local_rank}"
 """Stands for the local rank in the arguments of a script, as for torchrun."""
 
 
-def call(start: Message) -> object:
-    """Loads the payload, opens references and calls the user's code; the value of a function, else None.
+def call(start: Message) -> tuple[object, bool]:
+    """Loads the payload, opens references and calls the user's code.
 
-    ``sys.exit(0)`` is an end like any other.
+    Returns:
+        The value of a function, else None; and whether ``sys.exit(0)`` ended it, which is an end like any other.
     """
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
@@ -29,6 +31,7 @@ def call(start: Message) -> object:
         sys.path.insert(0, modules)
     # The agent has compared its checksum with what the driver recorded.
     payload = open_packed(start["payload"])
+    restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 
     def open_ref(ref: ResultRef) -> object:
@@ -38,9 +41,9 @@ def call(start: Message) -> object:
         return ref.load_from(path) if path else ref.load()
 
     args = map_refs(payload["args"], open_ref)
-    with _ending_by_exit():
+    try:
         if is_function:
-            return _call_function(payload, args, map_refs(payload["kwargs"], open_ref))
+            return _call_function(payload, args, map_refs(payload["kwargs"], open_ref)), False
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
             _run_script(payload, line)
@@ -51,16 +54,11 @@ def call(start: Message) -> object:
             for position, file in payload["files"].items():
                 line[position] = _place(file["path"], file["data"], file["mode"])
             run_command(line)
-    return None
-
-
-@contextlib.contextmanager
-def _ending_by_exit() -> Any:
-    try:
-        yield
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+        return None, True
+    return None, False
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:

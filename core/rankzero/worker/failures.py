@@ -13,6 +13,8 @@ import traceback
 
 from rankzero.channel.frames import Message
 from rankzero.errors import RetryableError
+from rankzero.job import qualified_name
+from rankzero.worker import restarts
 from rankzero.worker.command import CommandError
 
 MESSAGE_LIMIT = 16 << 10
@@ -30,19 +32,19 @@ def describe(error: BaseException) -> Message:
     failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
     if isinstance(error, CommandError):
         return {**failure, **error.facts}
-    cls = type(error)
-    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
         exit_code = error.code if isinstance(error.code, int) else _FAILED
     return {
         **failure,
         "exception_type": name,
-        "message": _text_of(error) + _advice(error),
+        "message": text + _advice(error),
         "traceback": _user_traceback(error),
         "exit_code": exit_code & 0xFF or _FAILED,
         "collateral": _is_collateral(error),
         "retryable": isinstance(error, RetryableError),
+        "matched": restarts.what_matches(error, f"{name}: {text}"),
     }
 
 

@@ -99,10 +99,11 @@ def _work(control: Control) -> Message:
         )
     _count_optimizer_steps(session)
     control.beat(start["beat_interval"], session.count_progress)
-    value = call(start)
+    value, exited = call(start)
     if value is None:
         value = session.result
-    return _commit(value, start)
+    commit = _commit(value, start)
+    return {**commit, "exited": True} if exited else commit
 
 
 def _count_optimizer_steps(session: Any) -> None:

@@ -8,6 +8,7 @@ import dagster as dg
 
 from dagster_rankzero.decorators.compute import build_compute, build_script_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
+from rankzero.job import WorldSize
 
 
 @overload
@@ -16,7 +17,7 @@ def torch_distributor_op(
     /,
     *,
     args: Sequence[Any] = (),
-    num_processes: int | None = None,
+    num_processes: WorldSize | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -25,7 +26,7 @@ def torch_distributor_op(
 @overload
 def torch_distributor_op(
     *,
-    num_processes: int | None = None,
+    num_processes: WorldSize | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -36,7 +37,7 @@ def torch_distributor_op(
     /,
     *,
     args: Sequence[Any] = (),
-    num_processes: int | None = None,
+    num_processes: WorldSize | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -50,7 +51,7 @@ def torch_distributor_op(
     Args:
         train: A function, ``"path/to/script.py"`` or ``"package.module:function"``.
         args: A script's command line, or the arguments of ``"package.module:function"``.
-        num_processes: World size; None takes the resource's.
+        num_processes: World size, or the smallest and the largest; None takes the resource's.
         use_gpu: One GPU for every rank; None takes the resource's.
         options: More changes to the resource for this op, by its field names.
         resource_key: Of the `TorchDistributorResource`.

@@ -29,7 +29,7 @@ class ChannelClient:
         >>> client.close(timeout=0.0)
     """
 
-    def __init__(self, hosts: Sequence[str], port: int, secret: str, task: int) -> None:
+    def __init__(self, hosts: Sequence[str], port: int, secret: str, task: int, patience: float | None = None) -> None:
         """Prepares the client; `start` begins to connect.
 
         Args:
@@ -37,13 +37,14 @@ class ChannelClient:
             port: The driver's port.
             secret: The run's secret, hex.
             task: This agent's number.
+            patience: Seconds from its start to find the driver; None for `limits.CONNECT_TIMEOUT`.
         """
         self._exchange = Exchange()
-        keeper = Keeper(self._exchange, hosts, port, secret, task)
+        keeper = Keeper(self._exchange, hosts, port, secret, task, patience or limits.CONNECT_TIMEOUT)
         self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which looks for the driver for `limits.CONNECT_TIMEOUT` seconds. Returns at once."""
+        """Starts the thread, which looks for the driver. Returns at once."""
         self._thread.start()
 
     def fileno(self) -> int:

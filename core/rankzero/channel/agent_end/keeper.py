@@ -29,13 +29,16 @@ class _OverError(Exception):
 class Keeper:
     """Finds the driver, talks to it, and finds it again, until one of both sends a farewell or is lost."""
 
-    def __init__(self, exchange: Exchange, hosts: Sequence[str], port: int, secret: str, task: int) -> None:
+    def __init__(
+        self, exchange: Exchange, hosts: Sequence[str], port: int, secret: str, task: int, patience: float
+    ) -> None:
         """Takes what `ChannelClient` was given."""
         self._exchange = exchange
         self._hosts = list(hosts)
         self._port = port
         self._secret = secret
         self._task = task
+        self._patience = patience
         self._name = auth.new_nonce()
         self._address: Address | None = None
         self._tries = 0
@@ -136,8 +139,8 @@ class Keeper:
 
     def _look_at_the_clock(self) -> None:
         now, problems = time.monotonic(), "; ".join(f"{host}: {what}" for host, what in self._problems.items())
-        if not self._heard and now - self._started >= limits.CONNECT_TIMEOUT:
-            text = f"no driver was found on port {self._port} within {limits.CONNECT_TIMEOUT:g} s: {problems}"
+        if not self._heard and now - self._started >= self._patience:
+            text = f"no driver was found on port {self._port} within {self._patience:g} s: {problems}"
             raise _OverError(text)
         if self._heard and now - self._heard >= limits.LOST_AFTER:
             text = f"nothing was heard from the driver for {limits.LOST_AFTER:g} s: {problems}"

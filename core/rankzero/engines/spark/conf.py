@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +18,11 @@ _REMOTE = re.compile(r"(spark://.+|yarn|k8s://.+)")
 DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
 TASK_CPUS = "spark.task.cpus"
 TASK_GPUS = "spark.task.resource.gpu.amount"
+INSTANCES = "spark.executor.instances"
+EXECUTOR_CORES = "spark.executor.cores"
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+CORES_MAX = "spark.cores.max"
+THREADS = "spark.executorEnv.OMP_NUM_THREADS"
 
 
 def is_master(master: object) -> bool:
@@ -36,13 +43,59 @@ def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
     return None
 
 
+def most_slots(master: str, conf: Mapping[str, str]) -> int | None:
+    """More task slots than these a cluster can never have, as master and conf prove; None if they prove nothing."""
+    if (slots := known_slots(master, conf)) is not None:
+        return slots
+    if not has_fixed_executors(master):
+        most = conf.get(CORES_MAX, "")
+        return int(most) // int(conf.get(TASK_CPUS, "1")) if most.isdecimal() else None
+    instances = conf.get(INSTANCES, "")
+    return int(instances) * slots_of_executor(conf) if instances.isdecimal() else None
+
+
+def has_fixed_executors(master: str) -> bool:
+    """True where Spark starts as many executors as it was asked for; a standalone cluster gives what it has."""
+    return master == "yarn" or master.startswith("k8s://")
+
+
+def slots_of_executor(conf: Mapping[str, str]) -> int:
+    """Tasks that one executor of a YARN or Kubernetes cluster runs at once."""
+    slots = int(conf.get(EXECUTOR_CORES, "1")) // int(conf.get(TASK_CPUS, "1"))
+    with contextlib.suppress(KeyError, ValueError, ZeroDivisionError):
+        slots = min(slots, int(conf[EXECUTOR_GPUS]) // int(conf[TASK_GPUS]))
+    return slots
+
+
+def conf_for(job: Job, master: str, given: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """What a session of our own asks its cluster for, beyond what the user said.
+
+    Args:
+        job: Its largest world.
+        master: The cluster.
+        given: The user's conf for this run, which is left alone.
+        defaults: What spark-defaults.conf says for every run of the host.
+    """
+    asked = {DYNAMIC_ALLOCATION: "false"} if defaults.get(DYNAMIC_ALLOCATION, "").lower() == "true" else {}
+    known = {**defaults, **given}
+    if has_fixed_executors(master) and INSTANCES not in given:
+        cpus = known.get(TASK_CPUS, "1")
+        if EXECUTOR_CORES not in known and cpus != "1":
+            asked[EXECUTOR_CORES] = known[EXECUTOR_CORES] = cpus
+        # An executor too small for a task is Spark's to refuse, which says it well.
+        needed = math.ceil(job.num_tasks / max(1, slots_of_executor(known)))
+        if needed > int(known.get(INSTANCES, "0")):
+            asked[INSTANCES] = str(needed)
+    return {name: value for name, value in asked.items() if name not in given}
+
+
 def require_slots(job: Job, slots: int, where: str) -> None:
     """Raises InsufficientSlotsError if the tasks cannot all run at once."""
-    if slots < job.num_tasks:
+    if slots < job.least_tasks:
         raise InsufficientSlotsError(
-            f"num_processes={job.num_processes} needs {job.num_tasks} task slots at once, but {where} has "
+            f"num_processes={job.world} needs {job.least_tasks} task slots at once, but {where} has "
             f"{slots}: lower num_processes, raise processes_per_task, or add executors",
-            needed=job.num_tasks,
+            needed=job.least_tasks,
             available=slots,
         )
 
@@ -87,9 +140,15 @@ def require_task_gpus(job: Job, amount: str | None) -> None:
         )
 
 
-def has_spark_defaults() -> bool:
-    """True if a spark-defaults.conf may set what conf does not show."""
-    places = [os.environ.get("SPARK_CONF_DIR")]
-    if home := os.environ.get("SPARK_HOME"):
-        places.append(os.path.join(home, "conf"))
-    return any(place and os.path.exists(os.path.join(place, "spark-defaults.conf")) for place in places)
+def spark_defaults() -> dict[str, str]:
+    """What spark-defaults.conf of this host says: settings that a session has and its conf does not show."""
+    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(os.environ.get("SPARK_HOME", ""), "conf")
+    with contextlib.suppress(OSError), open(os.path.join(place, "spark-defaults.conf"), errors="replace") as file:
+        return dict(filter(None, map(_setting, file)))
+    return {}
+
+
+def _setting(line: str) -> tuple[str, str] | None:
+    """Name and value of a line, as Java reads it: ``name value``, ``name=value`` or ``name: value``."""
+    found = re.fullmatch(r"\s*([^#!\s=:][^\s=:]*)\s*[=:]?\s*(.*?)\s*", line)
+    return (found[1], found[2]) if found else None

@@ -7,10 +7,12 @@ import io
 import os
 from typing import Any
 
+from rankzero.host.network import addresses_of
 from rankzero.task import hold as hold_module
 from rankzero.task import start as start_module
 
 _KNOWN = "_rankzero"
+_DRIVER = "driver"
 
 
 class KnownContext:
@@ -50,6 +52,20 @@ class KnownContext:
     def slots(self) -> int:
         """Tasks that can run at once now."""
         return int(self._scala.maxNumConcurrentTasks(self._profile))
+
+    def slots_by_host(self) -> dict[str, int]:
+        """Tasks that can run at once on each host, as far as cores tell; a host by each of its addresses.
+
+        A barrier task knows its host by address, an executor may know it by name.
+        """
+        executors = self._scala.statusStore().executorList(True)
+        found = [executors.apply(index) for index in range(executors.length())]
+        slots: dict[str, int] = {}
+        for executor in found:
+            if executor.id() != _DRIVER:
+                for address in addresses_of(str(executor.hostPort()).rpartition(":")[0]):
+                    slots[address] = slots.get(address, 0) + int(executor.maxTasks())
+        return slots
 
     def is_stopped(self) -> bool:
         """True if nothing runs there any more. Raises a Py4JError if the JVM has exited."""

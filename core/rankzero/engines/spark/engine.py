@@ -12,46 +12,43 @@ import os
 import re
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
-from rankzero.engines.local import LOOPBACK, local_gpus, require_local_gpus
+from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
+from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
+    CORES_MAX,
     DYNAMIC_ALLOCATION,
+    EXECUTOR_CORES,
+    EXECUTOR_GPUS,
+    INSTANCES,
     LOCAL,
     TASK_CPUS,
     TASK_GPUS,
-    has_spark_defaults,
+    THREADS,
+    conf_for,
     is_master,
-    known_slots,
+    most_slots,
     refuse_dynamic_allocation,
     require_slots,
     require_task_gpus,
+    spark_defaults,
     whole_gpus,
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.errors import first_lines
 from rankzero.engines.spark.stage import SparkGroup, make_task
-from rankzero.errors import EngineError, InvalidJobError, StartTimeoutError
-from rankzero.host.network import address_towards
+from rankzero.errors import EngineError, InvalidJobError
+from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job, check_strings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger(__name__)
-
-SLOTS_SETTLE = 15.0
-"""Seconds without a new executor after which a cluster counts as complete."""
-
-SLOTS_INTERVAL = 0.1
-"""Seconds between two looks at the number of slots while executors register."""
-
-_SLOTS_SHARE = 0.9
 
 # Spark's default retries an unready barrier stage every 15 s; a session of our own looks each second.
 _OWN_DEFAULTS = {
@@ -111,14 +108,15 @@ class SparkEngine(Engine):
         """Refuses what master and conf alone show to be impossible."""
         if self.session is not None:
             return
-        conf, master = self.conf, self._master(job)
-        refuse_dynamic_allocation(conf.get(DYNAMIC_ALLOCATION))
-        slots = known_slots(master, conf)
+        master, defaults = self._master(job), spark_defaults()
+        refuse_dynamic_allocation(self.conf.get(DYNAMIC_ALLOCATION))
+        conf = {**defaults, **conf_for(job, master, self.conf, defaults), **self.conf}
+        slots = most_slots(master, conf)
         if slots is not None:
             require_slots(job, slots, f"master {master!r}")
         if job.use_gpu and LOCAL.fullmatch(master):
-            require_local_gpus(job.num_processes)
-        elif job.use_gpu and (TASK_GPUS in conf or not has_spark_defaults()):
+            require_local_gpus(job.least_processes)
+        elif job.use_gpu:
             require_task_gpus(job, conf.get(TASK_GPUS))
         if not find_java():
             raise EngineError(
@@ -142,8 +140,9 @@ class SparkEngine(Engine):
 
     def open(self, job: Job) -> SparkEngineSession:
         """Starts or takes the session, and checks slots and resources there."""
-        session = self.session or self._start_session(job)
-        opened = SparkEngineSession(session, job, owned=self.session is None)
+        asked = {} if self.session else conf_for(job, self._master(job), self.conf, spark_defaults())
+        session = self.session or self._start_session(job, asked)
+        opened = SparkEngineSession(session, job, owned=self.session is None, asked=asked)
         try:
             opened.check()
         except BaseException:
@@ -154,7 +153,7 @@ class SparkEngine(Engine):
     def _master(self, job: Job) -> str:
         return self.master or f"local[{job.num_tasks}]"
 
-    def _start_session(self, job: Job) -> SparkSession:
+    def _start_session(self, job: Job, asked: Mapping[str, str]) -> SparkSession:
         from pyspark import SparkConf
         from pyspark.sql import SparkSession
 
@@ -173,9 +172,9 @@ class SparkEngine(Engine):
             os.environ.setdefault("SPARK_LAUNCHER_OPTS", _short_lived_jvm(self.conf))
         conf = SparkConf().setMaster(master).setAppName(f"rankzero {job.name}")
         local_defaults = _OWN_LOCAL_DEFAULTS if master.startswith("local") else {}
-        if local_defaults and not has_spark_defaults():
+        if local_defaults and not spark_defaults():
             local_defaults = {**local_defaults, _DRIVER_JAVA_OPTIONS: _short_lived_jvm(self.conf)}
-        for key, value in {**_OWN_DEFAULTS, **local_defaults}.items():
+        for key, value in {**_OWN_DEFAULTS, **local_defaults, **asked}.items():
             conf.setIfMissing(key, value)
         for key, value in self.conf.items():
             conf.set(key, value)
@@ -188,17 +187,54 @@ class SparkEngine(Engine):
 class SparkEngineSession(EngineSession):
     """A SparkContext that runs one barrier stage for each attempt."""
 
-    def __init__(self, session: SparkSession, job: Job, *, owned: bool) -> None:
+    def __init__(self, session: SparkSession, job: Job, *, owned: bool, asked: Mapping[str, str] | None = None) -> None:
         self._session = session
         self._context = session.sparkContext
         self._job = job
         self._owned = owned
         self._master = str(self._context.master)
+        self._asked = dict(asked or {})
+        self._gpus: list[str] | None = None
+        self._claims = GpuClaims()
 
     @property
-    def num_agents(self) -> int:
+    def place(self) -> str:
+        """The cluster, by its master."""
+        return f"the cluster at {self._master!r}"
+
+    @property
+    def notes(self) -> list[str]:
+        """The settings that a session of our own was given for this run."""
+        settings = " ".join(f"{name}={value}" for name, value in sorted(self._asked.items()))
+        return [f"asked {self.place} for {settings}, which this run needs"] if settings else []
+
+    def slots(self) -> int:
+        """What the executors that have registered offer; of a machine's own GPUs, those that no other run holds."""
+        slots = self._known.slots()
+        if self._gpus is None:
+            return slots
+        return min(slots, len(self._claims.free(self._gpus)) // self._job.processes_per_task)
+
+    @property
+    def most_slots(self) -> int | None:
+        """What master and settings prove."""
+        names = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX)
+        settings = {name: value for name in names if (value := self._known.setting(name)) is not None}
+        most = most_slots(self._master, settings)
+        return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
+
+    def slots_by_host(self) -> dict[str, int]:
+        """By the names under which Spark knows the hosts."""
+        return self._known.slots_by_host()
+
+    def num_agents(self, num_tasks: int) -> int:
         """One for each task."""
-        return self._job.num_tasks
+        return num_tasks
+
+    def reserve(self, num_tasks: int) -> bool:
+        """Holds the GPUs of this machine, where the ranks run on it; Spark reserves those of a cluster."""
+        count = num_tasks * self._job.processes_per_task
+        return self._gpus is None or self._claims.take(self._gpus, count)
 
     @property
     def _known(self) -> KnownContext:
@@ -209,7 +245,7 @@ class SparkEngineSession(EngineSession):
         """The host that Spark's own executors use to reach the driver."""
         if self._master.startswith("local"):
             return LOOPBACK
-        return str(self._known.setting("spark.driver.host"))
+        return without_brackets(str(self._known.setting("spark.driver.host")))
 
     @property
     def driver_hosts(self) -> list[str]:
@@ -226,7 +262,7 @@ class SparkEngineSession(EngineSession):
         """The address that Spark's own driver binds."""
         if self._master.startswith("local"):
             return LOOPBACK
-        return self._known.setting("spark.driver.bindAddress") or self.driver_host
+        return without_brackets(self._known.setting("spark.driver.bindAddress") or self.driver_host)
 
     @property
     def url(self) -> str | None:
@@ -239,50 +275,30 @@ class SparkEngineSession(EngineSession):
             raise EngineError("the SparkContext of this session was stopped: give a session that lives")
         refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
         if self._job.use_gpu and LOCAL.fullmatch(self._master):
-            require_local_gpus(self._job.num_processes)
+            require_local_gpus(self._job.least_processes)
+            self._gpus = local_gpus()
         elif self._job.use_gpu:
             require_task_gpus(self._job, self._known.setting(TASK_GPUS))
-        self._await_slots(growing=False)
+        most = self.most_slots
+        if most is not None and self._known.slots() < self._job.least_tasks:
+            require_slots(self._job, most, self.place)
         # Here, where somebody watches the clock.
         _ = self._known.code
 
-    def _await_slots(self, *, growing: bool) -> None:
-        """Waits while executors register; a cluster that has stopped growing is what it is.
-
-        Args:
-            growing: After a loss: new executors may take their time, up to ``start_timeout``.
-        """
-        # Before the driver's own deadline, which can only say that the engine did not answer.
-        deadline = time.monotonic() + self._job.start_timeout * _SLOTS_SHARE
-        settled = time.monotonic() + SLOTS_SETTLE
-        most = 0
-        tick = threading.Event()
-        while (slots := self._known.slots()) < self._job.num_tasks:
-            if slots > most:
-                most, settled = slots, time.monotonic() + SLOTS_SETTLE
-            # With no executor at all the cluster may still be starting; `start_timeout` bounds that.
-            settling = most and time.monotonic() > settled and not growing
-            complete = LOCAL.fullmatch(self._master) or settling
-            if complete:
-                require_slots(self._job, slots, f"the cluster at {self._master!r}")
-            if time.monotonic() > deadline:
-                raise StartTimeoutError(
-                    f"the cluster at {self._master!r} offered {slots} of {self._job.num_tasks} task slots within "
-                    f"start_timeout={self._job.start_timeout} s: add executors, or wait longer",
-                    missing=[f"task {task}" for task in range(slots, self._job.num_tasks)],
-                )
-            tick.wait(SLOTS_INTERVAL)
-
-    def launch(self, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
+        cores, workers = int(self._known.setting(TASK_CPUS) or "1"), self._job.processes_per_task
+        if self._known.setting(THREADS) is None:
+            # Spark sets it in every Python worker to the cores of the whole task.
+            config = {**config, "env": {"OMP_NUM_THREADS": str(max(1, cores // workers)), **config["env"]}}
         task = make_task(
-            {**config, "workers": self._job.processes_per_task, "cores": int(self._known.setting(TASK_CPUS) or "1")},
+            {**config, "workers": workers, "cores": cores},
             self._known.code,
-            local_gpus() if self._job.use_gpu and LOCAL.fullmatch(self._master) else None,
+            None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )
-        return SparkGroup(self._context, self._job, task, on_end)
+        return SparkGroup(self._context, self._job, num_tasks, task, on_end)
 
     def is_usable(self) -> bool:
         """False if the JVM has exited or the SparkContext was stopped."""
@@ -291,12 +307,9 @@ class SparkEngineSession(EngineSession):
         except Exception:
             return False
 
-    def refill(self) -> None:
-        """Waits up to ``start_timeout`` for executors to come back."""
-        self._await_slots(growing=True)
-
     def close(self) -> None:
-        """Stops the SparkContext if the engine started it."""
+        """Stops the SparkContext if the engine started it, and gives the GPUs back."""
+        self._claims.release()
         if not self._owned:
             return
         alive = self.is_usable()

@@ -17,12 +17,13 @@ from rankzero.job import Job
 class SparkGroup(AgentGroup):
     """The running barrier stage."""
 
-    def __init__(self, context: Any, job: Job, task: Callable[[Any], Any], on_end: OnEnd) -> None:
+    def __init__(self, context: Any, job: Job, num_tasks: int, task: Callable[[Any], Any], on_end: OnEnd) -> None:
         super().__init__()
         from pyspark import InheritableThread
 
         self._context = context
         self._job = job
+        self._num_tasks = num_tasks
         self._task = task
         self._on_end = on_end
         self._group = f"rankzero-{job.run_id}"
@@ -33,9 +34,9 @@ class SparkGroup(AgentGroup):
     def _collect(self) -> None:
         error: BaseException | None = None
         try:
-            description = f"rankzero: {self._job.name} on {self._job.num_processes} ranks"
+            description = f"rankzero: {self._job.name} on {self._job.world} ranks"
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
-            tasks = self._job.num_tasks
+            tasks = self._num_tasks
             rdd = self._context.parallelize(range(tasks), tasks).barrier().mapPartitions(self._task)
             with _own_python(self._context):
                 # Fixes the executors' Python and pickles the task.

@@ -1,0 +1,92 @@
+"""What ranks wrote, and events, as a follower reads them: from a position on, as far as they were written."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+from rankzero.run import growing, pieces
+from rankzero.run.directory import LINES, RunDirectory, RunStatus, log_name
+from rankzero.run.growing import Position
+
+T = TypeVar("T")
+
+_OF_RANK = re.compile(r"\[(\d+)\] ")
+
+
+class Patience(Protocol):
+    """Calls what it is given, again while the store fails for a moment."""
+
+    def __call__(self, read: Callable[[], T]) -> T:
+        """What ``read`` returns."""
+
+
+class LineReader:
+    """Reads the lines of a run directory.
+
+    Args:
+        run: The run.
+        patiently: How the store is read.
+    """
+
+    def __init__(self, run: RunDirectory, patiently: Patience) -> None:
+        self._run = run
+        self._patiently = patiently
+
+    def of_file(self, name: str, position: Position, status: RunStatus | None) -> tuple[list[str], Position]:
+        """Some lines of what grows under a name, and the new position; no lines at its end.
+
+        Args:
+            name: Within the run directory.
+            position: Where to begin.
+            status: On an object store, how far is read; None reads what is there, at the cost of two more requests.
+        """
+        path = self._run.path(name)
+        if not self._run.is_remote:
+            return self._patiently(functools.partial(growing.read_lines, path, position))
+        end = None if status is None else Position(*status.written.get(name, ()))
+        return self._patiently(functools.partial(pieces.read_lines, path, position, end))
+
+    def of_ranks(
+        self, positions: dict[int, Position], status: RunStatus | None, *, prefix: bool, thorough: bool = True
+    ) -> Iterator[str]:
+        """Every line after the positions, which move on, of these ranks; with its ``[rank]`` if asked to.
+
+        Args:
+            positions: By rank. On an object store all ranks share a stream, and the first position counts.
+            status: As for `of_file`.
+            prefix: Lines begin with ``[rank]``.
+            thorough: Open every file, whatever a file server says of its size.
+        """
+        if self._run.is_remote:
+            yield from self._of_stream(positions, status, prefix=prefix)
+            return
+        unread = {rank for rank, position in positions.items() if thorough or self._has_grown(rank, position)}
+        while unread:
+            for rank in sorted(unread):
+                lines, positions[rank] = self.of_file(log_name(rank), positions[rank], None)
+                yield from (f"[{rank}] {line}" for line in lines) if prefix else lines
+                if not lines:
+                    unread.discard(rank)
+
+    def ends(self, ranks: Iterable[int], status: RunStatus) -> dict[int, Position]:
+        """Where the lines of these ranks end now; on an object store, as far as the status tells."""
+        if self._run.is_remote:
+            return dict.fromkeys(ranks, Position(*status.written.get(LINES, ())))
+        return {rank: growing.end_of(self._run.path(log_name(rank))) for rank in ranks}
+
+    def _has_grown(self, rank: int, position: Position) -> bool:
+        return self._patiently(functools.partial(growing.has_grown, self._run.path(log_name(rank)), position))
+
+    def _of_stream(self, positions: dict[int, Position], status: RunStatus | None, *, prefix: bool) -> Iterator[str]:
+        while positions:
+            lines, position = self.of_file(LINES, min(positions.values()), status)
+            positions.update(dict.fromkeys(positions, position))
+            for line in lines:
+                found = _OF_RANK.match(line)
+                if found is None or int(found[1]) in positions:
+                    yield line if prefix or not found else line[found.end() :]
+            if not lines:
+                break

@@ -1,0 +1,116 @@
+"""GPUs of one machine, which its runs share out: pretended by variables and a program in the place of the driver's."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.conftest import until
+
+from rankzero import InsufficientSlotsError, Launcher, StartTimeoutError
+from rankzero.engines import gpus
+from rankzero.engines.gpus import GpuClaims, local_gpus
+
+WAIT = 60.0
+
+
+@pytest.fixture(autouse=True)
+def own_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "CLAIMS", str(tmp_path / "claims"))
+    for name in gpus.VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+
+
+def visible() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "listed"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "0,2", ["0", "2"]),
+        ("CUDA_VISIBLE_DEVICES", "GPU-5a1b, 1,-1,3", ["GPU-5a1b", "1"]),
+        ("CUDA_VISIBLE_DEVICES", "", []),
+        ("HIP_VISIBLE_DEVICES", "1", ["1"]),
+        ("ZE_AFFINITY_MASK", "0,1", ["0", "1"]),
+    ],
+)
+def test_a_variable_limits_the_gpus(monkeypatch: pytest.MonkeyPatch, name: str, value: str, listed: list[str]) -> None:
+    monkeypatch.setenv(name, value)
+    assert local_gpus() == listed
+
+
+@pytest.mark.parametrize(
+    ("program", "listed"), [("print(2)", ["0", "1"]), ("print(0)", []), ("raise SystemExit(1)", [])]
+)
+def test_without_nvidias_tool_torch_counts(monkeypatch: pytest.MonkeyPatch, program: str, listed: list[str]) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(gpus, "_COUNT", program)
+    assert local_gpus() == listed
+
+
+def test_torch_of_this_machine_can_be_asked() -> None:
+    done = subprocess.run([sys.executable, "-c", gpus._COUNT], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().isdecimal()
+
+
+def test_two_runs_never_hold_one_gpu() -> None:
+    first, second = GpuClaims(), GpuClaims()
+    assert first.take(["0", "1", "2"], 2)
+    assert (first.held, second.free(["0", "1", "2"])) == (["0", "1"], ["2"])
+    # All or none.
+    assert not second.take(["0", "1", "2"], 2)
+    assert second.held == []
+    assert second.take(["0", "1", "2"], 1)
+    assert second.held == ["2"]
+    # A smaller world of the same run gives the rest back.
+    assert first.take(["0", "1", "2"], 1)
+    assert second.free(["0", "1", "2"]) == ["1", "2"]
+    first.release()
+    assert second.free(["0", "1", "2"]) == ["0", "1", "2"]
+
+
+def test_what_a_killed_run_held_is_free_again(tmp_path: Path) -> None:
+    program = (
+        f"from rankzero.engines import gpus; gpus.CLAIMS = {gpus.CLAIMS!r}; claims = gpus.GpuClaims(); "
+        "print(claims.take(['0'], 1), flush=True); input()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout
+    assert other.stdout.readline() == "True\n"
+    claims = GpuClaims()
+    assert claims.free(["0"]) == []
+    other.kill()
+    other.communicate()
+    assert claims.take(["0"], 1)
+    claims.release()
+
+
+def test_two_runs_of_one_machine_share_its_gpus_out(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    launcher = launcher.options(num_processes=1, use_gpu=True, backend="gloo")
+    go = tmp_path / "go"
+
+    def hold() -> str:
+        until(go.exists, WAIT, "go")
+        return visible()
+
+    values: list[str] = []
+    first = launcher.options(run_id="first")
+    thread = threading.Thread(target=lambda: values.append(first.run(hold)))
+    thread.start()
+    until(lambda: (run := first.find()) and run.status().state == "running", WAIT, "the first run")
+    assert launcher.options(num_processes=2).run(visible) == "1,2"
+    # Waited for, like the places of a cluster; more than there are is known at once.
+    with pytest.raises(StartTimeoutError, match="GPUs, of which other runs hold some: it offers 2 of the 3"):
+        launcher.options(num_processes=3, start_timeout=0.5).run(visible)
+    with pytest.raises(InsufficientSlotsError, match="needs 4 GPUs.*offers 3"):
+        launcher.options(num_processes=4).run(visible)
+    go.touch()
+    thread.join(WAIT)
+    assert values == ["0"]
+    assert launcher.options(num_processes=(1, 8)).run(visible) == "0,1,2"

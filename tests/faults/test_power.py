@@ -1,0 +1,92 @@
+"""The power fails: what was committed is there when it is back. A disk of its own forgets what nobody made durable."""
+
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import processes_with, until
+from tests.faults import kit
+from tests.faults.trainings import HOLD_AT, STEPS, expected, train
+
+from rankzero import Launcher, RunHandle
+
+WAIT = 120.0
+
+EXT4_IOC_SHUTDOWN = 0x8004587D
+NO_LOG_FLUSH = 2
+"""As when the power fails: the journal, too, is as it stands on the disk."""
+
+
+class Disk:
+    """A file system in a file. Nothing but an fsync writes anything to it while a test lasts."""
+
+    def __init__(self, image: Path, path: Path) -> None:
+        self.path = path
+        self._image = image
+        path.mkdir()
+        with open(image, "wb") as file:
+            file.truncate(64 << 20)
+        self._run("mkfs.ext4", "-q", "-F", str(image))
+        self.mount()
+
+    def mount(self) -> None:
+        # ext4 would guess what was meant by a rename without an fsync; xfs and others do not.
+        self._run("mount", "-o", "loop,noauto_da_alloc,commit=3600", str(self._image), str(self.path))
+
+    def unmount(self) -> None:
+        # A process that was killed holds its log for a moment longer.
+        until(lambda: subprocess.run(["umount", self.path], capture_output=True).returncode == 0, WAIT, "a quiet disk")
+
+    def fail(self) -> None:
+        """Loses all that is not durable."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        fcntl.ioctl(descriptor, EXT4_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
+        os.close(descriptor)
+        self.unmount()
+        self.mount()
+
+    @staticmethod
+    def _run(*command: str) -> None:
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("a disk of its own needs mkfs.ext4 and the right to mount")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "image", tmp_path / "disk")
+    yield made
+    # Whatever may still be there: no later test shall find it.
+    subprocess.run(["umount", "-l", made.path], check=True)
+
+
+def test_checkpoints_and_the_result_outlive_a_power_failure(
+    launcher: Launcher, tmp_path: Path, marker: str, disk: Disk
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    launcher = launcher.options(num_processes=1, store=disk.path / "runs", run_id="run")
+    handle = launcher.submit(train, str(folder), "training")
+    until(lambda: kit.arrival(folder, "training"), WAIT, "a rank")
+    until(lambda: kit.newest_step(handle) == HOLD_AT - 1, WAIT, "its last checkpoint")
+    driver = handle.status().driver_pid
+    assert driver
+    os.kill(driver, signal.SIGKILL)
+    until(lambda: processes_with(marker) == [], WAIT, "the end of its processes")
+    disk.fail()
+
+    again = launcher.submit(train, str(folder), "training")
+    assert again.submission == 1
+    value = again.result(WAIT)
+    assert (value["value"], value["history"]) == (expected(STEPS, 1), [[0, 0], [1, HOLD_AT]])
+    until(lambda: processes_with(marker) == [], WAIT, "the end of its processes")
+    disk.fail()
+
+    assert RunHandle.attach(handle.directory).result(0) == value
+    assert launcher.submit(train, str(folder), "training").result(0) == value

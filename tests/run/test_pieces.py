@@ -1,0 +1,115 @@
+"""Lines on an object store: few pieces, nothing lost, doubled or out of order, whatever the store refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from rankzero import store
+from rankzero.run import pieces
+from rankzero.run.growing import Position
+from rankzero.run.pieces import PieceWriter
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> str:
+    return f"memory://{tmp_path.name}/lines"
+
+
+def read_all(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
+    found: list[str] = []
+    while True:
+        lines, position = pieces.read_lines(location, position, end)
+        found += lines
+        if not lines:
+            return found, position
+
+
+def test_a_piece_is_written_again_until_it_is_large(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 100)
+    writer = PieceWriter(location)
+    for number in range(50):
+        writer.append([f"line {number}"])
+        writer.flush()
+    assert len(store.list_names(location)) == 4
+    lines, end = read_all(location, Position(), None)
+    assert lines == [f"line {number}" for number in range(50)]
+    assert end == writer.written
+
+
+def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 30)
+    asked: list[str] = []
+    monkeypatch.setattr(pieces, "_read_from", lambda name, offset: asked.append(name) or original(name, offset))
+    writer, position, seen, written = PieceWriter(location), Position(), [], 0
+    for number in range(20):
+        # Looks come before, between and after two writes.
+        for _ in range(number % 3):
+            lines, position = read_all(location, position, writer.written)
+            seen += lines
+        writer.append([f"line {number}"])
+        if number % 4:
+            writer.flush()
+            written += 1
+    writer.close()
+    lines, position = read_all(location, position, writer.written)
+    assert [*seen, *lines] == [f"line {number}" for number in range(20)]
+    assert read_all(location, position, writer.written) == ([], position)
+    # One request for each write that was seen, and one for each piece that was left.
+    assert len(asked) <= written + 1 + len(store.list_names(location))
+
+
+original = pieces._read_from
+
+
+def test_what_the_store_refuses_waits_and_an_answer_that_was_lost_doubles_nothing(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 20)
+    through, calls = store.write_bytes, 0
+
+    def write(name: str, data: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 3 != 1:
+            through(name, data)
+        if calls % 3 != 0:
+            raise TimeoutError("no answer")
+
+    monkeypatch.setattr(store, "write_bytes", write)
+    writer = PieceWriter(location)
+    for number in range(10):
+        writer.append([f"line {number}"])
+        for _ in range(2):
+            try:
+                writer.flush()
+            except TimeoutError:
+                continue
+    while writer._waiting:
+        try:
+            writer.flush()
+        except TimeoutError:
+            continue
+    assert read_all(location, Position(), None)[0] == [f"line {number}" for number in range(10)]
+
+
+def test_a_second_driver_writes_behind_the_first(location: str) -> None:
+    first = PieceWriter(location)
+    first.append(["of the first"])
+    first.close()
+    start = pieces.end_of(location)
+    second = PieceWriter(location)
+    assert pieces.read_lines(location, start, second.written) == ([], start)
+    second.append(["of the second"])
+    second.close()
+    assert read_all(location, start, second.written)[0] == ["of the second"]
+    assert read_all(location, Position(), second.written)[0] == ["of the first", "of the second"]
+
+
+def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "WAITING_LIMIT", 10)
+    writer = PieceWriter(location)
+    writer.append(["12345678"])
+    with pytest.raises(OSError, match="takes no lines"):
+        writer.append(["9"])

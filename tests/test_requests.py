@@ -1,0 +1,125 @@
+"""What a run on an object store costs in requests, counted at a server, and what it blocks while that is slow."""
+
+import threading
+import time
+
+import pytest
+from tests.conftest import until
+from tests.s3 import S3Server
+
+from rankzero import RunHandle
+from rankzero.driver import recorder as recorders
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.watch import Inbox, Watch
+from rankzero.job import Job
+from rankzero.run.cursor import LogCursor
+from rankzero.run.directory import RunDirectory
+from rankzero.run.pace import LONGEST_PACE, pace
+
+RANKS = 64
+DAY = 86400.0
+SCALE = 10
+"""A second of the test is so many of the day: what is due every 10 s comes every second."""
+
+LOOKS = 8
+
+WAIT = 60.0
+
+
+def looks_of_a_day() -> int:
+    """How often something is due that follows `pace` from the start of a run on."""
+    age, looks = 0.0, 0
+    while age < DAY:
+        age += pace(age)
+        looks += 1
+    return looks
+
+
+@pytest.fixture
+def run(bucket: str) -> RunDirectory:
+    run = RunDirectory(f"{bucket}/runs/long")
+    assert run.claim(0)
+    run.write_submission(Job("long", "train", RANKS, 1, False, None, None, 60.0, {}, orphan_timeout=900.0 / SCALE))
+    return run
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old run, whose time goes by faster: every interval is shorter by `SCALE`, the lease of 900 s one of 90 s."""
+    monkeypatch.setattr(recorders, "pace", lambda _: LONGEST_PACE / SCALE)
+    monkeypatch.setattr("rankzero.driver.status._FLUSH_TIME", 1.0 / SCALE)
+    monkeypatch.setattr("rankzero.driver.status.DRIVER_DEAD_AFTER", 15.0 / SCALE)
+    monkeypatch.setattr("rankzero.driver.watch.LEASE_INTERVAL", 30.0 / SCALE)
+    monkeypatch.setattr("rankzero.run.handle.LEASE_INTERVAL_REMOTE", 60.0 / SCALE)
+    monkeypatch.setattr("rankzero.run.handle.FOLLOW_INTERVAL", 0.001)
+
+
+class Counts:
+    """Requests for parts of the run directory, by method and part, since it was made."""
+
+    def __init__(self, server: S3Server) -> None:
+        self._server = server
+        self._before: dict[tuple[str, str], int] = {}
+        self._before = {key: self.of(*key) for key in (*DRIVERS, *FOLLOWERS, ("[A-Z]+", ""))}
+        self._since = time.monotonic()
+
+    def of(self, method: str, part: str) -> int:
+        return len(self._server.requests(method, f"/runs/long/{part}")) - self._before.get((method, part), 0)
+
+    def intervals(self) -> float:
+        """How many looks were due meanwhile."""
+        return (time.monotonic() - self._since) / (LONGEST_PACE / SCALE)
+
+
+DRIVERS = [("PUT", "status.json"), ("PUT", "logs/"), ("PUT", "events.jsonl/")]
+DRIVERS += [("GET", "submissions/0/cancel"), ("GET", "job.json"), ("GET", "lease")]
+FOLLOWERS = [("GET", "status.json"), ("GET", "logs/"), ("PUT", "lease")]
+
+
+def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_to_follow(
+    run: RunDirectory, fast: None, s3_server: S3Server
+) -> None:
+    recorder = Recorder(run, 0, 0)
+    watch = Watch(run, run.job(), recorder, Inbox(), leased=True)
+    recorder.update(state="running")
+    handle = RunHandle.attach(run.directory)
+    cursor = LogCursor(handle)
+    stop = threading.Event()
+
+    def train() -> None:
+        """Every rank writes lines and reports metrics all the time."""
+        step = 0
+        while not stop.wait(0.1):
+            for rank in range(RANKS):
+                recorder.log(rank, [f"step {step}"])
+                recorder.metrics(rank, [({"step": step}, time.time())])
+            watch.check()
+            step += 1
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        until(lambda: list(cursor.lines(handle.status())), WAIT, "the first lines")
+        counts = Counts(s3_server)
+        looks = successes = 0
+        while successes < LOOKS:
+            looks += 1
+            successes += bool(list(cursor.lines(handle.status())))
+            handle.pause()
+        beats, due = counts.of("PUT", "status.json"), counts.intervals()
+        found = {key: counts.of(*key) for key in (*DRIVERS, *FOLLOWERS)}
+        everything = counts.of("[A-Z]+", "")
+    finally:
+        stop.set()
+        training.join()
+        recorder.finish(state="succeeded")
+    # Nothing else is asked. (What was under way while we counted may be missing in one of the numbers.)
+    assert abs(everything - sum(found.values())) <= 3
+    # What comes with each heartbeat by the heartbeat, the rest by the time: this machine may have been slow.
+    to_write = sum(found[key] / (beats if key[0] == "PUT" else due) for key in DRIVERS)
+    to_follow = sum(found[key] / (successes if key == ("GET", "logs/") else looks) for key in FOLLOWERS)
+    day = looks_of_a_day()
+    print(f"{day} looks a day, each {to_write:.2f} requests to write, {to_follow:.2f} to follow:")
+    print(f"{day * to_write:.0f} requests to write and {day * to_follow:.0f} to follow a day of {RANKS} ranks", found)
+    assert day * to_write < 50_000
+    assert day * to_follow < 20_000
