@@ -24,8 +24,8 @@ unit: setup
 # results.json, docs/launch.svg.
 # BENCH may name some of them, for example BENCH="launch logs".
 bench: setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt matplotlib
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt "ray[train]==2.*" || true
+	.venv/bin/python -m pip install --quiet --constraint $(LOCK) matplotlib
+	.venv/bin/python -m pip install --quiet --constraint $(LOCK) "ray[train]==2.*" || true
 	.venv/bin/python benchmarks/all.py $(BENCH)
 
 # The tests that take too long for every change: the rest of the fault matrix, of two hosts, of the fuzzing.

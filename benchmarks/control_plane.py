@@ -153,10 +153,10 @@ def commit(task: int, directory: str) -> dict[str, Any]:
     if task:
         return message
     path = os.path.join(directory, ".committing-1.json")
-    size, sha256 = formats.write(1, "json", path)
+    size, digest = formats.write(1, "json", path)
     return {
         **message,
-        "result": {"format": "json", "size": size, "sha256": sha256, "path": path, "summary": {}, "value": 1},
+        "result": {"format": "json", "size": size, "digest": digest, "path": path, "summary": {}, "value": 1},
     }
 
 

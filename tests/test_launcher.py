@@ -589,5 +589,5 @@ class TamperingEngine(LocalEngine):
 
 
 def test_a_payload_that_was_changed_is_not_unpickled(launcher: Launcher) -> None:
-    with pytest.raises(EngineError, match=r"payload\.pkl does not carry the checksum that the driver recorded"):
+    with pytest.raises(EngineError, match=r"payload\.pkl does not carry the digest that the driver recorded"):
         launcher.options(engine=TamperingEngine()).run(int)

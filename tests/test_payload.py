@@ -95,9 +95,9 @@ def test_async_and_generator_functions_are_refused() -> None:
 
 
 def test_references_are_found_wherever_they_are() -> None:
-    ref = ResultRef("/x", "json", "0", 1)
-    built = payload.build(dict, (), {"a": ref, "b": [ref, {"c": (ref,)}]})
-    assert built.refs == [ref] * 3
+    one, two, three = (ResultRef(path, "json", "0", 1) for path in ("/x", "/y", "/z"))
+    built = payload.build(dict, (), {"a": one, "b": [two, {"c": (three,)}, one]})
+    assert sorted(ref.uri for ref in built.refs) == ["/x", "/y", "/z"]
 
 
 def run_elsewhere(built: payload.Payload, tmp_path: Path) -> str:

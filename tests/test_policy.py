@@ -159,7 +159,7 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
     ],
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged) is dead
+    assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged, interval=2.0) is dead
 
 
 NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE
@@ -211,6 +211,18 @@ def test_with_what_an_attempt_starts(
 )
 def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: str) -> None:
     assert words in policy.waiting_message("the cluster at 'yarn'", slots, least, most, 31.2, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ranks", "words"),
+    [
+        ([1, 2, 3], [], "1 of 4 tasks have started, not tasks 1-3 (are its slots in use?)"),
+        ([], [2], "waiting for rank 2 to import torch; every task has started"),
+        ([], [], "waiting for rank 0 to open the rendezvous"),
+    ],
+)
+def test_why_an_attempt_has_not_started_is_said(tasks: list[int], ranks: list[int], words: str) -> None:
+    assert words in policy.starting_message(4, tasks, ranks)
 
 
 @pytest.mark.parametrize(

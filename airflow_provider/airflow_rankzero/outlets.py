@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.run import reports
 from rankzero.run.handle import RunHandle
+from rankzero.values.digest import split
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -46,7 +47,8 @@ def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, An
         "uri": ref.uri,
         "format": ref.format,
         "size": ref.size,
-        "sha256": ref.sha256,
+        # Under the name of its algorithm.
+        **dict([split(ref.digest)]),
         "world_size": handle.world_size,
         "run_directory": handle.directory,
         "metrics": {name: value for name, value in status.metrics.items() if is_strict_json(value)},

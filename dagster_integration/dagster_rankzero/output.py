@@ -7,6 +7,7 @@ import dagster as dg
 from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
 from dagster_rankzero.arguments.inputs import wants_reference
 from dagster_rankzero.arguments.partitions import keys_of
+from rankzero.values.digest import split
 
 if TYPE_CHECKING:
     from rankzero import RunHandle
@@ -89,5 +90,5 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     key = output.asset_key if output else None
     if takes_nothing:
         return dg.MaterializeResult(asset_key=key, metadata=metadata)
-    version = dg.DataVersion(handle.result_ref().sha256)
+    version = dg.DataVersion(split(handle.result_ref().digest)[1])
     return dg.MaterializeResult(asset_key=key, value=value, metadata=metadata, data_version=version)

@@ -47,7 +47,7 @@ def digits_retraining() -> None:
         # A copy: run directories are removed some day, see maintenance.py.
         kept = ResultRef.save(model.load(), digits.home() / "models")
         digits.promote(accuracy, kept.to_json())
-        outlet_events[CHAMPION].extra = {"accuracy": accuracy, "uri": kept.uri, "sha256": kept.sha256}
+        outlet_events[CHAMPION].extra = {"accuracy": accuracy, "uri": kept.uri, "digest": kept.digest}
 
     data = prepare()
     train = TorchDistributorOperator(

@@ -65,10 +65,10 @@ def test_nightly_pipeline_trains_a_good_model_promotes_and_deploys_it(
     assert accuracy >= GOOD_ACCURACY
     champion = json.loads((tmp_path / "digits" / "champion.json").read_text())
     assert champion["accuracy"] == accuracy
-    assert champion["model"]["sha256"] == outcome.xcom("train").sha256
+    assert champion["model"]["digest"] == outcome.xcom("train").digest
     assert Path(champion["model"]["uri"]).is_relative_to(tmp_path / "digits"), "it must outlive its run directory"
     (event,) = promotions(outcome.run_id)
-    assert event == {key: champion["model"][key] for key in ("uri", "sha256")} | {"accuracy": accuracy}
+    assert event == {key: champion["model"][key] for key in ("uri", "digest")} | {"accuracy": accuracy}
     assert schedules_of("digits_champion") == ["digits_deployment"]
 
     deployment = run_dag(dag_bag.dags["digits_deployment"])

@@ -196,7 +196,7 @@ def test_approved_model_is_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_path
     assert "champion: there is none" in body
     champion = json.loads((tmp_path / "digits" / "champion.json").read_text())
     assert champion["accuracy"] == outcome.xcom("evaluate")
-    assert ResultRef.from_json(champion["model"]).sha256 == outcome.xcom("train").sha256
+    assert ResultRef.from_json(champion["model"]).digest == outcome.xcom("train").digest
     assert Path(champion["model"]["uri"]).is_relative_to(tmp_path / "digits")
 
 

@@ -1,6 +1,5 @@
 """Messages and files go both ways, and the server makes up its own words about who is there."""
 
-import hashlib
 import os
 import socket
 import subprocess
@@ -17,12 +16,13 @@ from rankzero.channel import limits
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST
 from rankzero.channel.frames import FrameError, Message
+from rankzero.values.digest import digest_of_file
 
 Receive = Callable[..., list[Message]]
 
 
-def sha256(path: str | Path) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+def digest(path: str | Path) -> str:
+    return digest_of_file(str(path))
 
 
 def write(path: Path, size: int) -> str:
@@ -151,7 +151,7 @@ def test_files_are_fetched_at_once_and_missing_ones_end_in_words(
     got = receive(client, lambda got: len(got) == 5)
     good = [message for message in got if "path" in message]
     assert sorted(message["path"] for message in good) == [str(tmp_path / "got-0"), str(tmp_path / "got-1")]
-    assert {sha256(message["path"]) for message in good} == {sha256(serving.offered)}
+    assert {digest(message["path"]) for message in good} == {digest(serving.offered)}
     errors = {message["error"] for message in got if "error" in message}
     assert "no such file is offered" in errors
     assert sum("No such file" in error for error in errors) == 2
@@ -183,11 +183,11 @@ def test_an_upload_lands_whole_and_hashed_before_what_follows(serving: Any, tmp_
                 "type": "uploaded",
                 "name": "value",
                 "path": str(tmp_path / ".upload-2-value"),
-                "sha256": sha256(path),
+                "digest": digest(path),
                 "size": os.path.getsize(path),
             },
         )
-        assert sha256(tmp_path / ".upload-2-value") == sha256(path)
+        assert digest(tmp_path / ".upload-2-value") == digest(path)
         assert serving.next() == (2, {"type": "commit", "of": path})
 
 
@@ -198,7 +198,7 @@ def test_several_uploads_go_one_after_the_other(serving: Any, tmp_path: Path) ->
         client.send_file(name, path, {"type": "then", "name": name})
     for name, path in paths.items():
         uploaded, then = serving.next()[1], serving.next()[1]
-        assert (uploaded["sha256"], then["name"]) == (sha256(path), name)
+        assert (uploaded["digest"], then["name"]) == (digest(path), name)
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_then_what_follows(serving: Any, tmp_path: Path) -> None:

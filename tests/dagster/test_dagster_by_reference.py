@@ -1,5 +1,6 @@
 """A result that `RankZeroIOManager` stores is never loaded by its step; any other IO manager gets the value."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,16 @@ Context = dg.AssetExecutionContext
 
 
 class Unloadable:
-    """A value that any process can store, and none can load."""
+    """A value that only a rank can load."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return int, ("never a number",)
+        return loaded, ()
+
+
+def loaded() -> Unloadable:
+    if "RANK" not in os.environ:
+        raise ValueError("never a number")
+    return Unloadable()
 
 
 def train() -> Unloadable:

@@ -98,7 +98,7 @@ def test_metadata_says_what_is_stored_and_where(
     assert shown["size"] == data.stat().st_size
     assert shown["parameters"] == 6
     assert data.name == f"data-{shown['sha256'][:16]}.safetensors"
-    assert json.loads((directory / "manifest.json").read_text())["sha256"] == shown["sha256"]
+    assert json.loads((directory / "manifest.json").read_text())["digest"] == f"sha256:{shown['sha256']}"
 
 
 def test_without_a_path_the_instance_stores(instance: dg.DagsterInstance) -> None:

@@ -10,8 +10,11 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InsufficientSlotsError, Launcher, StartTimeoutError
+from rankzero.agent.ranks import visible_gpus
 from rankzero.engines import gpus
 from rankzero.engines.gpus import GpuClaims, local_gpus
+from rankzero.train.context import TrainContext, accelerator
+from rankzero.worker.main import _backend
 
 WAIT = 60.0
 
@@ -48,7 +51,11 @@ def test_a_variable_limits_the_gpus(monkeypatch: pytest.MonkeyPatch, name: str, 
 def test_without_nvidias_tool_torch_counts(monkeypatch: pytest.MonkeyPatch, program: str, listed: list[str]) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(gpus, "_COUNT", program)
+    monkeypatch.setattr(gpus, "DEVICES", ("/dev/null",))
     assert local_gpus() == listed
+    # Nothing that could be a GPU: nothing is started.
+    monkeypatch.setattr(gpus, "DEVICES", ("/dev/no-such-device",))
+    assert local_gpus() == ([] if sys.platform == "linux" else listed)
 
 
 def test_torch_of_this_machine_can_be_asked() -> None:
@@ -114,3 +121,37 @@ def test_two_runs_of_one_machine_share_its_gpus_out(
     thread.join(WAIT)
     assert values == ["0"]
     assert launcher.options(num_processes=(1, 8)).run(visible) == "0,1,2"
+
+
+@pytest.mark.parametrize(
+    ("ids", "env", "shown"),
+    [
+        ([], {}, {"CUDA_VISIBLE_DEVICES": ""}),
+        (["0", "1"], {}, {"CUDA_VISIBLE_DEVICES": "0,1", "ZE_AFFINITY_MASK": "0,1"}),
+        (["GPU-5a1b"], {}, {"CUDA_VISIBLE_DEVICES": "GPU-5a1b"}),
+        # A host of AMD's GPUs shows all of them by a variable that counts more than CUDA's.
+        ([], {"HIP_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_a_rank_is_shown_the_gpus_of_its_task(ids: list[str], env: dict[str, str], shown: dict[str, str]) -> None:
+    assert visible_gpus(ids, env) == shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "backend"), [("cuda", "cuda:1", "nccl"), ("xpu", "xpu:1", "xccl"), (None, None, "nccl")]
+)
+def test_device_and_backend_are_those_of_torchs_accelerator(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, device: str | None, backend: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(str(kind)))
+    here = TrainContext(local_rank=1, use_gpu=True)
+    if device is None:
+        with pytest.raises(RuntimeError, match="cannot use CUDA"):
+            _ = here.device
+    else:
+        assert str(here.device) == device
+    assert _backend("nccl", accelerator) == backend
+    assert _backend("gloo", accelerator) == "gloo"

@@ -98,6 +98,9 @@ def test_a_cluster_that_grows_while_a_run_waits_is_used(
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     handlers = signal_handlers()
     builder = SparkSession.builder.master(cluster.url).config("spark.executor.memory", "1g")
+    if os.path.exists("/proc/net/if_inet6"):
+        # As Spark writes them; agents and driver shall meet there.
+        builder = builder.config("spark.driver.host", "[::1]").config("spark.driver.bindAddress", "[::1]")
     session = builder.config("spark.ui.enabled", "false").getOrCreate()
     restore_signal_handlers(handlers)
     try:

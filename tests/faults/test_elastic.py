@@ -82,6 +82,34 @@ def test_a_wait_can_be_cancelled(growing: Launcher, slots: Path) -> None:
     thread.join()
 
 
+def test_what_keeps_a_launched_attempt_from_starting_is_said(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "WAITING_INTERVAL", 0.05)
+    block, go = tmp_path / "torch_waits", tmp_path / "go"
+    block.mkdir()
+    (block / "torch.py").write_text(
+        "import os, sys, time\n"
+        f"sys.path.remove({str(block)!r}); del sys.modules['torch']\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "import torch\n"
+    )
+    env = {**(launcher.env or {}), "PYTHONPATH": str(block)}
+    slow = launcher.options(env=env, warm_start=False, run_id="slow")
+    values: list[int] = []
+    thread = threading.Thread(target=lambda: values.append(slow.run(len, "ab")))
+    thread.start()
+
+    def waits_for_torch() -> bool:
+        run = slow.find()
+        return bool(run) and any("ranks 0, 1 to import torch" in event.get("what", "") for event in run.events())
+
+    until(waits_for_torch, WAIT, "the message")
+    go.touch()
+    thread.join(WAIT)
+    assert values == [2]
+
+
 def train(slots: str, sizes: list[int]) -> list[list[int]]:
     """Goes on from attempt to attempt, each time in another world. Returns attempt, world size, sum of all so far."""
     import torch

@@ -231,7 +231,7 @@ def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> N
 def test_results_count_by_content_and_not_by_where_they_lie() -> None:
     one = ResultRef("/runs/a/result/value-0.safetensors", "safetensors", "ab" * 32, 9, {"loss": 1.0}, "1-2-3")
     other = dataclasses.replace(one, uri="s3://b/value-3.safetensors", summary={}, fingerprint=None)
-    changed = dataclasses.replace(one, sha256="cd" * 32)
+    changed = dataclasses.replace(one, digest="cd" * 32)
     assert of(print_it, {"model": [one]}) == of(print_it, {"model": [other]})
     assert of(print_it, {"model": [one]}) != of(print_it, {"model": [changed]})
 
@@ -374,3 +374,36 @@ def test_much_counts_by_content_too(one: Callable[[], Any], other: Callable[[], 
     # Equal strings, one object or many.
     words = ["".join(["a", "b"]) for _ in range(1000)]
     assert of(print_it, words) == of(print_it, ["ab"] * 1000)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+NUMBERS = torch.tensor([1 + 2j, 3 - 4j])
+CONJUGATED = torch.tensor([1 - 2j, 3 + 4j])
+
+
+@pytest.mark.parametrize(
+    ("lazily", "at_once"),
+    [
+        (NUMBERS.conj(), CONJUGATED),
+        (NUMBERS.conj().imag, CONJUGATED.imag),
+        (NUMBERS[:1].conj().imag, CONJUGATED.imag[:1].clone()),
+        (torch.nn.Parameter(NUMBERS.conj()), torch.nn.Parameter(CONJUGATED)),
+        (NUMBERS.conj().as_subclass(Tagged), CONJUGATED.as_subclass(Tagged)),
+        (NUMBERS.repeat(2)[2:].as_subclass(Tagged), NUMBERS.as_subclass(Tagged)),
+        (NUMBERS.conj().to_sparse(), CONJUGATED.to_sparse()),
+    ],
+    ids=["conjugated", "negative", "one number", "parameter", "subclass", "part of a larger one", "sparse"],
+)
+def test_tensors_count_by_value_however_they_lie_in_memory(lazily: torch.Tensor, at_once: torch.Tensor) -> None:
+    assert digest_of(lazily) == digest_of(at_once)
+    assert digest_of([lazily]) != digest_of([at_once * 2])
+
+
+def test_a_tensor_counts_by_its_class_and_attributes() -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    vars(one)["unit"], vars(other)["unit"] = "m", "s"
+    digests = [digest_of(tensor) for tensor in (one, other, torch.ones(2), torch.ones(2).as_subclass(Tagged))]
+    assert len(set(digests)) == 4

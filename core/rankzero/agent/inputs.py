@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero.channel.frames import Message
-from rankzero.values.envelope import checksum_of_file
+from rankzero.values.digest import digest_of_file
 
 
 class Inputs:
@@ -99,9 +99,9 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        if checksum_of_file(self._here[name]) != self._start["files"][name]["checksum"]:
+        if digest_of_file(self._here[name]) != self._start["files"][name]["digest"]:
             raise RuntimeError(
-                f"{name} does not carry the checksum that the driver recorded: it was changed or damaged, or an "
+                f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"
             )
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rankzero.agent.lines import is_own_frame
@@ -174,8 +175,21 @@ def environment(config: dict[str, Any]) -> dict[str, str]:
     env.update(config["env"])
     # As torchrun does, which leaves it to the user, too.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(config["gpus"]) if config["use_gpu"] else ""
-    return env
+    return {**env, **visible_gpus(config["gpus"] if config["use_gpu"] else [], env)}
+
+
+def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which the drivers of GPUs show a rank those of its task.
+
+    Args:
+        gpus: Their ids.
+        env: What is set already: a variable of AMD's or Intel's is left out unless it is, or is needed.
+    """
+    ids = ",".join(gpus)
+    # AMD's driver reads CUDA's variable, too, unless it has its own.
+    found = {"CUDA_VISIBLE_DEVICES": ids} | ({"HIP_VISIBLE_DEVICES": ids} if "HIP_VISIBLE_DEVICES" in env else {})
+    # Intel's takes numbers only; nothing would stand for all.
+    return found | ({"ZE_AFFINITY_MASK": ids} if gpus and all(map(str.isdecimal, gpus)) else {})
 
 
 def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:

@@ -84,6 +84,7 @@ class Attempt:
             run_started_at: Monotonic time at which the first attempt had started; None in that one.
         """
         self._start_deadline = start_deadline
+        self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
         self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-") if self._run.is_remote else None
         config = CheckpointConfig(**self._job.checkpoints)
@@ -399,6 +400,9 @@ class Attempt:
         if self.started_at is None:
             if now > self._start_deadline:
                 raise self._start_timeout()
+            if now > self._say_at:
+                self._say_at = now + policy.WAITING_INTERVAL
+                self._say_waiting()
             return
         timeout = self._job.timeout
         if timeout and now - (self._run_started_at or self.started_at) > timeout:
@@ -428,6 +432,13 @@ class Attempt:
         explained = group.explain(self._engine_error) if self._engine_ended and self._engine_error else None
         task = f"task {member.task} on {member.name}"
         return verdict.lost(task, ranks, why, member.restart_cause, explained, self._outcome.failures)
+
+    def _say_waiting(self) -> None:
+        """Says what has not started yet, where whoever follows the run sees it."""
+        tasks, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
+        what = policy.starting_message(self._roster.num_expected, tasks, ranks)
+        self._recorder.event({"type": "waiting", "what": what})
+        self._recorder.log(0, [f"rankzero: {what}"])
 
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()

@@ -194,7 +194,9 @@ class Driver:
         """
         job, began = self._job, time.monotonic()
         changed, say_at, before = began, began + policy.WAITING_INTERVAL, -1
-        least, most = job.least_tasks, min(job.num_tasks, session.most_slots or job.num_tasks)
+        least = job.least_tasks
+        # What is there counts more than what was thought to be provable.
+        most = max(least, min(job.num_tasks, session.most_slots or job.num_tasks))
         while True:
             slots, by_host = self._in_thread(
                 lambda: (session.slots(), session.slots_by_host() if bad else {}), deadline

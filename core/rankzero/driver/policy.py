@@ -165,7 +165,7 @@ def _kind(failure: Failure) -> tuple[str, bool]:
     return re.sub(r"\d+", "<n>", failure.headline.splitlines()[0]), failure.collateral
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
     """``rank 3``, ``ranks 0, 2-5``: runs of three and more are drawn together."""
     pieces: list[str] = []
     members = sorted(set(ranks))
@@ -175,7 +175,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
             run = members[start : index + 1]
             pieces += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(member) for member in run]
             start = index + 1
-    return ("rank " if len(members) == 1 else "ranks ") + ", ".join(pieces)
+    return (f"{noun} " if len(members) == 1 else f"{noun}s ") + ", ".join(pieces)
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,15 @@ def waiting_message(where: str, slots: int, least: int, most: int, waited: float
         f"waiting for {where}: it offers {slots} of the {needs} task slots that this run needs at once ({missing}) "
         f"after {waited:.0f} s of start_timeout={bound:g} s"
     )
+
+
+def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]) -> str:
+    """Why an attempt that was launched has not started yet, for people."""
+    if missing_tasks:
+        started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
+        return f"waiting: {started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
+    what = f"{name_ranks(missing_ranks)} to import torch" if missing_ranks else "rank 0 to open the rendezvous"
+    return f"waiting for {what}; every task has started"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Storage:
         part = {**message}
         if name := message.get("upload"):
             uploaded = self._uploads.pop((task, name), None)
-            if uploaded is None or uploaded.get("sha256") != message["sha256"]:
+            if uploaded is None or uploaded.get("digest") != message["sha256"]:
                 what = uploaded.get("error", "it was damaged on its way") if uploaded else "it did not arrive"
                 logger.error("checkpoint %s: the part of rank %s is lost: %s", message["id"], rank, what)
                 self._committer.drop(message["index"])
@@ -73,7 +73,7 @@ class Storage:
         result = message["result"]
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
-            if uploaded.get("sha256") != result["sha256"]:
+            if uploaded.get("digest") != result["digest"]:
                 self._outcome.refusal = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
                 return
             path = uploaded["path"]
@@ -104,7 +104,7 @@ class Storage:
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(metrics)}
         ref = ResultRef(
-            message["uri"], result["format"], result["sha256"], result["size"], summary, message["fingerprint"]
+            message["uri"], result["format"], result["digest"], result["size"], summary, message["fingerprint"]
         )
         self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import logging
@@ -27,6 +28,9 @@ CLAIMS = "/tmp/rankzero-gpus"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that limit the GPUs of a process: of NVIDIA's and AMD's driver, of AMD's, of Intel's."""
 
+DEVICES = ("/dev/kfd", "/dev/dri", "/dev/dxg")
+"""Where the GPUs of AMD and Intel are on Linux: without any of them torch is not asked, which takes seconds."""
+
 # In an interpreter of its own: the driver of a GPU stays in the process that asked it.
 _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
 
@@ -40,8 +44,14 @@ def local_gpus() -> list[str]:
             return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), listed))
     if shutil.which("nvidia-smi"):
         return _output("nvidia-smi", "--query-gpu=index", "--format=csv,noheader").split()
-    count = _output(sys.executable, "-c", _COUNT).strip()
-    return [str(index) for index in range(int(count))] if count.isdecimal() else []
+    may_be_there = sys.platform != "linux" or any(map(os.path.exists, DEVICES))
+    return [str(index) for index in range(_counted_by_torch(_COUNT) if may_be_there else 0)]
+
+
+@functools.cache
+def _counted_by_torch(program: str) -> int:
+    count = _output(sys.executable, "-c", program).strip()
+    return int(count) if count.isdecimal() else 0
 
 
 def _output(*command: str) -> str:

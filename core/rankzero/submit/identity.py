@@ -22,7 +22,8 @@ import cloudpickle
 from rankzero.submit.modules import imports_of_code, is_user_module_name
 from rankzero.submit.payload import TrainingPickler, resolve_training, search_path
 from rankzero.submit.sources import digest_of_modules, digest_of_script
-from rankzero.values.envelope import beside, checksum
+from rankzero.values.digest import digest_of as digest_of_bytes
+from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def _digest_with(value: object, *, memo: bool) -> tuple[str, set[str]]:
     pickler = _ContentPickler(hashed, beside(buffers), memo=memo)
     pickler.dump(value)
     for buffer in buffers:
-        hashed.write(checksum([buffer]).encode())
+        hashed.write(digest_of_bytes([buffer]).encode())
     return hashed.sha256.hexdigest(), pickler.needed
 
 
@@ -134,7 +135,7 @@ class _ContentPickler(TrainingPickler):
     def persistent_id(self, value: Any) -> Any:
         cls = type(value)
         if cls is ResultRef:
-            return "result", value.format, value.sha256
+            return "result", value.format, value.digest
         if cls in (list, tuple) and len(value) >= _MANY and _is_plain(value):
             # Item by item a million numbers take seconds; this takes 30 ms. This version writes no references.
             return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()
@@ -149,7 +150,7 @@ class _ContentPickler(TrainingPickler):
         if isinstance(value, types.ModuleType):
             return self._module(value)
         if _is_tensor(value):
-            return _tensor(value)
+            return self._contents(value, _tensor)
         # Its class travels by value, under a random name.
         return None if self._is_named(cls) else self._contents(value, self._instance)
 
@@ -279,17 +280,24 @@ def _code_facts(code: types.CodeType) -> tuple[Any, ...]:
 
 def _is_tensor(value: Any) -> bool:
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    return tensor is not None and type(value) is tensor
+    return tensor is not None and isinstance(value, tensor)
 
 
 def _tensor(value: Any) -> Any:
-    """A tensor by type, shape and numbers: its pickle holds the whole of a storage of which it may be a part."""
+    """A tensor by type, shape, numbers and attributes: its pickle holds memory in an order, and copies, of its own."""
     import torch
 
+    cls = type(value)
+    reduce: Any = cls.__reduce_ex__
+    if reduce not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__):
+        # There is more to it.
+        return None
     try:
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        data = pickle.PickleBuffer(plain.view(torch.uint8).numpy())
+        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
+        # Not `reshape`, which keeps any stride of a single element.
+        data = pickle.PickleBuffer(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
     except (RuntimeError, TypeError):
         # One of the kinds of tensors that do not have all that others have.
         return None
-    return "tensor", str(value.dtype), tuple(value.shape), value.requires_grad, checksum([data.raw()])
+    facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of_bytes([data.raw()]))
+    return "tensor", cls, vars(value), *facts

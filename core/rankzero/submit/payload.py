@@ -37,8 +37,9 @@ from rankzero.submit.modules import (
     travels_as_source,
     zip_modules,
 )
-from rankzero.values.envelope import Part, beside, pack, reduce_tensor
+from rankzero.values.envelope import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
+from rankzero.values.tensors import Tensors
 
 # cloudpickle's registry of by-value modules is global to the process.
 _REGISTRY_LOCK = threading.RLock()
@@ -222,10 +223,12 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self.needed: set[str] = set()
         self._by_value: list[Any] = []
+        self._tensors = Tensors()
         self.travels = functools.cache(self._decide)
 
     def dump(self, obj: object) -> None:
         """Pickles an object, one at a time in this process."""
+        self._tensors = Tensors(obj)
         with _REGISTRY_LOCK:
             try:
                 super().dump(obj)
@@ -255,8 +258,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """As cloudpickle; notes the modules that the object needs."""
-        torch_tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-        if torch_tensor is not None and type(obj) is torch_tensor and (reduced := reduce_tensor(obj)):
+        if reduced := self._tensors.reduce(obj):
             return reduced
         if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
             self.needed.add(obj.__name__)

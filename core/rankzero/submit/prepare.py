@@ -17,7 +17,8 @@ from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
-from rankzero.values.envelope import Part, checksum
+from rankzero.values.digest import digest_of
+from rankzero.values.envelope import Part
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def prepare(
                 "location": run.submission_path(number, name),
                 "size": sum(map(len, data)),
                 "absolute": False,
-                "checksum": checksum(data),
+                "digest": digest_of(data),
             }
             for name, data in files.items()
         }
@@ -129,6 +130,6 @@ def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
         if not store.is_url(ref.uri):
             if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
                 raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
-            facts = {"location": ref.uri, "size": ref.size, "sha256": ref.sha256, "absolute": True}
+            facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
             described[f"ref-{number}"] = {**facts, "uri": ref.uri}
     return described

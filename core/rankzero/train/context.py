@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.values.plain import MAX_BITS
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,13 +32,13 @@ class TrainContext:
     Attributes:
         rank: Global rank, ``0 <= rank < world_size``.
         world_size: Number of workers of the run.
-        local_rank: Index of this worker within its task; ``cuda:{local_rank}`` is its GPU.
+        local_rank: Index of this worker within its task; its GPU is the device of that number.
         local_world_size: Workers in this task.
         node_rank: Index of the task, in rank order.
         run_id: Name of the run.
         attempt: Number of this try of the run, from 0.
         use_gpu: Whether this worker owns a GPU.
-        backend: ``"nccl"``, ``"gloo"`` or None, as resolved from the launcher's ``backend``.
+        backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
     """
 
     rank: int = 0
@@ -60,13 +62,25 @@ class TrainContext:
 
         if not self.use_gpu:
             return torch.device("cpu")
-        if not torch.cuda.is_available():
+        kind = accelerator()
+        if kind is None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise RuntimeError(
                 f"use_gpu=True and this task was given the GPUs {visible!r}, but torch "
                 f"{torch.__version__} cannot use CUDA here: install a CUDA build of torch and a driver"
             )
-        return torch.device("cuda", self.local_rank)
+        return torch.device(kind, self.local_rank)
+
+
+def accelerator() -> str | None:
+    """The type of the devices that torch can use here: ``"cuda"`` (ROCm, too), ``"xpu"``, ``"mps"``; None for none."""
+    import torch
+
+    if not hasattr(torch, "accelerator"):
+        # Before torch 2.6.
+        return "cuda" if torch.cuda.is_available() else None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else str(found.type)
 
 
 @dataclass
@@ -115,7 +129,8 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     restart begins with; until then, and if anything fails, the one before it stays.
 
     Args:
-        metrics: Name to value. Numbers, strings, and one-element tensors or arrays.
+        metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
+            is kept as its hexadecimal text.
         checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
             ranks' are ignored, unless ``sharded``.
         sharded: The checkpoint consists of one part of every rank, each of which must call this.
@@ -178,11 +193,11 @@ def _name(name: object) -> str:
 
 
 def _scalar(name: str, value: Any) -> MetricValue:
-    if isinstance(value, (bool, int, float, str)):
-        return value
     item = getattr(value, "item", None)
-    if callable(item):
-        scalar = item()
-        if isinstance(scalar, (bool, int, float, str)):
-            return scalar
+    scalar = item() if callable(item) else value
+    if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
+        # Python makes no decimal digits of it, and reads none.
+        return hex(scalar)
+    if isinstance(scalar, (bool, int, float, str)):
+        return scalar
     raise TypeError(f"metric {name!r} is a {type(value).__name__}; report numbers or strings")

@@ -10,12 +10,14 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 from rankzero import store
 from rankzero.errors import ResultError
+from rankzero.values import digest as digests
 from rankzero.values import formats
 
 
@@ -26,7 +28,8 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
-        sha256: Checksum of the file, hex. No code of a file runs without it.
+        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."`` of up to 8 MiB,
+            ``"sha256-8m:..."`` of more, which all cores compute together. No code of a file runs without it.
         size: Bytes of the file.
         summary: What a person wants to see: type, number of tensors and parameters, last metrics.
         fingerprint: `store.fingerprint` of a local safetensors file when it was written. As long as it is the same, the
@@ -42,7 +45,7 @@ class ResultRef:
 
     uri: str
     format: str
-    sha256: str
+    digest: str
     size: int
     summary: dict[str, Any] = field(default_factory=dict, compare=False)
     fingerprint: str | None = field(default=None, compare=False)
@@ -72,12 +75,12 @@ class ResultRef:
             store.make_directory(base)
             with tempfile.TemporaryDirectory(dir=None if store.is_url(base) else base) as scratch:
                 path = os.path.join(scratch, "value")
-                size, sha256 = formats.write(value, file_format, path)
-                uri = store.join(base, f"{sha256[:32]}.{file_format}")
+                size, digest = formats.write(value, file_format, path)
+                uri = store.join(base, f"{digests.split(digest)[1][:_NAME_DIGITS]}.{file_format}")
                 store.upload(path, uri)
         except (OSError, ImportError, ValueError) as error:
             raise ResultError(f"a value cannot be stored in {directory}: {error}") from error
-        return ResultRef(uri, file_format, sha256, size, formats.summarize(value), fingerprint_of(uri, file_format))
+        return ResultRef(uri, file_format, digest, size, formats.summarize(value), fingerprint_of(uri, file_format))
 
     def load(self, *, verify: bool = False) -> Any:
         """Opens the value, if it is what was written.
@@ -90,26 +93,48 @@ class ResultRef:
             verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
 
         Raises:
-            ResultError: the file does not exist, was changed or is of an unknown format.
+            ResultError: the file does not exist, was changed or is of an unknown format, or an object in it cannot be
+                made here; says what to do.
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
         with tempfile.TemporaryDirectory(prefix="rankzero-") as directory:
             path = os.path.join(directory, "value")
-            try:
-                with store.open_read(self.uri) as remote, open(path, "wb") as local:
-                    while chunk := remote.read(_COPY_CHUNK):
-                        local.write(chunk)
-            except FileNotFoundError:
-                raise ResultError(f"the result {self.uri} does not exist") from None
+            with self._reading() as remote, open(path, "wb") as local:
+                while chunk := remote.read(_COPY_CHUNK):
+                    local.write(chunk)
             return self.load_from(path)
 
     def load_from(self, path: str, *, verify: bool = False) -> Any:
         """Opens the value from a local copy of the file; as `load`."""
         try:
-            return formats.read(path, self.format, self.sha256, None if verify else self.fingerprint)
+            return formats.read(path, self.format, self.digest, None if verify else self.fingerprint)
         except FileNotFoundError:
             raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
+
+    @property
+    def sha256(self) -> str:
+        """The plain sha256 of the file, hex, as ``sha256sum`` gives it. One of more than 8 MiB is read for it.
+
+        Raises:
+            ResultError: the file does not exist or cannot be read.
+        """
+        algorithm, digits = digests.split(self.digest)
+        if algorithm == digests.PLAIN:
+            return digits
+        with self._reading() as file:
+            return digests.plain_sha256(file)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[IO[bytes]]:
+        try:
+            with store.open_read(self.uri) as file:
+                yield file
+        except FileNotFoundError:
+            raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
+        except Exception as error:
+            # Drivers of object stores have exceptions of their own.
+            raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """The handle as plain JSON values."""
@@ -146,6 +171,8 @@ def fingerprint_of(uri: str, file_format: str) -> str | None:
 
 
 _COPY_CHUNK = 8 << 20
+_NAME_DIGITS = 32
+_CONTAINERS = (list, tuple, dict)
 
 
 def _without_nan(value: Any) -> Any:
@@ -160,13 +187,68 @@ def _without_nan(value: Any) -> Any:
 
 
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
-    """``value`` with every `ResultRef` in it, also inside lists, tuples and dicts, replaced."""
+    """``value`` with every `ResultRef` in it, also inside lists, tuples and dicts, replaced.
+
+    Only containers that hold one are made anew, each once: what was one object is one object, also if it holds itself.
+
+    Example:
+        >>> kept, ref = [1], ResultRef("/x", "json", "", 0)
+        >>> mapped = map_refs({"a": kept, "b": [ref]}, lambda ref: ref.uri)
+        >>> mapped["b"], mapped["a"] is kept
+        (['/x'], True)
+    """
     if isinstance(value, ResultRef):
         return function(value)
-    if type(value) is list:
-        return [map_refs(item, function) for item in value]
-    if type(value) is tuple:
-        return tuple(map_refs(item, function) for item in value)
-    if type(value) is dict:
-        return {key: map_refs(item, function) for key, item in value.items()}
-    return value
+    holding = _holding(value)
+    made: dict[int, Any] = {}
+
+    def mapped(item: Any) -> Any:
+        if id(item) in made:
+            return made[id(item)]
+        if isinstance(item, ResultRef):
+            made[id(item)] = function(item)
+        elif id(item) not in holding:
+            return item
+        elif type(item) is tuple:
+            made[id(item)] = tuple(map(mapped, item))
+        else:
+            # Known before it is filled: it may hold itself.
+            made[id(item)] = filled = type(item)()
+            later.append((item, filled))
+        return made[id(item)]
+
+    later: deque[tuple[Any, Any]] = deque()
+    result = mapped(value)
+    while later:
+        old, new = later.popleft()
+        if type(old) is list:
+            new += map(mapped, old)
+        else:
+            new.update((key, mapped(item)) for key, item in old.items())
+    return result
+
+
+def _holding(value: Any) -> set[int]:
+    """The ids of the containers within ``value`` that hold a `ResultRef`, at whatever depth."""
+    above: dict[int, list[int]] = {}
+    found: list[int] = []
+    waiting = [value] if type(value) in _CONTAINERS else []
+    seen: set[int] = set()
+    while waiting:
+        container = waiting.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        for item in container.values() if type(container) is dict else container:
+            if isinstance(item, ResultRef):
+                found.append(id(container))
+            elif type(item) in _CONTAINERS:
+                above.setdefault(id(item), []).append(id(container))
+                waiting.append(item)
+    holding: set[int] = set()
+    while found:
+        container_id = found.pop()
+        if container_id not in holding:
+            holding.add(container_id)
+            found += above.get(container_id, ())
+    return holding

@@ -29,7 +29,7 @@ def call(start: Message) -> tuple[object, bool]:
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
-    # The agent has compared its checksum with what the driver recorded.
+    # The agent has compared its digest with what the driver recorded.
     payload = open_packed(start["payload"])
     restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
@@ -40,10 +40,11 @@ def call(start: Message) -> tuple[object, bool]:
             return path or ref.uri
         return ref.load_from(path) if path else ref.load()
 
-    args = map_refs(payload["args"], open_ref)
+    # At once: what was given twice is one value here, too.
+    args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
     try:
         if is_function:
-            return _call_function(payload, args, map_refs(payload["kwargs"], open_ref)), False
+            return _call_function(payload, args, kwargs), False
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
             _run_script(payload, line)

@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from rankzero.channel.frames import Message
@@ -82,6 +83,7 @@ def _work(control: Control) -> Message:
         control.send,
         shared=start["shared"],
     )
+    start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
     session = context.install(context.TrainContext(**start["context"]), control.report, writer)
     if start["checkpoint"]:
         writer.committed(start["checkpoint"], start["checkpoint_parts"])
@@ -106,6 +108,11 @@ def _work(control: Control) -> Message:
     return {**commit, "exited": True} if exited else commit
 
 
+def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
+    """The backend for the GPUs that are here: the driver does not know whose they are."""
+    return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
+
+
 def _count_optimizer_steps(session: Any) -> None:
     """Every step of a torch optimizer is progress."""
     optimizer = importlib.import_module("torch.optim.optimizer")
@@ -128,10 +135,10 @@ def _commit(value: object, start: Message) -> Message:
     file_format = formats.choose(value)
     path = os.path.join(start["result_directory"], f".committing-{os.getpid()}.{file_format}")
     try:
-        size, sha256 = formats.write(value, file_format, path)
+        size, digest = formats.write(value, file_format, path)
     except OSError as error:
         raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
-    result = {"format": file_format, "size": size, "sha256": sha256, "path": path}
+    result = {"format": file_format, "size": size, "digest": digest, "path": path}
     result["summary"] = formats.summarize(value)
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value

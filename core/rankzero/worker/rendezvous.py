@@ -46,7 +46,8 @@ def bind(start: Message) -> int:
     # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
     # that /etc/hosts does not know, so that it asks a DNS for the name of each.
     listener = listen(host if network.is_loopback(host) else everywhere, start["ports"])
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    open_store = functools.partial(
+        dist.TCPStore,  # type: ignore[attr-defined]
         host,
         listener.getsockname()[1],
         start["context"]["world_size"],
@@ -55,6 +56,11 @@ def bind(start: Message) -> int:
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
+    try:
+        store = open_store()
+    except NotImplementedError:
+        # torch 2.4: only its older server takes a socket.
+        store = open_store(use_libuv=False)
     _store = store
     return int(store.port)
 

@@ -8,7 +8,6 @@ data file that nobody refers to. The version before stays until the next one is 
 handles of it may still be on their way.
 """
 
-import hashlib
 import json
 import os
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 from rankzero import ResultError, ResultRef, store
 from rankzero.values import formats
+from rankzero.values.digest import split, verify
 from rankzero.values.ref import fingerprint_of
 
 MANIFEST = "manifest.json"
@@ -32,7 +32,7 @@ class Manifest:
     Attributes:
         data: Name of the data file in the same directory.
         format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
-        sha256: Checksum of the data file, hex.
+        digest: Checksum of the data file, with the name of its algorithm.
         size: Bytes of the data file.
         summary: Type, number of tensors and parameters.
         run_id: Dagster run that stored it.
@@ -42,7 +42,7 @@ class Manifest:
 
     data: str
     format: str
-    sha256: str
+    digest: str
     size: int
     summary: dict[str, Any]
     run_id: str | None
@@ -52,7 +52,7 @@ class Manifest:
     def reference(self, directory: str) -> ResultRef:
         """The handle of the data file."""
         uri = store.join(directory, self.data)
-        return ResultRef(uri, self.format, self.sha256, self.size, self.summary, self.fingerprint)
+        return ResultRef(uri, self.format, self.digest, self.size, self.summary, self.fingerprint)
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -98,11 +98,11 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
     with tempfile.TemporaryDirectory(dir=None if store.is_url(directory) else directory, prefix=".writing-") as scratch:
         path = os.path.join(scratch, "data")
         if ref:
-            size, sha256, summary = ref.size, ref.sha256, ref.summary
+            size, digest, summary = ref.size, ref.digest, ref.summary
         else:
-            size, sha256 = formats.write(value, file_format, path)
+            size, digest = formats.write(value, file_format, path)
             summary = formats.summarize(value)
-        name = f"data-{sha256[:_NAME_DIGITS]}.{file_format}"
+        name = f"data-{split(digest)[1][:_NAME_DIGITS]}.{file_format}"
         target = store.join(directory, name)
         if not ref:
             store.upload(path, target)
@@ -110,7 +110,7 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
     before = _previous(directory)
     superseded, obsolete = _retire(before, name)
     fingerprint = fingerprint_of(target, file_format) if is_known else None
-    manifest = Manifest(name, file_format, sha256, size, summary, run_id, superseded, fingerprint)
+    manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
     if obsolete is not None:
         store.remove(store.join(directory, obsolete))
@@ -180,10 +180,11 @@ def _check_size(ref: ResultRef, size: int) -> None:
 
 def _fetch(ref: ResultRef, path: str) -> None:
     """Streams a handle's file to ``path`` and verifies it."""
-    digest = hashlib.sha256()
     with store.open_read(ref.uri) as source, open(path, "wb") as target:
         while chunk := source.read(_CHUNK):
-            digest.update(chunk)
             target.write(chunk)
-    if digest.hexdigest() != ref.sha256:
-        raise ResultError(f"{ref.uri} does not have the sha256 {ref.sha256[:16]}... that was recorded: it was changed")
+    with open(path, "rb") as copy:
+        try:
+            verify(copy, ref.digest)
+        except ResultError as error:
+            raise ResultError(f"{ref.uri}: {error}") from None

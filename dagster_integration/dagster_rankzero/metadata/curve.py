@@ -2,8 +2,9 @@
 
 import base64
 import html
-import math
 from collections.abc import Mapping, Sequence
+
+from rankzero.run.reports import is_number
 
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 28, 30
@@ -24,7 +25,7 @@ def draw(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str | No
     lines = {}
     for name in names[: len(_COLORS)]:
         points = [(int(str(row["report"])), row[name]) for row in rows if name in row]
-        finite = [(x, float(y)) for x, y in points if isinstance(y, (int, float)) and math.isfinite(y)]
+        finite = [(x, float(y)) for x, y in points if is_number(y)]
         if len(finite) > 1:
             lines[name] = finite
     if not lines:

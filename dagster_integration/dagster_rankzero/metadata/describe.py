@@ -9,6 +9,7 @@ import dagster as dg
 from dagster_rankzero.metadata import curve
 from rankzero.run import reports
 from rankzero.run.reports import is_number
+from rankzero.values.digest import BLOCKS, PLAIN, split
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 METRIC_PREFIX = "metric/"
 """Before a metric's own name, so that none can hide another entry."""
 
-RESULT_ENTRIES = frozenset({"format", "size", "sha256", "parameters", "dtypes"})
+RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtypes"})
 """What `describe_result` says of the file, apart from metrics."""
 
 TABLE_ROWS = 50
@@ -56,10 +57,11 @@ def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
 
 def describe_result(ref: "ResultRef") -> dict[str, dg.MetadataValue[Any]]:
     """The entries of a stored value, the same for a run's result and for an IO manager's file."""
+    algorithm, digits = split(ref.digest)
     entries: dict[str, dg.MetadataValue[Any]] = {
         "format": dg.MetadataValue.text(ref.format),
         "size": dg.MetadataValue.int(ref.size),
-        "sha256": dg.MetadataValue.text(ref.sha256),
+        algorithm: dg.MetadataValue.text(digits),
     }
     if isinstance(ref.summary.get("parameters"), int):
         entries["parameters"] = dg.MetadataValue.int(ref.summary["parameters"])
@@ -73,7 +75,7 @@ def describe_result(ref: "ResultRef") -> dict[str, dg.MetadataValue[Any]]:
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> dict[str, dg.MetadataValue[Any]]:
     """The entries of an output of several partitions, the same for each of them."""
     rows = [
-        {"partition": key, "format": ref.format, "size": ref.size, "sha256": ref.sha256}
+        {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
         for key, ref in sorted(stored.items())
     ]
     return {"partitions": table(rows), "size": dg.MetadataValue.int(sum(ref.size for ref in stored.values()))}

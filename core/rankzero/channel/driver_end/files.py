@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ from typing import IO
 from rankzero import store
 from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
+from rankzero.values.digest import Digest
 
 
 class Uploads:
@@ -94,7 +94,8 @@ class Uploads:
 
     async def _open(self, name: str) -> None:
         self._name, self._problem, self._file = name, None, None
-        self._digest, self._size = hashlib.sha256(), 0
+        # Each piece comes in a thread of its own.
+        self._digest = Digest(threads=False)
         self._path = os.path.join(self._directory, f".upload-{self._task}-{name}")
         if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
             self._problem = f"{name!r} is no plain file name"
@@ -115,7 +116,6 @@ class Uploads:
     def _write_all(self, data: memoryview) -> None:
         assert self._file is not None
         self._digest.update(data)
-        self._size += len(data)
         while data:
             data = data[self._file.write(data) :]
 
@@ -126,7 +126,7 @@ class Uploads:
             await self._discard()
         elif self._file is not None:
             self._file.close()
-            facts = {"sha256": self._digest.hexdigest(), "size": self._size}
+            facts = {"digest": self._digest.text(), "size": self._digest.size}
             uploaded = {"type": "uploaded", "name": self._name, "path": self._path, **facts}
             self._file = None
         self._deliver(uploaded)

@@ -224,8 +224,12 @@ class SparkEngineSession(EngineSession):
         return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
 
     def slots_by_host(self) -> dict[str, int]:
-        """By the names under which Spark knows the hosts."""
-        return self._known.slots_by_host()
+        """By the addresses under which barrier tasks know their hosts; empty if this Spark does not tell."""
+        try:
+            return self._known.slots_by_host()
+        except Exception as error:
+            logger.warning("no host can be left out, since the executors cannot be listed: %s", error)
+            return {}
 
     def num_agents(self, num_tasks: int) -> int:
         """One for each task."""

@@ -1,0 +1,119 @@
+"""The format of everything that is neither plain data nor a dict of tensors: cloudpickle, with large buffers beside it.
+
+Runs inside workers too: standard library, torch and cloudpickle only.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import IO, Any
+
+from rankzero.errors import ResultError
+from rankzero.values.envelope import Part, beside, open_packed, pack
+from rankzero.values.tensors import Tensors
+
+_INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs of a run are kept"
+
+
+def pickled(value: object) -> Sequence[Part]:
+    """The parts of a value's file. Its large buffers are not copied.
+
+    Raises:
+        ResultError: it cannot be pickled; names its type.
+    """
+    import cloudpickle
+
+    tensors = Tensors(value)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            return tensors.reduce(obj) or super().reducer_override(obj)
+
+    stream = io.BytesIO()
+    buffers: list[memoryview] = []
+    try:
+        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers)).dump(value)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ResultError(f"a value of type {_type(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
+    return pack(stream.getbuffer(), buffers)
+
+
+def prove(file: IO[bytes], value: object) -> None:
+    """Loads what was written of a value, as its readers will.
+
+    Raises:
+        ResultError: it cannot be loaded; names its type.
+    """
+    try:
+        open_packed(file.fileno(), _Prover)
+    except _NotHere:
+        return
+    except Exception as error:
+        raise ResultError(
+            f"a value of type {_type(value)} was pickled, but cannot be read back: {_why(error)}. "
+            f"{advice(error) or _INSTEAD}"
+        ) from error
+
+
+def advice(error: Exception) -> str:
+    """What to do about an error of a value that is being loaded; empty where nothing is known."""
+    if isinstance(error, ImportError):
+        return (
+            "Load it where the module can be imported (sys.path, an installed package), or return plain values or a "
+            "state_dict, which need no module"
+        )
+    if isinstance(error, AttributeError) and "Can't get attribute" in str(error):
+        return "The class or function was renamed, moved or removed since: load it with the code that wrote it"
+    if "process group" in str(error):
+        return (
+            "It holds a DistributedDataParallel model, which exists only where a process group does: return its "
+            ".module (model.module)"
+        )
+    return ""
+
+
+def _type(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError) or "recursion" in str(error):
+        return "it is nested too deeply, or a chain of objects is too long; put its parts into a flat list"
+    return f"{type(error).__name__}: {error}"
+
+
+class _NotHere(Exception):
+    """What only its reader can load."""
+
+
+class _Prover(pickle.Unpickler):
+    """Leaves the classes that travel by value as they are here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _SKELETONS and module.endswith("cloudpickle.cloudpickle"):
+            return _known(super().find_class(module, name), _SKELETONS[name])
+        if name == "_class_setstate" and module.endswith("cloudpickle.cloudpickle"):
+            return lambda cls, state: cls
+        if name == "DistributedDataParallel":
+            # Would take part in a process group.
+            raise _NotHere
+        return super().find_class(module, name)
+
+
+_SKELETONS = {"_make_skeleton_class": 4, "_make_skeleton_enum": 5}
+"""Where their arguments name the class."""
+
+
+def _known(make: Any, position: int) -> Any:
+    import cloudpickle.cloudpickle
+
+    def known(*arguments: Any) -> Any:
+        classes = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+        found = classes.get(arguments[position])
+        return make(*arguments) if found is None else found
+
+    return known

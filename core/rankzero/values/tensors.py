@@ -1,0 +1,227 @@
+"""How tensors are pickled: as torch does it, but for their memory, which is a buffer of the pickle.
+
+Left to itself, pickle has torch write each storage as a file within the pickle: it knows no two tensors that share one,
+copies all of it for a view of two elements, and writes what it cannot read of the newer types (float8, uint16). Here
+each piece of memory is written once, and only as far as a tensor of the value reaches; tensors that shared memory share
+it when they are loaded. What was on a GPU arrives in the memory of the CPU.
+
+Runs inside workers too: standard library and torch only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+WASTE = 64 << 10
+"""Bytes of a storage that no tensor of the value may refer to, and which are written all the same."""
+
+Reduced = tuple[Any, ...]
+
+
+class Tensors:
+    """Reduces tensors and storages of one value for the pickler that writes it."""
+
+    def __init__(self, root: object = None) -> None:
+        """Prepares for one value.
+
+        Args:
+            root: It. What its tensors share is looked up in all of it.
+        """
+        self._root = root
+        self._noted: _Noted | None = None
+        self._memories: dict[tuple[int, int, int], _Memory] = {}
+        self._typed: dict[tuple[int, Any], _Typed] = {}
+
+    def reduce(self, obj: Any) -> Reduced | None:
+        """What pickle's ``reducer_override`` returns for it; None if it is neither a tensor nor a storage."""
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "UntypedStorage"):
+            # Not loaded, or being loaded.
+            return None
+        if isinstance(obj, torch.Tensor):
+            if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "cuda", "meta"):
+                obj = obj.cpu()
+            function, arguments, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return (*self._with_memory(function, arguments), *rest)
+        if isinstance(obj, torch.TypedStorage):
+            return _itself, (self._place(obj._untyped_storage, 0, obj._untyped_storage.nbytes(), obj.dtype),)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+            return _itself, (self._memory(obj, 0, obj.nbytes()),)
+        return None
+
+    def _with_memory(self, function: Any, arguments: Reduced) -> Reduced:
+        """What torch would have pickled, with memory of ours in place of the storage."""
+        import torch
+
+        utils = torch._utils
+        if function is torch._tensor._rebuild_from_type_v2:
+            inner, cls, inner_arguments, state = arguments
+            inner, inner_arguments = self._with_memory(inner, inner_arguments)
+            return function, (inner, cls, inner_arguments, state)
+        if function is utils._rebuild_tensor_v3:
+            # That of the newer types is the other one with an untyped storage, and fails with requires_grad.
+            storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
+            rest: Reduced = (requires_grad, hooks, *metadata)
+        elif arguments and isinstance(arguments[0], torch.TypedStorage):
+            typed, offset, size, stride, *others = arguments
+            storage, dtype, rest = typed._untyped_storage, typed.dtype, tuple(others)
+        else:
+            return function, arguments
+        width, total = dtype.itemsize, storage.nbytes()
+        low, high = offset * width, (offset + _reach(size, stride)) * width
+        if function is utils._rebuild_qtensor or high > total:
+            low, high = 0, total
+        place, begin = self._part(storage, low, high, dtype)
+        function = utils._rebuild_tensor_v2 if function is utils._rebuild_tensor_v3 else function
+        return function, (place, offset - begin // width, size, stride, *rest)
+
+    def _part(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> tuple[object, int]:
+        """The memory that holds some bytes of a storage, and at which byte of the storage it begins."""
+        total = storage.nbytes()
+        if total - (high - low) >= WASTE:
+            if self._noted is None:
+                self._noted = _look_through(self._root)
+            for begin, end in merged(self._noted.found.get(storage._cdata, [])):
+                if begin <= low and high <= end and begin % dtype.itemsize == 0:
+                    low, high = begin, end
+        if total - (high - low) < WASTE:
+            low, high = 0, total
+        return self._place(storage, low, high, dtype), low
+
+    def _place(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> object:
+        memory = self._memory(storage, low, high)
+        return self._typed.setdefault((id(memory), dtype), _Typed(memory, dtype))
+
+    def _memory(self, storage: torch.UntypedStorage, low: int, high: int) -> _Memory:
+        # One object for each, so that pickle writes it once.
+        key = (storage._cdata, low, high)
+        if key not in self._memories:
+            self._memories[key] = _Memory(storage, low, high)
+        return self._memories[key]
+
+
+def _reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    if 0 in size:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
+class _Memory:
+    """Bytes of a storage."""
+
+    def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
+        self._storage, self._low, self._high = storage, low, high
+
+    def __reduce__(self) -> Reduced:
+        import ctypes
+
+        size = self._high - self._low
+        if not size:
+            return make_storage, (b"",)
+        here, start = self._storage, self._low
+        if here.device.type != "cpu":
+            import torch
+
+            there = torch.empty(0, dtype=torch.uint8, device=here.device).set_(here)
+            here, start = there[self._low : self._high].cpu().untyped_storage(), 0
+        memory = (ctypes.c_char * size).from_address(here.data_ptr() + start)
+        # The memory is the storage's, whatever becomes of the tensor meanwhile.
+        memory.owner = here  # type: ignore[attr-defined]
+        return make_storage, (pickle.PickleBuffer(memory),)
+
+
+class _Typed:
+    """Memory of elements of a type: what torch makes a tensor of."""
+
+    def __init__(self, memory: _Memory, dtype: torch.dtype) -> None:
+        self._memory, self._dtype = memory, dtype
+
+    def __reduce__(self) -> Reduced:
+        return make_typed, (self._memory, self._dtype)
+
+
+def make_storage(buffer: Any) -> torch.UntypedStorage:
+    """The storage of a pickled tensor: its memory is the buffer, and so it cannot be resized."""
+    import torch
+
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8).untyped_storage()
+
+
+def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """What torch's functions that make tensors expect."""
+    import torch
+
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+# -- what tensors of a value share ---------------------------------------------------------------
+
+
+def _look_through(root: object) -> _Noted:
+    """What all tensors of a value refer to."""
+    import cloudpickle
+
+    noted = _Noted()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            return noted.reduce(obj) or super().reducer_override(obj)
+
+    Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None).dump(root)
+    return noted
+
+
+class _Noted(Tensors):
+    """Notes what tensors refer to, and pickles none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, list[tuple[int, int]]] = {}
+        """Stretches of bytes, by storage."""
+        self._kept: list[object] = []
+
+    def _part(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> tuple[object, int]:
+        return self._place(storage, low, high, dtype), low
+
+    def _place(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> object:
+        self._memory(storage, low, high)
+        return None
+
+    def _memory(self, storage: torch.UntypedStorage, low: int, high: int) -> Any:
+        self.found.setdefault(storage._cdata, []).append((low, high))
+        # So that no other storage gets its number.
+        self._kept.append(storage)
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches that overlap as one.
+
+    Example:
+        >>> merged([(4, 6), (0, 2), (1, 3), (8, 8)])
+        [(0, 3), (4, 6), (8, 8)]
+    """
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(extents):
+        if found and low < found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
+    return found

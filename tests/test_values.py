@@ -1,0 +1,317 @@
+"""What crosses over: every kind of value comes back as it was, as a result, in a checkpoint and as an argument."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.kinds_of_values import KINDS, Score, same
+
+from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
+from rankzero.submit import payload
+from rankzero.submit.identity import digest_of
+from rankzero.values import digest, formats, safetensors
+from rankzero.values.envelope import open_packed
+from rankzero.values.plain import is_json
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def back(value: Any, directory: Path) -> Any:
+    return ResultRef.save(value, directory).load()
+
+
+def as_argument(value: Any, directory: Path) -> Any:
+    path = directory / "payload"
+    path.write_bytes(b"".join(payload.build(len, (value,), {}).data))
+    return open_packed(str(path))["args"][0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
+    value = KINDS[name]()
+    assert same(value, value)
+    assert same(back(value, tmp_path), value)
+    assert same(back({"state": value, "epoch": 1}, tmp_path), {"state": value, "epoch": 1})
+    assert same(as_argument(value, tmp_path), value)
+    assert len(digest_of(value)) == 16
+
+
+def test_the_whole_table_crosses_by_a_launch(launcher: Launcher) -> None:
+    def turn(table: dict[str, Any]) -> dict[str, Any]:
+        import rankzero.train as rt
+
+        rt.report({"n": len(table)}, checkpoint={"table": table})
+        return table
+
+    table = {name: make() for name, make in KINDS.items()}
+    returned = launcher.options(num_processes=1).run(turn, table)
+    assert [name for name in table if not same(returned[name], table[name])] == []
+
+
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.sampled_from(sorted(KINDS)).map(lambda name: KINDS[name]()),
+)
+VALUES = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.tuples(inner, inner),
+        # The same object twice.
+        inner.map(lambda item: [item, item]),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(value=VALUES)
+def test_any_mixture_comes_back_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("values")
+    assert same(back(value, directory), value)
+    assert same(as_argument(value, directory), value)
+
+
+# -- memory that tensors share -------------------------------------------------------------------
+
+
+def test_tensors_share_what_they_shared_and_no_more_is_written(tmp_path: Path) -> None:
+    base = torch.arange(1_000_000, dtype=torch.float32)
+    for turn in (back, as_argument):
+        first, second, last, numbers = turn([base[:2], base[1:3], base[-2:], base[:2].view(torch.int32)], tmp_path)
+        first[1] = 7.0
+        assert (second.tolist(), last.tolist()) == ([7.0, 2.0], [999_998.0, 999_999.0])
+        assert numbers.view(torch.float32)[1] == 7.0
+    assert ResultRef.save([base[:2]], tmp_path).size < 1000
+    assert ResultRef.save([base[:2], base], tmp_path).size < base.nbytes + 1000
+    assert sum(map(len, payload.build(len, ([base[5:7]],), {}).data)) < 1000
+
+
+def test_a_dict_of_parts_of_one_memory(tmp_path: Path) -> None:
+    base = torch.arange(1_000_000.0)
+    apart = ResultRef.save({"a": base[:2], "b": base[2:4]}, tmp_path)
+    assert (apart.format, apart.size < 1000) == ("safetensors", True)
+    over = ResultRef.save({"a": base[:2], "b": base[1:3]}, tmp_path)
+    assert (over.format, over.size < 1000) == ("cloudpickle", True)
+    loaded = over.load()
+    loaded["a"][1] = 7.0
+    assert loaded["b"][0] == 7.0
+
+
+def test_a_state_dict_is_a_file_of_tensors_that_runs_no_code(tmp_path: Path) -> None:
+    ref = ResultRef.save(torch.nn.BatchNorm1d(2).state_dict(), tmp_path)
+    assert ref.format == "safetensors"
+    assert ref.load()._metadata == {"": {"version": 2}}
+    torch.nn.BatchNorm1d(2).load_state_dict(ref.load())
+
+
+@pytest.mark.parametrize("what", ["an attribute", "text that is no plain data"])
+def test_a_dict_of_tensors_with_more_to_it_keeps_it(what: str, tmp_path: Path) -> None:
+    state = collections.OrderedDict(x=torch.ones(1))
+    extra: Any = {"": {"version": (1, 2)}} if what != "an attribute" else 3
+    state._metadata = collections.OrderedDict(extra) if isinstance(extra, dict) else extra  # type: ignore[attr-defined]
+    ref = ResultRef.save(state, tmp_path)
+    assert (ref.format, ref.load()._metadata) == ("cloudpickle", state._metadata)  # type: ignore[attr-defined]
+
+
+def test_a_header_that_would_be_too_long_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors, "_MAX_HEADER", 1000)
+    state = {f"layer{number}": torch.ones(1) for number in range(20)}
+    assert same(back(state, tmp_path), state)
+
+
+# -- what cannot be loaded -----------------------------------------------------------------------
+
+
+class TwoWords(Exception):
+    """Pickle writes it, and calls it with one word."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def test_what_cannot_be_read_back_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="cannot be read back: TypeError.*Return its state"):
+        ResultRef.save({"error": TwoWords("a", "b")}, tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+def test_a_proof_leaves_classes_as_they_are(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    class Registered:
+        def __init_subclass__(cls) -> None:
+            made.append(cls.__name__)
+
+    class Mine(Registered):
+        def method(self) -> int:
+            return len(made)
+
+    method = Mine.method
+    formats.write([Mine()], "cloudpickle", str(tmp_path / "file"))
+    assert Mine.method is method
+    assert made == ["Mine"]
+
+
+def write_elsewhere(program: str, tmp_path: Path) -> ResultRef:
+    """What a process that knows more than this one has saved."""
+    (tmp_path / "only_there.py").write_text("class Thing:\n    pass\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    code = f"""
+import json, sys
+from rankzero import ResultRef
+{program}
+print(json.dumps(ResultRef.save(value, sys.argv[1]).to_json()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
+    )
+    return ResultRef.from_json(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_a_module_that_is_missing_here_is_named(tmp_path: Path) -> None:
+    ref = write_elsewhere("import only_there\nvalue = only_there.Thing()", tmp_path)
+    with pytest.raises(ResultError, match=r"No module named 'only_there'\. Load it where the module can be imported"):
+        ref.load()
+
+
+def test_a_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = write_elsewhere("import only_there\nvalue = only_there.Thing()", tmp_path)
+    monkeypatch.setitem(sys.modules, "only_there", types.ModuleType("only_there"))
+    with pytest.raises(ResultError, match="Can't get attribute 'Thing'.* renamed, moved or removed"):
+        ref.load()
+
+
+def test_a_parallel_model_says_what_to_return(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        return DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    handle = launcher.submit(train)
+    ref = handle.result_ref(timeout=60)
+    assert ref.format == "cloudpickle"
+    with pytest.raises(ResultError, match=r"DistributedDataParallel.*\.module"):
+        handle.result()
+
+
+@pytest.mark.parametrize("file_format", ["json", "safetensors", "cloudpickle", "made up"])
+@pytest.mark.parametrize("data", [b"", b"{", b"\0" * 100, b"\x80\x05.", b"\xff" * 100])
+def test_a_file_of_anything_else_is_a_result_error(file_format: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(data)
+    ref = ResultRef(str(tmp_path / "file"), file_format, digest.digest_of([data]), len(data))
+    with pytest.raises(ResultError, match="file"):
+        ref.load()
+
+
+def test_a_file_that_may_not_be_read_is_a_result_error(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="cannot be read"):
+        ResultRef(str(tmp_path), "json", "", 0).load()
+
+
+# -- bookkeeping ---------------------------------------------------------------------------------
+
+
+def test_containers_that_hold_themselves_come_back(tmp_path: Path) -> None:
+    loop: dict[str, Any] = {"a": [1]}
+    loop["a"].append(loop)
+    for turn in (back, as_argument):
+        loaded = turn(loop, tmp_path)
+        assert loaded["a"][1] is loaded
+    assert digest_of(loop)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_deep_containers_come_back_or_say_what_to_do(tmp_path: Path) -> None:
+    assert back(nested(300), tmp_path) == nested(300)
+    with pytest.raises(ResultError, match="nested too deeply"):
+        ResultRef.save(nested(100_000), tmp_path)
+    with pytest.raises(InvalidJobError, match="cannot be pickled"):
+        payload.build(len, (nested(100_000),), {})
+
+
+def test_containers_that_are_there_many_times_over_are_written_once(tmp_path: Path) -> None:
+    value: Any = [1]
+    for _ in range(60):
+        value = [value, value]
+    assert not is_json(value)
+    assert ResultRef.save(value, tmp_path).size < 10_000
+    best = {"loss": 0.5}
+    assert is_json({"best": best, "all": [best] * 100})
+
+
+class Secretive(torch.nn.Linear):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("nobody may know")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.nn.LazyLinear(3),
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3)),
+        Secretive(2, 2),
+        {"x": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)},
+    ],
+    ids=["lazy", "partly lazy", "secretive", "nested"],
+)
+def test_a_summary_never_fails(value: Any, tmp_path: Path) -> None:
+    summary = formats.summarize(value)
+    assert summary["type"].split(".")[-1] == type(value).__name__
+    assert is_json(summary)
+    assert ResultRef.save(value, tmp_path).summary == summary
+
+
+def test_a_report_of_a_long_integer_is_kept(launcher: Launcher) -> None:
+    def train() -> int:
+        import rankzero.train as rt
+
+        rt.report({"loss": 0.5, "steps": 10**5000, "large": 10**400, "negative": -(10**5000)})
+        return 10**5000
+
+    handle = launcher.options(num_processes=1).submit(train)
+    assert handle.result(timeout=60) == 10**5000
+    (row,) = handle.metrics()
+    assert (int(row["steps"], 16), int(row["negative"], 16)) == (10**5000, -(10**5000))
+    assert row["large"] == 10**400
+
+
+def test_arguments_that_were_one_object_are_one_beside_a_reference(launcher: Launcher, tmp_path: Path) -> None:
+    def train(first: list[Any], *, second: list[Any], loop: dict[str, Any]) -> list[bool]:
+        return [first is second, loop["loop"] is loop, first[0]["x"].tolist() == [1.0], loop["ref"] is first[0]]
+
+    ref = ResultRef.save({"x": torch.ones(1)}, tmp_path)
+    twice, loop = [ref], {"ref": ref}
+    loop["loop"] = loop  # type: ignore[assignment]
+    assert launcher.options(num_processes=1).run(train, twice, second=twice, loop=loop) == [True] * 4
+
+
+def test_a_dataclass_twice_is_one(tmp_path: Path) -> None:
+    score = Score(0.5)
+    for turn in (back, as_argument):
+        first, second = turn([score, score], tmp_path)
+        assert first is second
