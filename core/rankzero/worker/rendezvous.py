@@ -46,8 +46,7 @@ def bind(start: Message) -> int:
     # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
     # that /etc/hosts does not know, so that it asks a DNS for the name of each.
     listener = listen(host if network.is_loopback(host) else everywhere, start["ports"])
-    open_store = functools.partial(
-        dist.TCPStore,  # type: ignore[attr-defined]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         listener.getsockname()[1],
         start["context"]["world_size"],
@@ -55,14 +54,17 @@ def bind(start: Message) -> int:
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listener.detach(),
+        # Before 2.8 only the older of torch's two servers takes a socket.
+        use_libuv=_torch_version() >= (2, 8),
     )
-    try:
-        store = open_store()
-    except NotImplementedError:
-        # torch 2.4: only its older server takes a socket.
-        store = open_store(use_libuv=False)
     _store = store
     return int(store.port)
+
+
+def _torch_version() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def meet(go: Message, rank: int) -> None:
