@@ -1,6 +1,7 @@
 """What is released: the wheel and the sdist, installed into a bare environment, with each extra alone."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -100,11 +101,9 @@ class Environment:
         script = folder / "quick_start.py"
         script.write_text(program)
         # Nothing of the suite's own environment.
-        env = {
-            "PATH": f"{self.python.parent}:/usr/bin:/bin",
-            "HOME": str(folder),
-            "AIRFLOW_HOME": str(folder / "airflow"),
-        }
+        java = os.path.dirname(shutil.which("java") or "")
+        path = os.pathsep.join([str(self.python.parent), java, "/usr/bin", "/bin"])
+        env = {"PATH": path, "HOME": str(folder), "AIRFLOW_HOME": str(folder / "airflow")}
         done = subprocess.run([self.python, script], cwd=folder, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip().splitlines()[-1]
@@ -182,19 +181,7 @@ def test_each_extra_installs_alone(built: Built, tmp_path: Path, extras: str, pr
     """From a package index, as after a release."""
     bare = Environment(tmp_path / "venv")
     uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
-    subprocess.run(
-        [
-            uv,
-            "pip",
-            "install",
-            "--quiet",
-            "--python",
-            bare.python,
-            "-c",
-            LOCK,
-            f"rankzero{extras} @ {built.wheel.as_uri()}",
-        ],
-        check=True,
-    )
+    release = f"rankzero{extras} @ {built.wheel.as_uri()}"
+    subprocess.run([uv, "pip", "install", "--quiet", "--python", bare.python, "-c", LOCK, release], check=True)
     engine, use = (", SparkEngine", ', engine=SparkEngine("local[2]")') if "spark" in extras else ("", "")
     assert bare.run(program.format(engine=engine, use=use, store=str(tmp_path / "runs")), tmp_path) == said
