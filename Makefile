@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python locks reference clean
+.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -20,7 +20,7 @@ types: setup
 	.venv/bin/mypy
 
 unit: setup
-	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 3
 
 # Side by side with TorchDistributor, torchrun, Ray Train (where it installs) and the floor: benchmarks/results.md,
 # results.json, docs/launch.svg.
@@ -53,9 +53,20 @@ test-python:
 locks: setup
 	./scripts/lock.sh
 
+# Lightning, Hugging Face, Accelerate and torchdata in ranks: they are installed beside .venv, not into it.
+test-frameworks: setup
+	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target .frameworks \
+		lightning transformers accelerate torchdata
+	rm -rf .frameworks/torch .frameworks/torch-* .frameworks/numpy .frameworks/numpy-*
+	PYTHONPATH=.frameworks .venv/bin/python -m pytest tests/frameworks
+
 # docs/reference.md, from the docstrings.
 reference: setup
 	.venv/bin/python scripts/reference.py
 
 clean:
+<<<<<<< HEAD
 	rm -rf .venv .venv-3.* .venv-matrix .demo .mypy_cache .pytest_cache .ruff_cache
+=======
+	rm -rf .venv .frameworks .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache
+>>>>>>> main

@@ -23,7 +23,7 @@ LINE = 100
 
 _OURS = ("rankzero", "airflow_rankzero", "dagster_rankzero")
 
-_MADE_BY_US = {"Checkpoint", "RunHandle", "TrainContext"}
+_MADE_BY_US = {"Checkpoint", "PreparedDataLoader", "RunHandle", "TrainContext"}
 """Classes whose objects users get and do not make."""
 
 _TITLES = {"Args": "Arguments"}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from rankzero import Launcher
+from rankzero.task.start import OWNER
 
 if TYPE_CHECKING:
     from tests.s3 import S3Server
@@ -31,6 +32,31 @@ LOOK = 0.02
 T = TypeVar("T")
 
 
+LONGEST = (
+    "tests/airflow/deployed/",
+    "tests/engines/test_spark.py",
+    "tests/dagster/test_dagster_terminate.py",
+    "tests/airflow/test_operator.py",
+    "tests/dagster/test_dagster_digits.py",
+    "tests/engines/test_spark_cluster.py",
+    "tests/faults/test_matrix.py",
+    "tests/airflow/test_examples.py",
+    "tests/airflow/test_airflow_tries_table.py",
+    "tests/dagster/test_dagster_terminal.py",
+    "tests/faults/test_durability.py",
+    "tests/airflow/test_example_dag.py",
+    "tests/faults/two_hosts/",
+    "tests/dagster/test_dagster_durable.py",
+    "tests/faults/test_hangs.py",
+    "tests/airflow/test_xcom_backend.py",
+    "tests/faults/test_restarts.py",
+    "tests/dagster/test_dagster_tries_table.py",
+    "tests/compat/test_torch_distributor.py",
+    "tests/airflow/test_templates.py",
+)
+"""Files and directories of which each takes half a minute or more, longest first, by `--durations`."""
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The tests of a file share a process, and so what its fixtures start; so do all those of one whole Airflow.
 
@@ -43,15 +69,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.partition("::")[0]
             return posixpath.dirname(path) if posixpath.basename(posixpath.dirname(path)) == "deployed" else path
 
+    # In the order of the collection.
+    config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Soak tests run only when they are asked for: `make faults`."""
+    """Soak tests run only when asked for (`make faults`). With several processes the longest files come first."""
     if "soak" not in config.getoption("-m"):
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: next((n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
+        )
 
 
 def until(look: Callable[[], T | None], bound: float, what: str, pause: float = LOOK) -> T:
@@ -135,12 +167,20 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     marker = f"suite-{os.getpid()}"
     os.environ["RANKZERO_TEST_SUITE"] = marker
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
+    # Drivers and JVMs of the suite come and go by the hundred: one of them need not load torch for itself.
+    os.environ[OWNER] = str(os.getpid())
     # A JVM that was killed leaves its files where pytest removes them.
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker
     # The JVM of a SparkSession of this very process ends with it, not before.
     left = [describe(pid) for pid in wait_until_gone(marker) if not is_own_jvm(pid)]
     assert left == [], "processes outlived the suite"
+
+
+@pytest.fixture
+def own_warm_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each driver and each JVM has a server of its own, as users have it: for tests of what becomes of it."""
+    monkeypatch.delenv(OWNER)
 
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGUSR1", "SIGUSR2")

@@ -23,6 +23,8 @@ from rankzero.engines.spark.context import known
 from rankzero.engines.spark.stage import make_task
 from rankzero.warm.server import PRELOADED_LATER
 
+pytestmark = pytest.mark.usefixtures("own_warm_servers")
+
 PACKAGE = os.path.dirname(os.path.abspath(rankzero.__file__)) + os.sep
 
 TASK_BYTES = 10_000

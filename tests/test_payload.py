@@ -20,7 +20,7 @@ import cloudpickle
 import pytest
 
 from rankzero import InvalidJobError, ResultRef
-from rankzero.submit import modules, payload
+from rankzero.submit import payload, shipping
 
 
 def train(lr: float, *, steps: int = 1) -> float:
@@ -33,7 +33,7 @@ def refused(train: object, *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 3, ["train"]])
+@pytest.mark.parametrize("value", [None, 3, [], ["bash", 3]])
 def test_train_must_be_launchable(value: object) -> None:
     assert f"train is {value!r}" in refused(value)
 
@@ -409,7 +409,7 @@ def test_a_script_brings_the_modules_beside_it(tmp_path: Path) -> None:
 
 
 def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "MODULES_LIMIT", 10)
+    monkeypatch.setattr(shipping, "MODULES_LIMIT", 10)
     (tmp_path / "train_it.py").write_text("import big\n")
     (tmp_path / "big.py").write_text("x" * 100)
     assert "install them on the executors" in refused(tmp_path / "train_it.py")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rankzero import errors
+from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.driver import policy
 from rankzero.driver.policy import Failure
 from rankzero.run import liveness
@@ -159,7 +160,7 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
     ],
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert liveness.driver_is_dead(1000.0, 1000.0 + age, unchanged, interval=2.0) is dead
+    assert liveness.driver_is_dead(age, unchanged, HEARTBEAT_INTERVAL) is dead
 
 
 NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE

@@ -59,8 +59,9 @@ class TorchDistributorOperator(BaseOperator):
 
     Args:
         train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
-            or the path of a script, where a relative one begins beside the DAG file (a string is templated).
-        op_args: Positional arguments of the function, or the script's command line (templated).
+            the path of a script, where a relative one begins beside the DAG file, ``"-m package.module"``, or a command
+            as a list of words, ``["bash", "train.sh"]`` (strings are templated).
+        op_args: Positional arguments of the function, or the rest of the command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
         num_processes: World size, the number of ranks (templated, like the numbers below that say so). A pair such as
@@ -137,7 +138,7 @@ class TorchDistributorOperator(BaseOperator):
     def __init__(
         self,
         *,
-        train: Callable[..., Any] | str | os.PathLike[str],
+        train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str],
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
         num_processes: WorldSize | str = 2,

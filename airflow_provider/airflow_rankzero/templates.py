@@ -110,9 +110,10 @@ def check_early(task: Any) -> None:
             f"{fixed[0]} is {given[fixed[0]]!r}, but cannot be a template or an XCom; "
             f"these can: {', '.join(TEMPLATE_FIELDS)}"
         )
-    if not (callable(task.train) or isinstance(task.train, (str, os.PathLike)) or _is_late(task.train)):
+    if not (callable(task.train) or isinstance(task.train, (str, os.PathLike, list, tuple)) or _is_late(task.train)):
         raise InvalidJobError(
-            f"train is {task.train!r}; give a function, 'path/to/script.py' or 'package.module:function'"
+            f"train is {task.train!r}; give a function, 'path/to/script.py', 'package.module:function', "
+            "'-m package.module' or a list of words that are a command"
         )
     if task.conn_id is not None and task.master is not None:
         raise InvalidJobError(

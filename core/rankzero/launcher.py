@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -170,7 +170,7 @@ class Launcher:
     @overload
     def run(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     @overload
-    def run(self, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, train: str | os.PathLike[str] | Sequence[str], /, *args: Any, **kwargs: Any) -> Any: ...
     def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
 
@@ -179,12 +179,16 @@ class Launcher:
         trains again.
 
         Args:
-            train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
-            args: Positional arguments of the function, or the script's command line.
+            train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"`` as for
+                ``python``, or a command as a list of words, ``["bash", "train.sh"]``: any program, whose exit code 0
+                is its success. Files that a command names by relative paths travel with it.
+            args: Positional arguments of the function, or the rest of the command line, in which ``${local_rank}``
+                stands for the local rank.
             kwargs: Keyword arguments of the function.
 
         Returns:
-            What rank 0 returned; for a script, what it gave to ``rankzero.train.set_result``.
+            What rank 0 returned; for a script or module, what it gave to ``rankzero.train.set_result``; None for a
+            command.
 
         Raises:
             InvalidJobError: refused before anything started.
@@ -205,7 +209,7 @@ class Launcher:
     @overload
     def submit(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...
     @overload
-    def submit(self, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> RunHandle[Any]: ...
+    def submit(self, train: str | os.PathLike[str] | Sequence[str], /, *args: Any, **kwargs: Any) -> RunHandle[Any]: ...
     def submit(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Starts a run that belongs to its run directory and outlives this process.
 
@@ -225,7 +229,7 @@ class Launcher:
         from rankzero.submit import drivers
         from rankzero.submit.prepare import prepare
 
-        request = self._request()
+        request = self._for(train)._request()
         run, started = prepare(request, train, args, kwargs, detached=True)
         if not started:
             return RunHandle.attach(run.directory)
@@ -249,7 +253,7 @@ class Launcher:
         """
         from rankzero.submit.owned import open_owned
 
-        return open_owned(self._request(), train, args, kwargs)
+        return open_owned(self._for(train)._request(), train, args, kwargs)
 
     def durable(
         self,
@@ -258,7 +262,7 @@ class Launcher:
         kwargs: dict[str, Any],
         caller: Caller,
         log: Any,
-        identity: str = "",
+        identity: str | None = None,
     ) -> AbstractContextManager[durable.Opened]:
         """The run of a pipeline step's training: a new one, or the one that an earlier try has left.
 
@@ -279,7 +283,7 @@ class Launcher:
 
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
-        return open_durable(replace(self._request(), identity=identity), train, args, kwargs, caller, log)
+        return open_durable(replace(self._for(train)._request(), identity=identity), train, args, kwargs, caller, log)
 
     def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What makes a training the same as another one: its code, its arguments, the number of ranks.
@@ -297,7 +301,12 @@ class Launcher:
         """
         from rankzero.submit.identity import identity_of
 
-        return identity_of(train, args, kwargs, self.num_processes, self.code_version)
+        return identity_of(train, args, kwargs, self._for(train).num_processes, self.code_version)
+
+    def _for(self, train: Any) -> Launcher:
+        """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
+        options = getattr(train, "launch_options", None)
+        return self.options(**options()) if callable(options) else self
 
     def _request(self) -> Request:
         from rankzero.submit.prepare import Request

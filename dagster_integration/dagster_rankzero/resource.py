@@ -1,7 +1,7 @@
 """`TorchDistributorResource`: runs training from an asset or an op."""
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Program = str | os.PathLike[str] | Sequence[str]
 
 DEFAULT_RESOURCE_KEY = "torch_distributor"
 """Under which `torch_asset` and `torch_distributor_op` look for the resource."""
@@ -116,16 +117,14 @@ class TorchDistributorResource(LauncherFields):
     ) -> dg.MaterializeResult[R]: ...
     @overload
     def run(
-        self, context: dg.AssetExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+        self, context: dg.AssetExecutionContext, train: Program, /, *args: Any, **kwargs: Any
     ) -> dg.MaterializeResult[Any]: ...
     @overload
     def run(
         self, context: dg.OpExecutionContext, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> dg.Output[R]: ...
     @overload
-    def run(
-        self, context: dg.OpExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
-    ) -> dg.Output[Any]: ...
+    def run(self, context: dg.OpExecutionContext, train: Program, /, *args: Any, **kwargs: Any) -> dg.Output[Any]: ...
     def run(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs to the end; the ranks' lines go to standard output, which Dagster keeps as compute logs.
 
@@ -138,7 +137,8 @@ class TorchDistributorResource(LauncherFields):
 
         Args:
             context: Of the asset or op that calls this.
-            train: A callable, ``"path/to/script.py"``, or ``"package.module:function"``.
+            train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"``, or a
+                command as a list of words, ``["bash", "train.sh"]``.
             args: Positional arguments of the function, or the script's command line. `ResultRef`
                 in them are opened inside the ranks; a `dagster.Config` arrives as a plain namespace.
             kwargs: Keyword arguments of the function.
@@ -182,7 +182,7 @@ class TorchDistributorResource(LauncherFields):
     ) -> Iterator[dg.AssetObservation | dg.MaterializeResult[R]]: ...
     @overload
     def stream(
-        self, context: dg.AssetExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+        self, context: dg.AssetExecutionContext, train: Program, /, *args: Any, **kwargs: Any
     ) -> Iterator[dg.AssetObservation | dg.MaterializeResult[Any]]: ...
     @overload
     def stream(
@@ -190,7 +190,7 @@ class TorchDistributorResource(LauncherFields):
     ) -> Iterator[dg.Output[R]]: ...
     @overload
     def stream(
-        self, context: dg.OpExecutionContext, train: str | os.PathLike[str], /, *args: Any, **kwargs: Any
+        self, context: dg.OpExecutionContext, train: Program, /, *args: Any, **kwargs: Any
     ) -> Iterator[dg.Output[Any]]: ...
     def stream(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """As `run`, as a generator: the events that Dagster gets while the ranks train, and the result at the end.

@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import ROOT, until
 
 import rankzero
+from rankzero import Launcher
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import ChannelServer
 
@@ -72,3 +73,86 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
         holder.kill()
         holder.wait()
     assert list(temporary.glob("rankzero-agent-*")) == []
+
+
+def places() -> dict[str, str]:
+    import multiprocessing
+
+    with multiprocessing.Manager() as manager:
+        # A socket of its own.
+        assert manager.dict() is not None
+    return {name: os.environ.get(name, "") for name in ("RANKZERO_SCRATCH", "TMPDIR")}
+
+
+def test_much_goes_where_spark_has_room_and_sockets_where_they_fit(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    local = tmp_path / "a-long-name-as-yarn-has-it" / "blockmgr-8c1b"
+    local.mkdir(parents=True)
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/not-there,/proc,{local}")
+    found = launcher.options(num_processes=1).run(places)
+    assert found["RANKZERO_SCRATCH"].startswith(f"{local}/rankzero-agent-")
+    assert found["TMPDIR"].startswith("/tmp/rankzero-agent-")
+    assert not os.path.exists(found["RANKZERO_SCRATCH"])
+    assert not os.path.exists(found["TMPDIR"])
+
+
+def test_what_the_user_set_for_temporary_files_counts_more(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("spark", "user"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path}/spark")
+    monkeypatch.setenv("TMPDIR", f"{tmp_path}/user")
+    found = launcher.options(num_processes=1).run(places)
+    assert found["RANKZERO_SCRATCH"].startswith(f"{tmp_path}/user/rankzero-agent-")
+
+
+READ_ONLY = """
+mount --bind "$1" "$1"
+mount -t tmpfs none /dev/shm
+mount -o remount,bind,ro /
+mount -o remount,ro /dev/shm
+cd /
+shift
+exec "$@"
+"""
+
+TRAIN_THERE = """
+import os, sys
+from rankzero import Launcher
+
+def train():
+    import torch
+    import rankzero.train as rt
+    rt.report({"loss": 1.0}, checkpoint={"w": torch.ones(3)})
+    print("no place but one")
+    return os.environ["RANKZERO_SCRATCH"]
+
+if __name__ == "__main__":
+    handle = Launcher(2, store=sys.argv[1], env={"MARK": os.environ["MARK"]}).submit(train)
+    print(handle.result(120))
+"""
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_a_root_that_is_read_only(tmp_path: Path, marker: str, has_place: bool) -> None:
+    """As in a pod with ``readOnlyRootFilesystem``, whose volumes are Spark's local directory and the store."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"]).returncode:
+        pytest.skip("mounts need rights")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "there.py").write_text(TRAIN_THERE)
+    env = {name: value for name, value in os.environ.items() if name != "TMPDIR"} | {"MARK": marker}
+    if has_place:
+        env["SPARK_LOCAL_DIRS"] = str(tmp_path / "local")
+    python = [sys.executable, str(tmp_path / "there.py"), str(tmp_path / "store")]
+    command = ["unshare", "--mount", "sh", "-ec", READ_ONLY, "sh", str(tmp_path), *python]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    if has_place:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{tmp_path}/local/rankzero-agent-")
+    else:
+        assert "can be written (tried TMPDIR, SPARK_LOCAL_DIRS=" in done.stderr
+        assert "name it in spark.local.dir or TMPDIR" in done.stderr
+    assert os.listdir(tmp_path / "local") == []

@@ -22,10 +22,11 @@ import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
 from rankzero.engines.local import LocalGroup
-from rankzero.task.start import start_time
+from rankzero.task.start import OWNER, start_time
 
 SERVER = "rankzero.warm.server import main"
 ENDED = 8.0
+WAIT = 60.0
 
 
 def servers(owner: int | None = None) -> set[int]:
@@ -112,6 +113,27 @@ def test_a_run_leaves_nothing_in_the_process_that_the_next_one_comes_from(launch
     assert all(one != other for one, other in zip(first.pop("seeds"), second.pop("seeds"), strict=True))
     assert first == second
     assert "SPOILED" not in first["environment"]
+
+
+def server_of_this_rank() -> int:
+    return psutil_free_parent(os.getppid())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_drivers_share_the_server_of_a_process_that_outlives_them(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    if shared:
+        monkeypatch.setenv(OWNER, str(os.getpid()))
+    else:
+        monkeypatch.delenv(OWNER)
+    used = {launcher.options(num_processes=1).submit(server_of_this_rank).result(WAIT) for _ in range(2)}
+    if shared:
+        assert len(used) == 1
+        assert used <= servers()
+    else:
+        assert len(used) == 2
+        assert wait_until_gone(used) == set()
 
 
 def test_a_fork_sees_what_a_started_process_sees(launcher: Launcher) -> None:
@@ -258,6 +280,7 @@ def test_what_a_killed_agent_left_is_ended_by_the_server(launcher: Launcher, tmp
     assert wait_until_gone({int(file.read_text())}) == set()
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> None:
     program = (
         "import os, sys; from rankzero import Launcher\n"

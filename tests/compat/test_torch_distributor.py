@@ -1,9 +1,13 @@
 """The shapes in which guides and users call pyspark's TorchDistributor, with only the import changed."""
 
+import subprocess
+import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, TorchDistributor, WorkerFailedError
@@ -114,8 +118,103 @@ def test_a_failing_file_is_no_success(tmp_path: Path) -> None:
 
 
 def test_gpus_are_asked_for_by_default_and_never_silently_missed() -> None:
-    with pytest.raises(InsufficientSlotsError, match="needs 1 GPUs"):
-        TorchDistributor().run(print)
+    with pytest.raises(InsufficientSlotsError, match="unable to be found on the driver: use_gpu=True needs 1 GPUs"):
+        TorchDistributor()
+
+
+def test_more_ranks_than_gpus_of_this_machine_are_as_many_as_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    distributor = TorchDistributor(num_processes=8, backend="gloo")
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("TorchDistributor", "WARNING")
+    assert distributor.num_processes == distributor.num_tasks == 3
+    assert distributor.run(lambda: __import__("os").environ["CUDA_VISIBLE_DEVICES"]) == "0,1,2"
+
+
+def test_numpys_numbers_and_flags_and_the_public_attributes() -> None:
+    distributor = TorchDistributor(np.int64(2), np.bool_(True), 0)  # type: ignore[arg-type]
+    expected = {"num_processes": 2, "local_mode": True, "use_gpu": False, "num_tasks": 2}
+    assert distributor.input_params == expected
+    assert type(distributor.num_processes) is int
+    assert distributor.logger.name == "TorchDistributor"
+    assert distributor.ssl_conf == "pytorch.spark.distributor.ignoreSsl"
+
+
+def test_the_training_may_be_named_and_a_file_has_no_keywords(tmp_path: Path) -> None:
+    distributor = TorchDistributor(use_gpu=False)
+    assert distributor.run(train_object=lambda a: a + 1, a=3) == 4
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ValueError, match="does not support key-word type arguments"):
+        distributor.run(str(tmp_path / "train.py"), lr=1)
+
+
+def test_the_session_of_another_thread_is_found(session: Any) -> None:
+    found: list[Any] = []
+
+    def launch() -> None:
+        found.append(TorchDistributor(2, local_mode=False, use_gpu=False).run(lambda: "from a thread"))
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert found == ["from a thread"]
+    assert TorchDistributor(use_gpu=False).spark is session
+
+
+def test_gpus_of_tasks_must_be_configured(session: Any) -> None:
+    with pytest.raises(RuntimeError, match="'spark.task.resource.gpu.amount' was unset"):
+        TorchDistributor(2, local_mode=False, use_gpu=True)
+
+
+GPU_SESSION = """
+    import os, sys
+    from pyspark.sql import SparkSession
+    from rankzero import TorchDistributor
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    conf = {
+        "spark.driver.resource.gpu.amount": "3", "spark.driver.resource.gpu.discoveryScript": sys.argv[1],
+        "spark.task.resource.gpu.amount": "2", "spark.executor.resource.gpu.amount": "2",
+        "spark.ui.enabled": "false", "spark.ssl.enabled": "true",
+    }
+    SparkSession.builder.master("local[2]").config(map=conf).getOrCreate()
+
+    def refused(call):
+        try:
+            call()
+        except Exception as error:
+            return f"{isinstance(error, RuntimeError)} {error}"
+
+    print(TorchDistributor(8).input_params)
+    print(TorchDistributor(8, local_mode=False).num_tasks)
+    print(refused(lambda: TorchDistributor(3, local_mode=False)))
+    plain = TorchDistributor(1, local_mode=False, use_gpu=False)
+    print(refused(lambda: plain.run(print)))
+    print(TorchDistributor(1, use_gpu=False).run(lambda: "local mode does not mind"))
+    plain.spark.conf.set(plain.ssl_conf, "true")
+    print(plain._check_encryption())
+"""
+
+
+def test_what_the_configuration_of_a_session_allows(tmp_path: Path) -> None:
+    script = tmp_path / "discover.sh"
+    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2"]}\'\n')
+    script.chmod(0o755)
+    command = [sys.executable, "-c", textwrap.dedent(GPU_SESSION), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    params, tasks, multiple, encryption, local, allowed = done.stdout.splitlines()
+    assert params == "{'num_processes': 3, 'local_mode': True, 'use_gpu': True, 'num_tasks': 3}"
+    assert tasks == "4"
+    assert multiple.startswith(
+        "True num_processes=3 must be a multiple of 'spark.task.resource.gpu.amount', which is 2"
+    )
+    assert encryption.startswith("True the cluster has TLS encryption enabled")
+    assert local == "local mode does not mind"
+    assert allowed == "None"
+    assert "has TLS encryption enabled, but" in done.stderr
 
 
 def test_on_spark_without_a_session_says_what_to_do() -> None:
@@ -130,7 +229,7 @@ def test_on_spark_without_a_session_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"num_processes": 0}, "num_processes is 0"),
+        ({"num_processes": 0}, "num_processes is 0.*positive integer"),
         ({"num_processes": "2"}, "num_processes is '2'"),
         ({"use_gpu": "no"}, "use_gpu is 'no'"),
         ({"local_mode": None}, "local_mode is None"),

@@ -58,6 +58,17 @@ def test_a_script_is_an_op_that_can_wait_for_others(resources: dict[str, object]
     assert value_of(result, "fit_model") == ["--epochs", "3"]
 
 
+def test_a_command_is_an_op(resources: dict[str, object], tmp_path: Path) -> None:
+    touch = torch_distributor_op(["touch"], args=[tmp_path / "touched-by-${local_rank}"])
+
+    @dg.job(resource_defs=resources)
+    def pipeline() -> None:
+        touch()
+
+    assert value_of(pipeline.execute_in_process(), "touch") is None
+    assert (tmp_path / "touched-by-0").exists()
+
+
 def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> None:
     join = torch_distributor_op("posixpath:join", args=["a", "b"], name="joined")
 

@@ -124,6 +124,17 @@ def test_a_session_that_was_stopped_is_refused(launcher: Launcher) -> None:
     assert done.stdout.splitlines()[-1] == "2"
 
 
+def where_much_lies() -> tuple[str, str]:
+    return os.environ["RANKZERO_SCRATCH"], os.environ["SPARK_LOCAL_DIRS"]
+
+
+@pytest.mark.skipif("TMPDIR" in os.environ, reason="the user's choice counts more")
+def test_agents_write_much_where_spark_does(on_session: Launcher) -> None:
+    scratch, local = on_session.run(where_much_lies)
+    assert os.path.dirname(scratch) in local.split(",")
+    assert not os.path.exists(scratch)
+
+
 def test_a_task_runs_several_processes(on_session: Launcher) -> None:
     ranks = on_session.options(num_processes=4, processes_per_task=2).run(who_am_i)["ranks"]
     assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
@@ -274,6 +285,7 @@ print("value", launcher.run(train), "pyspark" in sys.modules)
     assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
     program = f"""
 import time

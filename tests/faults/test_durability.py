@@ -7,17 +7,20 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import ROOT, until, wait_until_gone
+from tests.faults import kit
 
 from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.submit import submission
+from rankzero.submit.drivers import start_driver
 
 WAIT = 90.0
 
@@ -137,6 +140,7 @@ def test_two_processes_follow_one_run(single: Launcher, tmp_path: Path) -> None:
     assert [json.loads(output) for output in outputs] == [[["[0] started"], "attempt 0"]] * 2
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
     strike_driver(handle, signal.SIGKILL)
@@ -147,6 +151,7 @@ def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launche
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 @pytest.mark.soak
 def test_a_driver_that_was_stopped_loses_its_ranks_and_its_run(single: Launcher, tmp_path: Path, marker: str) -> None:
     handle = start(single, tmp_path)
@@ -214,6 +219,96 @@ def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
         with pytest.raises(KeyboardInterrupt):
             single.submit(count_and_wait, str(tmp_path))
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
+
+
+LATE = """
+import os, signal, sys
+from rankzero import Launcher
+from rankzero.run.directory import RunDirectory, RunStatus
+from tests.faults.test_durability import count_and_wait
+
+def write(self, job, write=RunDirectory.write_submission):
+    # As a laptop does that is shut at the wrong moment.
+    if not os.path.exists(sys.argv[1] + "/held"):
+        open(sys.argv[1] + "/held", "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    write(self, job)
+
+RunDirectory.write_submission = write
+handle = Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
+open(sys.argv[1] + "/submitted", "w").close()
+print(handle.result(), handle.submission)
+"""
+
+
+def test_a_submitter_that_was_held_up_does_not_write_over_the_one_who_came_after_it(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 0.3)
+    command = [sys.executable, "-c", LATE, str(tmp_path), str(single.store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as late:
+        try:
+            until((tmp_path / "held").exists, WAIT, "a submitter that is held up")
+            until(lambda: kit.is_stopped(late.pid), WAIT, "its stop")
+            handle = start(single, tmp_path)
+            assert handle.submission == 1
+            os.kill(late.pid, signal.SIGCONT)
+            until(
+                lambda: (tmp_path / "submitted").exists() or late.poll() is not None, WAIT, "the end of its submission"
+            )
+            (tmp_path / "go").touch()
+            assert late.communicate(timeout=WAIT)[0] == "attempt 0 1\n"
+        finally:
+            late.kill()
+    assert handle.result(WAIT) == "attempt 0"
+    assert starts(tmp_path) == 1
+
+
+def test_a_cancel_reaches_a_submission_that_is_just_being_written(single: Launcher, tmp_path: Path) -> None:
+    first = start(single, tmp_path)
+    first.cancel()
+    assert first.wait(WAIT)
+    run = RunDirectory(first.directory)
+    again = replace(run.job(), submission=1, first_attempt=1)
+    assert run.claim(1)
+    # Its status comes before its job.
+    run.write_status(RunStatus(heartbeat=time.time(), attempt=1, submission=1))
+    RunHandle.attach(first.directory).cancel()
+    run.write_submission(again)
+    driver = start_driver(run, {"env": {}, "engine": {}})
+    with pytest.raises(RunCancelledError, match="on request"):
+        RunHandle(run.directory, driver).result(WAIT)
+    assert starts(tmp_path) == 1
+
+
+def test_a_machine_that_slept_does_not_take_its_driver_for_dead(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = start(single, tmp_path)
+    now = time.time
+    # An hour by the clock of the wall, in which nobody was awake.
+    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    assert handle.status().state == "running"
+    assert RunHandle.attach(handle.directory).status().state == "running"
+    assert single.submit(count_and_wait, str(tmp_path)).submission == 0
+    (tmp_path / "go").touch()
+    assert handle.result(WAIT) == "attempt 0"
+
+
+def test_who_has_watched_a_driver_elsewhere_does_not_ask_the_clock_of_the_wall(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "go").touch()
+    run = RunDirectory(single.submit(count_and_wait, str(tmp_path)).directory)
+    RunHandle.attach(run.directory).result(WAIT)
+    now = time.time
+    run.write_status(RunStatus("running", heartbeat=now(), driver_host="elsewhere", driver_pid=1))
+    follower = RunHandle.attach(run.directory)
+    assert follower.status().state == "running"
+    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    assert follower.status().state == "running"
+    # Who comes new to it cannot know better.
+    assert RunHandle.attach(run.directory).status().state == "failed"
 
 
 def test_a_driver_that_comes_too_late_leaves_the_run_alone(single: Launcher, tmp_path: Path) -> None:

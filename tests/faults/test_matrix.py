@@ -696,6 +696,8 @@ def test_cell(
     # Drivers, agents and JVMs carry the marker too, so that the fixture sees every process of the run.
     assert launcher.env
     monkeypatch.setenv("MARK", launcher.env["MARK"])
+    if cell.target in ("executor", "driver", "submitter"):
+        request.getfixturevalue("own_warm_servers")
     folder = tmp_path / "folder"
     folder.mkdir()
     store = request.getfixturevalue("small_disk") if cell.target == "store" else tmp_path / "store"

@@ -19,7 +19,7 @@ import torch
 
 from rankzero import ResultRef
 from rankzero.submit.identity import digest_of, identity_of
-from rankzero.submit.modules import imports_of_code
+from rankzero.submit.imports import imports_of_code
 
 
 def test_it_is_the_same_in_every_process() -> None:

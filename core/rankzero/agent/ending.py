@@ -78,7 +78,9 @@ class Ending:
         self.stop()
 
     def orphan(self) -> None:
-        """Leaves, because standard input has ended."""
+        """Leaves, because the process that held its ranks has exited."""
+        if self.is_orphaned:
+            return
         self.is_orphaned = True
         self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
 

@@ -114,6 +114,7 @@ class Inputs:
             "local_world_size": local_world_size,
             "node_rank": self._start["node_rank"],
             "use_gpu": use_gpu,
+            "storage_path": self._start["run_directory"] if self.shared else None,
         }
 
 

@@ -23,9 +23,6 @@ from rankzero.worker import main as worker
 PIPE_SIZE = 1 << 20
 """Bytes that a rank may print ahead of its agent, where the system lets a user have so many (macOS: no)."""
 
-SOCKET_PATH_ROOM = 48
-"""Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
-
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
@@ -165,13 +162,10 @@ def _start_worker(
 
 def environment(config: dict[str, Any]) -> dict[str, str]:
     """The environment that a worker starts with; what depends on its rank comes with ``start``."""
-    scratch = config["scratch"]
     env = dict(os.environ)
-    temporary = os.path.join(scratch, "tmp")
-    if len(temporary) <= SOCKET_PATH_ROOM:
-        # What a killed rank left there goes with the scratch directory.
-        os.makedirs(temporary, exist_ok=True)
-        env["TMPDIR"] = temporary
+    if config["temporary"]:
+        # What a killed rank left there goes with its agent.
+        env["TMPDIR"] = config["temporary"]
     env.update(config["env"])
     # As torchrun does, which leaves it to the user, too.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -28,7 +28,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
-from rankzero.host.processes import allow_open_files, signal_name
+from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, process_namespace, signal_name
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
@@ -67,6 +67,7 @@ class Agent:
         signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
         self._watch(wakeup, lambda: self._on_signal(wakeup))
         self._watch(sys.stdin.fileno(), self._on_stdin)
+        self._watch_holder()
         try:
             # Before any thread is there: these may be forks.
             for local_rank in range(self._config["workers"]):
@@ -319,6 +320,19 @@ class Agent:
             self._unwatch(sys.stdin.fileno())
             self._ending.orphan()
 
+    def _watch_holder(self) -> None:
+        """Ends with the process that holds this agent, also if a child of that process keeps standard input open."""
+        if holder := self._config.get("holder"):
+            process = {"pid": holder[0], "start": holder[1], "namespace": process_namespace()}
+            if watched := pidfd_of(process):
+                self._watch(watched, lambda: self._on_holder(watched))
+            elif is_gone(process):
+                self._ending.orphan()
+
+    def _on_holder(self, watched: int) -> None:
+        self._unwatch(watched)
+        self._ending.orphan()
+
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
         descendants.kill_all(groups=[rank.pid for rank in self._ranks])
@@ -329,7 +343,9 @@ class Agent:
         with contextlib.suppress(Exception):
             self._ending.say_goodbye(self._look)
         # Whoever holds this agent does the same, for one that was killed; but it may be stopped, or die before it can.
-        shutil.rmtree(self._config["scratch"], ignore_errors=True)
+        for directory in (self._config["scratch"], self._config["temporary"]):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def main() -> None:

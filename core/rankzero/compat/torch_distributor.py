@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from rankzero.errors import EngineError, InvalidJobError
+from rankzero import job as jobs
+from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError
 from rankzero.launcher import Launcher
 
 R = TypeVar("R")
 
+TASK_GPUS = "spark.task.resource.gpu.amount"
+
 
 class TorchDistributor:
-    """Drop-in for pyspark's class: same constructor, same ``run``.
+    """Drop-in for pyspark's class: same constructor, same ``run``, same attributes.
 
     Differences that a user of pyspark's class will notice: the value is always global rank 0's, a
-    script that fails raises, errors name rank and cause, and a script is shipped to the executors.
+    script that fails raises, errors name rank and cause, a script is shipped to the executors, and
+    with ``local_mode`` there need be no SparkSession. A job without GPUs sees none of this machine's.
 
     Args:
         num_processes: World size.
         local_mode: True runs on this machine, False as a barrier job of the active SparkSession.
-        use_gpu: One GPU for each rank.
+        use_gpu: One GPU for each rank. With ``local_mode`` there are at most as many ranks as GPUs here.
+        _ssl_conf: Name of the Spark property that lets an encrypted cluster be used all the same.
         num_workers: Old name of ``num_processes``, still found in guides.
+        backend: Of the process group, as for `rankzero.Launcher`; ``"gloo"`` with GPUs, too.
+
+    Attributes:
+        num_processes: World size.
+        local_mode: As given.
+        use_gpu: As given.
+        num_tasks: Spark tasks, or local processes.
+        spark: The active SparkSession; None if there is none.
+        logger: Of this class's name.
+        ssl_conf: ``_ssl_conf``.
 
     Raises:
-        InvalidJobError: a value is wrong.
+        InvalidJobError: a value is wrong (a ValueError).
+        EngineError: no GPU, no SparkSession, or a conf that gives tasks no GPUs (a RuntimeError).
 
     Example:
         >>> from rankzero import TorchDistributor
@@ -34,53 +52,162 @@ class TorchDistributor:
         0.5
     """
 
+    _TORCH_SSL_CONF = "pytorch.spark.distributor.ignoreSsl"
+
     def __init__(
         self,
         num_processes: int = 1,
         local_mode: bool = True,
         use_gpu: bool = True,
+        _ssl_conf: str = _TORCH_SSL_CONF,
         *,
         num_workers: int | None = None,
+        backend: str | None = "auto",
     ) -> None:
         if num_workers is not None:
             warnings.warn("num_workers is called num_processes", DeprecationWarning, stacklevel=2)
             num_processes = num_workers
-        if type(local_mode) is not bool:
-            raise InvalidJobError(f"local_mode is {local_mode!r}; it must be True or False")
-        self.num_processes = num_processes
-        self.local_mode = local_mode
-        self.use_gpu = use_gpu
-        self._launcher = Launcher(num_processes, use_gpu=use_gpu)
+        self.logger = logging.getLogger(type(self).__name__)
+        self.num_processes = _count(num_processes)
+        self.local_mode = _flag("local_mode", local_mode)
+        self.use_gpu = _flag("use_gpu", use_gpu)
+        self.ssl_conf = _ssl_conf
+        self.spark = _active_session()
+        if self.spark is None and not self.local_mode:
+            raise EngineError(
+                "local_mode=False needs an active SparkSession: create one with SparkSession.builder, "
+                "or use Launcher(engine=SparkEngine(master=...))"
+            )
+        self.num_tasks = self._get_num_tasks()
+        self._launcher = Launcher(self.num_processes, use_gpu=self.use_gpu, backend=backend)
+
+    @property
+    def input_params(self) -> dict[str, Any]:
+        """What was asked for: ``num_processes``, ``local_mode``, ``use_gpu``, ``num_tasks``."""
+        return {name: getattr(self, name) for name in ("num_processes", "local_mode", "use_gpu", "num_tasks")}
+
+    def _get_num_tasks(self) -> int:
+        if not self.use_gpu:
+            return self.num_processes
+        if self.local_mode:
+            available = len(_driver_gpus(self.spark))
+            if not available:
+                raise InsufficientSlotsError(
+                    f"GPUs were unable to be found on the driver: use_gpu=True needs {self.num_processes} GPUs, one "
+                    "for each rank. Set use_gpu=False to train on the CPU",
+                    needed=self.num_processes,
+                    available=0,
+                )
+            if self.num_processes > available:
+                self.logger.warning(
+                    "num_processes=%s is more than the GPUs on the driver, so it is %s", self.num_processes, available
+                )
+                self.num_processes = available
+            return self.num_processes
+        amount = self.spark.conf.get(TASK_GPUS, None)
+        if amount is None or amount == "0":
+            raise EngineError(f"{TASK_GPUS!r} was unset, so gpu usage is unavailable: set it when the session is made")
+        from rankzero.engines.spark.conf import whole_gpus
+
+        per_task = whole_gpus(amount)
+        if self.num_processes % per_task:
+            raise EngineError(
+                f"num_processes={self.num_processes} must be a multiple of {TASK_GPUS!r}, which is {per_task}"
+            )
+        return self.num_processes // per_task
+
+    def _check_encryption(self) -> None:
+        """Refuses a cluster that asks for encryption. Raises EngineError."""
+        if not (self.spark and _is_true(self.spark.conf.get("spark.ssl.enabled", "false"))):
+            return
+        exposed = "arguments, gradients and results cross the network without encryption"
+        if not _is_true(self.spark.conf.get(self.ssl_conf, "false")):
+            raise EngineError(
+                f"the cluster has TLS encryption enabled (spark.ssl.enabled), but {exposed}: "
+                f"set {self.ssl_conf!r} to 'true' in the Spark configuration to train all the same"
+            )
+        self.logger.warning("the cluster has TLS encryption enabled, but %s, as %s allows", exposed, self.ssl_conf)
 
     @overload
-    def run(self, train_object: Callable[..., R], /, *args: Any, **kwargs: Any) -> R: ...
+    def run(self, train_object: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
     @overload
-    def run(self, train_object: str | os.PathLike[str], /, *args: Any, **kwargs: Any) -> Any: ...
-    def run(self, train_object: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, train_object: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, train_object: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a function or a script and returns rank 0's value.
 
+        Args:
+            train_object: A function, or the path of a script.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
+
         Raises:
-            EngineError: ``local_mode=False`` without an active SparkSession.
+            EngineError: the cluster asks for encryption.
             RankZeroError: see `Launcher.run`.
         """
-        launcher = self._launcher
+        if kwargs and not callable(train_object):
+            raise InvalidJobError(
+                "Running pytorch file does not support key-word type arguments: give the script's command line as "
+                "positional arguments"
+            )
+        launcher, where = self._launcher, "local"
         if not self.local_mode:
-            from rankzero.engines.spark.engine import SparkEngine, gpus_per_task
+            from rankzero.engines.spark.engine import SparkEngine
 
-            session = _active_session()
-            most = gpus_per_task(session) if self.use_gpu else 1
-            per_task = max(count for count in range(1, most + 1) if self.num_processes % count == 0)
-            launcher = launcher.options(engine=SparkEngine(session=session), processes_per_task=per_task)
-        return launcher.run(train_object, *args, **kwargs)
+            self._check_encryption()
+            where = "distributed"
+            per_task = self.num_processes // self.num_tasks
+            launcher = launcher.options(engine=SparkEngine(session=self.spark), processes_per_task=per_task)
+        self.logger.info("Started %s training with %s processes", where, self.num_processes)
+        value = self._launch(launcher, train_object, args, kwargs)
+        self.logger.info("Finished %s training with %s processes", where, self.num_processes)
+        return value
+
+    def _launch(self, launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return launcher.run(train, *args, **kwargs)
+
+
+def _count(value: Any) -> int:
+    """A number of processes, numpy's too. Raises InvalidJobError."""
+    try:
+        count = value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = value
+    jobs.check_counts(count, 1)
+    return int(count)
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A flag, also as numpy's or as 0 and 1. Raises InvalidJobError."""
+    if isinstance(value, (str, type(None))) or value not in (True, False):
+        raise InvalidJobError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
+def _is_true(value: str) -> bool:
+    return value.strip().lower() == "true"
+
+
+def _driver_gpus(session: Any) -> list[str]:
+    """The GPUs of this machine: those that Spark's driver was given, else those that the system lists."""
+    context = getattr(session, "_sc", None)
+    resource = context.resources.get("gpu") if context is not None else None
+    if resource is not None:
+        return list(resource.addresses)
+    from rankzero.engines.gpus import local_gpus
+
+    return local_gpus()
 
 
 def _active_session() -> Any:
+    """The SparkSession of this thread or process; None if there is none, or no pyspark."""
+    import sys
+
+    if "pyspark" not in sys.modules:
+        return None
+    from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise EngineError(
-            "local_mode=False needs an active SparkSession: create one with SparkSession.builder, "
-            "or use Launcher(engine=SparkEngine(master=...))"
-        )
-    return session
+    try:
+        return SparkSession.active()
+    except PySparkException:
+        return None

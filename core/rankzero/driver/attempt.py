@@ -27,6 +27,7 @@ from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeou
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
+from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,9 @@ class Attempt:
         self._start_deadline = start_deadline
         self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
-        self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-") if self._run.is_remote else None
+        self._scratch = None
+        if self._run.is_remote:
+            self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
         config = CheckpointConfig(**self._job.checkpoints)
         self._committer = Committer(
             self._run,

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import queue
+import select
 import signal
 import sys
 import threading
@@ -36,7 +37,7 @@ from rankzero.errors import (
     WorkerFailedError,
 )
 from rankzero.host import descendants
-from rankzero.host.processes import allow_open_files
+from rankzero.host.processes import allow_open_files, is_gone, pidfd_of
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 
@@ -302,13 +303,25 @@ class DriverThread(threading.Thread):
         self._ended.wait(timeout)
 
 
-def _watch_owner(fd: int, inbox: Inbox) -> None:
-    """Cancels the run when the process at the other end of the pipe has exited, in whatever way."""
+OWNER_INTERVAL = 1.0
+"""Seconds between two looks at an owner that cannot be watched."""
+
+
+def _watch_owner(fd: int, owner: dict[str, Any] | None, inbox: Inbox) -> None:
+    """Cancels the run when the process at the other end of the pipe wants that, or has exited, in whatever way.
+
+    Args:
+        fd: The pipe. A child that the owner has forked may hold its other end, too, and for longer.
+        owner: The process, as `this_process` describes it.
+        inbox: The driver's.
+    """
+    watched = None if owner is None else pidfd_of(owner)
 
     def watch() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(fd, 1):
-                pass
+        sources = [fd] if watched is None else [fd, watched]
+        while not select.select(sources, [], [], OWNER_INTERVAL if watched is None else None)[0]:
+            if owner and is_gone(owner):
+                break
         inbox.interrupt("the process that called run() has exited")
 
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
@@ -319,12 +332,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--owner", type=int, help="file descriptor of a pipe; its end cancels the run")
+    parser.add_argument("--owner", type=int, help="file descriptor of a pipe; what comes there cancels the run")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from rankzero.engines.specs import engine_from_spec
 
     run = RunDirectory(arguments.run_directory)
+    if run.job().submission < arguments.submission:
+        # See `StatusWriter`.
+        run.restore(arguments.submission)
     job = run.job()
     if job.submission != arguments.submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
@@ -337,7 +353,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     if arguments.owner is not None:
-        _watch_owner(arguments.owner, driver.inbox)
+        _watch_owner(arguments.owner, job.owner, driver.inbox)
     code = 1
     try:
         driver.run()

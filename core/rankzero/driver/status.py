@@ -111,6 +111,11 @@ class StatusWriter:
     def _check_superseded(self) -> None:
         """A driver that was held up for so long that others declared it dead must not write over its heir."""
         try:
-            self.superseded = self._run.job().submission != self.status.submission
+            current = self._run.job().submission
         except RunNotFoundError:
             self.superseded = True
+            return
+        self.superseded = current > self.status.submission
+        if current < self.status.submission:
+            # A submitter that was held up for so long has not yet seen that it was too late.
+            self._run.restore(self.status.submission)

@@ -57,6 +57,24 @@ def is_gone(process: dict[str, Any]) -> bool:
     return process["namespace"] == process_namespace() and process_state(process["pid"], process["start"]) is None
 
 
+def pidfd_of(process: dict[str, Any]) -> int | None:
+    """A descriptor that can be read when a process that `this_process` described has ended; None if it has, or cannot.
+
+    Where there is none (no Linux, another process namespace), ask `is_gone`.
+    """
+    if process["namespace"] != process_namespace() or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        descriptor = os.pidfd_open(process["pid"])
+    except OSError:
+        return None
+    if is_gone(process):
+        # Another process has its id by now.
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def process_start(pid: int) -> str | None:
     """When a process started, in clock ticks since the boot (Linux): tells it from a later one of the same id."""
     with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
 """The run directory, which is the truth about a run: what lies where, and how it is read and written.
 
-    job.json      what was asked for; a directory without it is no run yet
+    job.json      what the current submission asked for; a directory without it is no run yet
     status.json   state, heartbeat, error, result: replaced atomically by the driver
     submissions/  0, 1, ...: what one submission gave
         claim         whose submission this is: made once, so that a run id submitted twice starts once
         payload.pkl   function or script and arguments
+        job.json      what it asked for
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
         cancel        a request to end this submission
@@ -181,8 +182,18 @@ class RunDirectory:
         store.remove(self.path("lease"))
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
-        store.write_bytes(self.path("job.json"), job.to_json(), durable=True)
+        store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())
+        self.restore(job.submission)
         store.sync_directory(os.path.dirname(self.directory))
+
+    def restore(self, submission: int) -> None:
+        """Makes this the current submission (again): one that was held up may have written over a later one.
+
+        Raises:
+            FileNotFoundError: it was never written.
+        """
+        data = store.read_bytes(self.submission_path(submission, "job.json"))
+        store.write_bytes(self.path("job.json"), data, durable=True)
 
     def job(self) -> Job:
         """What was asked for. Raises RunNotFoundError."""

@@ -197,7 +197,14 @@ class RunHandle(Generic[R]):
             return None if state in STOPPED else state is not None
         return None
 
+    @staticmethod
+    def _sees_driver(status: RunStatus) -> bool:
+        """True if the driver's process is one of this machine, and there."""
+        is_here = status.driver_pid is not None and status.driver_namespace == process_namespace()
+        return is_here and process_state(cast(int, status.driver_pid), status.driver_start) is not None
+
     def _driver_died(self, status: RunStatus) -> bool:
+        is_first = not self._heartbeat_seen
         if status.heartbeat != self._heartbeat:
             self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
         unchanged = time.monotonic() - max(self._heartbeat_seen, self._blind_until)
@@ -205,7 +212,10 @@ class RunHandle(Generic[R]):
         if lives is not None:
             # A slow disk may delay the heartbeat of a driver that lives.
             return not lives
-        return driver_is_dead(status.heartbeat, time.time(), unchanged, status.interval)
+        # The clock of the wall goes on while a laptop or a VM sleeps, and a driver there does not: who has watched its
+        # heartbeat, or sees its process, does not ask that clock.
+        age = time.time() - status.heartbeat if is_first and not self._sees_driver(status) else 0.0
+        return driver_is_dead(age, unchanged, status.interval)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, however it ends.
@@ -350,8 +360,11 @@ class RunHandle(Generic[R]):
 
     @functools.cached_property
     def _bound(self) -> int:
-        """The submission that this handle was made for."""
-        return self._run.job().submission
+        """The submission that this handle was made for: of one that is being written there is a status first."""
+        bound = self._run.job().submission
+        with contextlib.suppress(RunNotFoundError):
+            bound = max(bound, self._run.status().submission)
+        return bound
 
     def _wake_driver(self, status: RunStatus) -> None:
         """Notifies a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""

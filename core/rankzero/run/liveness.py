@@ -10,13 +10,12 @@ def dead_after(interval: float) -> float:
     return max(DRIVER_DEAD_AFTER, 3 * interval)
 
 
-def driver_is_dead(heartbeat: float, now: float, unchanged: float, interval: float) -> bool:
+def driver_is_dead(age: float, unchanged: float, interval: float) -> bool:
     """True if a driver on another host has stopped.
 
     Args:
-        heartbeat: Unix time of the last heartbeat, by the driver's clock.
-        now: Unix time by the reader's clock, which may differ by `CLOCK_SKEW`.
+        age: Seconds since the last heartbeat, by the clocks of two hosts, which may differ by `CLOCK_SKEW`.
         unchanged: Seconds for which the reader has seen this very heartbeat.
         interval: Seconds between two heartbeats, as the driver says.
     """
-    return unchanged > dead_after(interval) or now - heartbeat > dead_after(interval) + CLOCK_SKEW
+    return unchanged > dead_after(interval) or age > dead_after(interval) + CLOCK_SKEW

@@ -48,7 +48,7 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
     if owner is not None:
         command += ["--owner", str(owner)]
     # A file without a name: nothing of it is left, whoever dies when, and unlike a pipe it holds nobody up.
-    with _open_driver_log(run) as log, tempfile.TemporaryFile() as private_file:
+    with _open_driver_log(run) as log, _open_private() as private_file:
         private_file.write(json.dumps(private).encode())
         private_file.seek(0)
         driver = DriverProcess(
@@ -62,6 +62,13 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
     with _drivers_lock:
         _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
     return driver
+
+
+def _open_private() -> IO[bytes]:
+    """In memory where the system can, which needs no directory that can be written."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("rankzero-private"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _open_driver_log(run: RunDirectory) -> IO[bytes]:

@@ -61,9 +61,9 @@ def open_durable(
     handle: RunHandle[Any] | None = None
     # Its own run, once there is one: by its name alone it may be a later submission by now.
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
-        identity = request.identity or identity_of(
-            train, args, kwargs, request.template.world_size, request.code_version
-        )
+        identity = request.identity
+        if identity is None:
+            identity = identity_of(train, args, kwargs, request.template.world_size, request.code_version)
         request = replace(request, identity=identity)
         before = submission.find(run)
         if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):

@@ -10,7 +10,6 @@ import enum
 import hashlib
 import logging
 import marshal
-import os
 import pickle
 import sys
 import types
@@ -19,9 +18,11 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.submit.modules import imports_of_code, is_user_module_name
-from rankzero.submit.payload import TrainingPickler, resolve_training, search_path
+from rankzero.submit.imports import imports_of_code
+from rankzero.submit.modules import is_user_module_name
+from rankzero.submit.payload import TrainingPickler
 from rankzero.submit.sources import digest_of_modules, digest_of_script
+from rankzero.submit.training import Command, Module, Script, resolve, search_path
 from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
@@ -56,7 +57,7 @@ def identity_of(
     Raises:
         InvalidJobError: ``train`` names no script or function.
     """
-    resolved = resolve_training(train)
+    resolved = resolve(train)
     try:
         code = _code_of(resolved) if code_version is None else ("version", code_version)
         arguments, modules = _digest((args, kwargs))
@@ -74,10 +75,17 @@ def identity_of(
 
 
 def _code_of(train: Any) -> tuple[str, ...]:
-    if isinstance(train, str):
-        digest, imported = digest_of_script(train)
-        with search_path(os.path.dirname(train)):
+    if isinstance(train, Script):
+        digest, imported = digest_of_script(train.path)
+        with search_path(train.directory):
             return "script", digest, digest_of_modules(imported)
+    if isinstance(train, Module):
+        with search_path(train.directory):
+            return "module", train.name, digest_of_modules(train.imports())
+    if isinstance(train, Command):
+        # By content, wherever they lie.
+        files = {position: digest_of_bytes([file["data"]]) for position, file in train.files().items()}
+        return "command", *(files.get(position, word) for position, word in enumerate(train.line))
     digest, modules = _digest(train)
     return "function", digest, digest_of_modules(modules)
 

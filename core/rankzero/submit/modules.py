@@ -1,4 +1,4 @@
-"""The user's own modules: which they are, which can travel as source, and the zip they travel in.
+"""The user's own modules: which they are, where they lie, and which can travel as source.
 
 A module is the user's if no package installer put it where it is. It travels as source if it can
 be found by its name and imports without an orchestrator, which executors do not have.
@@ -8,61 +8,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dis
 import functools
-import gc
-import io
 import itertools
-import logging
 import os
-import re
 import site
 import sys
 import sysconfig
-import threading
 import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from rankzero.errors import InvalidJobError
-
-logger = logging.getLogger(__name__)
-
-MODULES_LIMIT = 64 << 20
-"""Bytes of user modules that travel with a job."""
+from rankzero.submit.imports import names_of_import, parse
 
 _OUR_PACKAGES = frozenset({"rankzero", "airflow_rankzero", "dagster_rankzero"})
 _ORCHESTRATORS = frozenset({"airflow", "dagster", "airflow_rankzero", "dagster_rankzero"})
 # Found beside the user's modules in some layouts ($SPARK_HOME/python), and never the user's.
 _NEVER_SHIPPED = _OUR_PACKAGES | {"pyspark", "py4j", "torch", "numpy", "cloudpickle", "__main__"}
-_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
-
-_SECRETS = re.compile(
-    r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
-    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kubeconfig",
-    re.IGNORECASE,
-)
-"""Names of data files that hold keys or passwords. Sources travel whatever they are called: they are imported."""
-
-
-_PARSING = threading.Lock()
-
-
-def parse(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
-    """Parses without being interrupted: CPython 3.11 and 3.12 have one count of the depth for all who parse.
-
-    Who interrupts is a collection of garbage, whose finalizers may print a traceback, which parses, or let another
-    thread go on.
-    """
-    with _PARSING:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return ast.parse(source, filename)
-        finally:
-            if collects:
-                gc.enable()
 
 
 def _installed_roots() -> tuple[str, ...]:
@@ -100,7 +60,15 @@ def is_user_module(module: types.ModuleType) -> bool:
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return False
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and _is_user_file(file)
+    return is_made_by_hand(root) if file is None else isinstance(file, str) and _is_user_file(file)
+
+
+def is_made_by_hand(name: str) -> bool:
+    """True for a loaded top-level module that is no file's: somebody has put it into ``sys.modules``."""
+    module = sys.modules.get(name)
+    if not isinstance(module, types.ModuleType) or name in _NEVER_SHIPPED or name in sys.stdlib_module_names:
+        return False
+    return not any(getattr(module, fact, None) for fact in ("__spec__", "__file__", "__path__", "__loader__"))
 
 
 def is_user_module_name(name: str) -> bool:
@@ -109,22 +77,48 @@ def is_user_module_name(name: str) -> bool:
     return isinstance(module, types.ModuleType) and is_user_module(module)
 
 
-def spec_of(root: str) -> Any:
-    """The spec of a top-level user module that can be found by name, else None."""
+def spec_of(name: str) -> Any:
+    """The spec of a user module that can be found by its name, else None. Imports nothing."""
+    root, *rest = name.split(".")
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return None
-    # Not importlib.util.find_spec: that trusts sys.modules, where a DAG file may sit under a name
-    # that nobody else can import.
-    spec = None
-    for finder in sys.meta_path:
-        with contextlib.suppress(ImportError, ValueError, AttributeError):
-            spec = spec or finder.find_spec(root, None)
+    spec = _find(root, None)
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
-    if not all(place and _is_user_file(place) for place in places):
+    if not all(place and _is_user_file(place) for place in places) or _is_install_target(os.path.dirname(places[0])):
         return None
-    return None if _is_install_target(os.path.dirname(places[0])) else spec
+    for part in rest:
+        if not spec or not spec.submodule_search_locations:
+            return None
+        # An editable install may have put it elsewhere than its parent.
+        spec = _find(f"{spec.name}.{part}", list(spec.submodule_search_locations))
+    return spec
+
+
+def _find(name: str, places: list[str] | None) -> Any:
+    # Not importlib.util.find_spec: that trusts sys.modules, where a DAG file may sit under a name
+    # that nobody else can import; and it imports parents, without which a namespace package is a KeyError here.
+    spec = None
+    for finder in sys.meta_path:
+        with contextlib.suppress(ImportError, ValueError, AttributeError, KeyError):
+            spec = spec or finder.find_spec(name, places)
+    return spec
+
+
+def source_of(name: str) -> str | None:
+    """The source file of a user module, ``__init__.py`` of a package; None for anything else. Imports nothing."""
+    root, *rest = name.split(".")
+    spec = spec_of(root)
+    if spec is None:
+        return None
+    for base in spec.submodule_search_locations or []:
+        place = os.path.join(base, *rest)
+        for path in (os.path.join(place, "__init__.py"), f"{place}.py"):
+            if os.path.isfile(path):
+                return path
+    origin = getattr(spec_of(name), "origin", None)
+    return origin if isinstance(origin, str) and origin.endswith(".py") and os.path.isfile(origin) else None
 
 
 def travels_as_source(name: str) -> bool:
@@ -174,7 +168,7 @@ def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
-            found |= _names_of_import(package, node.level, node.module or "", names)
+            found |= names_of_import(package, node.level, node.module or "", names)
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not _is_type_checking(node):
             waiting += ast.iter_child_nodes(node)
     return found
@@ -182,137 +176,3 @@ def _top_level_imports(file: str, _modified: float, package: str) -> set[str]:
 
 def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-@functools.lru_cache(maxsize=1024)
-def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]:
-    """Absolute names that code and the functions nested in it import when they run, and those that may be modules."""
-    found: set[str] = set()
-    constants: tuple[Any, Any] = (None, None)
-    for instruction in dis.get_instructions(code):
-        # The compiler pushes the level (0 for absolute imports), then the names, then imports.
-        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            constants = (constants[1], instruction.argval)
-        elif instruction.opname == "IMPORT_NAME":
-            level = constants[0] if isinstance(constants[0], int) else 0
-            names = constants[1] if isinstance(constants[1], tuple) else ()
-            found |= _names_of_import(package or "", level, instruction.argval, names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= imports_of_code(constant, package)
-    return frozenset(found)
-
-
-def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
-    """Absolute names that a source imports anywhere in it, and those that may be modules.
-
-    Args:
-        tree: The source.
-        package: Against which relative imports are resolved; without it they are left out.
-    """
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-            found |= _names_of_import(package, node.level, node.module or "", names)
-    return found
-
-
-def _names_of_import(package: str, level: int, module: str, names: Iterable[str]) -> set[str]:
-    """The module of ``from module import names``, and the names, each of which may be a module of its own."""
-    if level:
-        if not package:
-            return set()
-        base = package.rsplit(".", level - 1)[0] if level > 1 else package
-        module = f"{base}.{module}" if module else base
-    return {module, *(f"{module}.{name}" for name in names if name != "*")}
-
-
-@functools.lru_cache(maxsize=4096)
-def _imports_of_file(path: str, _size: int, _modified: int) -> set[str]:
-    """Raises OSError, which is not kept: the file may be readable the next time."""
-    with open(path, "rb") as source:
-        try:
-            return imports_of_tree(parse(source.read()))
-        except (SyntaxError, ValueError):
-            return set()
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """User modules that travel with a job.
-
-    Attributes:
-        data: A zip of their sources, and of what else lies in a package of theirs.
-        listing: For people: a line for each file with its size, and for each that was left out.
-    """
-
-    data: bytes
-    listing: str
-
-
-def zip_modules(names: Iterable[str]) -> Shipped | None:
-    """The user modules among ``names``, and those that they import in turn; None if there are none.
-
-    Hidden files and folders (``.env``, ``.ssh``), and what is named like a key or a password, stay here.
-    """
-    waiting = {name.partition(".")[0] for name in names}
-    seen: set[str] = set()
-    files: dict[str, str] = {}
-    left_out: list[str] = []
-    while waiting - seen:
-        root = (waiting - seen).pop()
-        seen.add(root)
-        spec = spec_of(root)
-        if spec is None:
-            continue
-        for archive_name, path in _files_of(root, spec):
-            if _is_private(os.path.basename(path)):
-                left_out.append(archive_name)
-                continue
-            files[archive_name] = path
-            if path.endswith(".py"):
-                with contextlib.suppress(OSError):
-                    state = os.stat(path)
-                    imported = _imports_of_file(path, state.st_size, state.st_mtime_ns)
-                    waiting |= {name.partition(".")[0] for name in imported}
-    if not files:
-        return None
-    if named := [name for name in left_out if not os.path.basename(name).startswith(".")]:
-        logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
-    sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
-    total = sum(sizes.values())
-    if total > MODULES_LIMIT:
-        raise InvalidJobError(
-            f"the user modules {', '.join(sorted(seen))} hold {total >> 20} MiB, over the limit of "
-            f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
-        )
-    import zipfile
-
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
-        for archive_name, path in sorted(files.items()):
-            archive.write(path, archive_name)
-    lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
-    lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
-    return Shipped(buffer.getvalue(), "\n".join(lines) + "\n")
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
-
-
-def _files_of(root: str, spec: Any) -> Iterator[tuple[str, str]]:
-    if not spec.submodule_search_locations:
-        yield os.path.basename(spec.origin), spec.origin
-        return
-    for base in spec.submodule_search_locations:
-        for directory, children, names in os.walk(base):
-            children[:] = [name for name in children if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES]
-            # A folder without __init__.py may be anything that happens to have the name.
-            for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
-                path = os.path.join(directory, name)
-                if os.path.isfile(path):
-                    yield os.path.join(root, os.path.relpath(path, base)), path

@@ -55,6 +55,7 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
 def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a process of its own, which ends its run when this process, or the block, does."""
     theirs, ours = os.pipe()
+    owner = os.getpid()
     handle: RunHandle[Any] | None = None
     try:
         try:
@@ -63,7 +64,11 @@ def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float)
             os.close(theirs)
         yield handle
     finally:
-        # After an interrupt this is what ends the run, at once, wherever its directory lies.
+        # After an interrupt this is what ends the run, at once, wherever its directory lies. Not its end of file alone,
+        # for which every child would have to end that was forked meanwhile.
+        with contextlib.suppress(OSError):
+            if os.getpid() == owner:
+                os.write(ours, b"\n")
         os.close(ours)
         if handle:
             handle.wait(patience)

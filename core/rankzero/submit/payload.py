@@ -16,27 +16,21 @@ import importlib
 import inspect
 import io
 import itertools
-import os
 import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.modules import (
-    Shipped,
-    imports_of_code,
-    imports_of_tree,
-    is_user_module,
-    parse,
-    travels_as_source,
-    zip_modules,
-)
+from rankzero.submit.imports import imports_of_code
+from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_source
+from rankzero.submit.shipping import Shipped, zip_modules
+from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve, search_path
 from rankzero.values.envelope import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
 from rankzero.values.tensors import Tensors
@@ -66,26 +60,27 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
     """Makes the payload.
 
     Args:
-        train: A callable, ``"path/to/script.py"``, a path object, or ``"package.module:function"``.
+        train: As for `rankzero.submit.training.resolve`.
         args: Positional arguments. `ResultRef` in them, also nested, are opened in the workers.
-        kwargs: Keyword arguments; a script takes none.
+        kwargs: Keyword arguments; only a function takes some.
         restart_on: Of `Launcher`; a rank that fails loads it.
 
     Raises:
-        InvalidJobError: ``train`` is none of these, the arguments do not fit its signature,
+        InvalidJobError: ``train`` is nothing that can be run, the arguments do not fit its signature,
             or something cannot be pickled; the message names it.
     """
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs)], refs.append)
-    function = resolve_training(train)
+    training = resolve(train)
     extra, needed = _pickle_restart_on(restart_on)
-    if isinstance(function, str):
-        return _build_script(function, args, kwargs, refs, extra, needed)
-    _check_callable(function, args, kwargs)
-    assert callable(function)
-    parts = {"kind": "function", "name": _name_of(function), "function": function, "args": args, "kwargs": kwargs}
-    data, modules = _pickle(parts | extra, lambda: _find_culprit(function, args, kwargs), needed)
-    return Payload(_name_of(function), data, modules, refs)
+    if isinstance(training, (Script, Module, Command)):
+        payload = _build_program(training, args, kwargs, extra, needed)
+        return replace(payload, refs=refs)
+    check_callable(training, args, kwargs)
+    name = name_of(training)
+    parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
+    data, modules = _pickle(parts | extra, lambda: _find_culprit(training, args, kwargs), needed)
+    return Payload(name, data, modules, refs)
 
 
 def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
@@ -101,90 +96,24 @@ def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
     return {"restart_on": buffer.getvalue()}, pickler.needed
 
 
-def resolve_training(train: object) -> Any:
-    """What is run: the absolute path of a script, else the object that shall be called.
-
-    Raises:
-        InvalidJobError: there is no such script, module or function.
-    """
-    if isinstance(train, os.PathLike) or (isinstance(train, str) and not is_module_reference(train)):
-        path = os.fspath(train)
-        absolute = os.path.abspath(os.path.expanduser(path))
-        if os.path.isdir(absolute):
-            raise InvalidJobError(f"train={path!r} is a directory; give the script in it")
-        if not os.path.isfile(absolute):
-            raise InvalidJobError(f"train={path!r}: there is no such script (looked at {absolute})")
-        return absolute
-    return _resolve(train) if isinstance(train, str) else train
-
-
-def is_module_reference(text: str) -> bool:
-    """True for ``"package.module:function"``, False for the path of a script."""
-    return ":" in text and os.sep not in text and not text.endswith(".py")
-
-
-def _resolve(reference: str) -> object:
-    module_name, _, attribute = reference.partition(":")
-    try:
-        found: object = importlib.import_module(module_name)
-    except Exception as error:
-        raise InvalidJobError(f"train={reference!r}: module {module_name!r} cannot be imported: {error}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise InvalidJobError(f"train={reference!r}: module {module_name!r} has no function {attribute!r}")
-        found = getattr(found, part)
-    return found
-
-
-def _check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not callable(function):
-        raise InvalidJobError(
-            f"train is {function!r}; give a function, 'path/to/script.py' or 'package.module:function'"
-        )
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        kind = "an async" if inspect.iscoroutinefunction(function) else "a generator"
-        raise InvalidJobError(f"train={_name_of(function)} is {kind} function; ranks call plain functions")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InvalidJobError(f"the arguments do not fit {_name_of(function)}{signature}: {error}") from None
-
-
-def _name_of(function: object) -> str:
-    inner = getattr(function, "func", function)
-    name = getattr(inner, "__name__", type(inner).__name__)
-    return "lambda" if name == "<lambda>" else str(name)
-
-
-def _build_script(
-    absolute: str,
+def _build_program(
+    program: Script | Module | Command,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    refs: list[ResultRef],
     extra: dict[str, bytes],
     needed: set[str],
 ) -> Payload:
+    """The payload of what takes a command line."""
     if kwargs:
         raise InvalidJobError(
-            f"a script takes positional arguments only, not {', '.join(sorted(kwargs))}: "
+            f"a {type(program).__name__.lower()} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
             f"write '--{next(iter(kwargs))}', value"
         )
-    with open(absolute, "rb") as file:
-        source = file.read()
-    try:
-        tree = parse(source, absolute)
-    except (SyntaxError, ValueError) as error:
-        raise InvalidJobError(f"train={absolute!r} is not Python: {error}") from None
-    shipped = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    parts = {"kind": "script", "path": absolute, "source": source, "args": shipped, **extra}
-    data = pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), [])
-    with search_path(os.path.dirname(absolute)):
-        modules = zip_modules(imports_of_tree(tree) | needed)
-    return Payload(os.path.basename(absolute), data, modules, refs)
+    line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
+    with search_path(program.directory):
+        modules = zip_modules(program.imports() | needed)
+    parts = {**program.parts(), "args": (*program.line, *line), **extra}
+    return Payload(program.name, pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), []), modules)
 
 
 def _pickle(
@@ -213,7 +142,7 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             TrainingPickler(io.BytesIO()).dump(value)
         except Exception:
             return f"argument {name!r} (a {type(value).__name__})"
-    return f"train={_name_of(function)}, or something it refers to,"
+    return f"train={name_of(function)}, or something it refers to,"
 
 
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -264,13 +193,27 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.needed.add(obj.__name__)
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
-            self.needed |= imports_of_code(obj.__code__, obj.__globals__.get("__package__"))
+            self._note_imports(obj)
         module = getattr(obj, "__module__", None)
         if module is None and isinstance(obj, (type, types.FunctionType)):
             module = cloudpickle.cloudpickle._whichmodule(obj, obj.__qualname__)
         if isinstance(module, str) and self.travels(module) and _is_global(obj, module):
             self.needed.add(module)
         return super().reducer_override(obj)
+
+    def _note_imports(self, function: types.FunctionType) -> None:
+        if hasattr(function, "_torchdynamo_orig_callable") and not _is_global(function, function.__module__):
+            raise pickle.PicklingError(
+                f"{function.__qualname__} was compiled by torch.compile, and what that made belongs to this process: "
+                "call torch.compile inside of the training function"
+            )
+        imported = imports_of_code(function.__code__, function.__globals__.get("__package__"))
+        if by_hand := sorted(filter(is_made_by_hand, imported)):
+            raise pickle.PicklingError(
+                f"{function.__qualname__} imports {by_hand[0]}, a module that was made by hand and has no file: import "
+                "it outside of the function, from where it travels by value, or make it a file"
+            )
+        self.needed |= imported
 
 
 def _is_global(obj: Any, module: str) -> bool:
@@ -279,14 +222,3 @@ def _is_global(obj: Any, module: str) -> bool:
     for part in str(getattr(obj, "__qualname__", "")).split("."):
         found = getattr(found, part, None)
     return found is obj
-
-
-@contextlib.contextmanager
-def search_path(directory: str) -> Iterator[None]:
-    """In the block, modules beside a script are found first, as Python itself does."""
-    sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(directory)

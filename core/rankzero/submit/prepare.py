@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ class Request:
         template: The job, without what depends on function and arguments; an empty ``run_id`` becomes a random one.
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
-        identity: Of the training, where it is known already.
+        identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
     """
 
@@ -40,7 +41,7 @@ class Request:
     template: Job
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
-    identity: str = ""
+    identity: str | None = None
     restart_on: object = ()
 
     @property
@@ -71,6 +72,7 @@ def prepare(
     Raises:
         InvalidJobError: refused before anything started.
     """
+    _refuse_in_spawned_child()
     engine = request.engine
     if detached and not engine.can_detach:
         raise InvalidJobError(
@@ -78,9 +80,13 @@ def prepare(
             "give SparkEngine(master=...) to submit(), or use run()"
         )
     parts = payload.build(train, args, kwargs, request.restart_on)
+    if isinstance(train, (list, tuple)) and request.template.hang_timeout:
+        raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity or identity_of(train, args, kwargs, request.template.world_size, request.code_version)
+    identity = request.identity
+    if identity is None:
+        identity = identity_of(train, args, kwargs, request.template.world_size, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}
@@ -111,6 +117,16 @@ def prepare(
         )
 
     return run, submission.submit(run, identity, make_job, files | listings)
+
+
+def _refuse_in_spawned_child() -> None:
+    """A process that multiprocessing spawns runs the main script again, for its classes."""
+    # What multiprocessing itself goes by to refuse new processes there.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InvalidJobError(
+            "a process that multiprocessing spawned (of a DataLoader, perhaps) runs this script again, and with it the "
+            "launcher: put the call below `if __name__ == '__main__':`"
+        )
 
 
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:

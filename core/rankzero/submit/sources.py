@@ -8,9 +8,10 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from rankzero.submit.modules import imports_of_tree, parse, spec_of
+from rankzero.submit.imports import imports_of_tree, parse
+from rankzero.submit.modules import source_of, spec_of
 
 
 def digest_of_modules(names: Iterable[str]) -> str:
@@ -24,12 +25,14 @@ def digest_of_modules(names: Iterable[str]) -> str:
     digests: dict[str, str] = {}
     while waiting:
         name = waiting.pop()
+        if name.endswith(".*"):
+            waiting |= set(_below(name[:-2])) - seen
         # Importing a.b.c imports a and a.b first.
         for part in itertools.accumulate(name.split("."), "{}.{}".format):
             if part in seen:
                 continue
             seen.add(part)
-            if path := _path_of(part):
+            if path := source_of(part):
                 with contextlib.suppress(OSError):
                     state = os.stat(path)
                     is_package = os.path.basename(path) == "__init__.py"
@@ -45,20 +48,13 @@ def digest_of_script(path: str) -> tuple[str, frozenset[str]]:
     return _read(path, state.st_size, state.st_mtime_ns, "")
 
 
-def _path_of(name: str) -> str | None:
-    """The source file of a user module; None for anything else."""
-    root, *rest = name.split(".")
-    spec = spec_of(root)
-    if spec is None:
-        return None
-    if not spec.submodule_search_locations:
-        return None if rest else spec.origin
-    for base in spec.submodule_search_locations:
-        place = os.path.join(base, *rest)
-        for path in (os.path.join(place, "__init__.py"), f"{place}.py"):
-            if os.path.isfile(path):
-                return path
-    return None
+def _below(package: str) -> Iterator[str]:
+    """The names of all modules in the folders of a user's package."""
+    for base in getattr(spec_of(package), "submodule_search_locations", None) or []:
+        for directory, _, names in os.walk(base):
+            parts = os.path.relpath(directory, base).split(os.sep)
+            parents = [package, *(part for part in parts if part != os.curdir)]
+            yield from (".".join([*parents, name[:-3]]) for name in names if name.endswith(".py"))
 
 
 @functools.lru_cache(maxsize=4096)

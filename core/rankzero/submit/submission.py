@@ -7,6 +7,7 @@ counts as one whose driver died, and the next submission continues it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -136,7 +137,7 @@ def submit(
         EngineError: the run was cancelled and does not end.
     """
     try:
-        number, tick = 0, threading.Event()
+        number = 0
         while True:
             existing = look(run, identity)
             if existing and existing.ending:
@@ -158,26 +159,32 @@ def submit(
             if run.claim(number):
                 run.write_files(number, files)
                 if run.newest_claim() == number:
-                    break
+                    first_attempt = fresh_since = 0
+                    if existing:
+                        first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
+                        fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
+                    run.write_submission(make_job(number, first_attempt, fresh_since))
+                newest = run.newest_claim()
+                if newest == number:
+                    return True
                 # This took so long that another submitter thought us dead: it is its run now.
+                number = newest
+                with contextlib.suppress(FileNotFoundError):
+                    run.restore(newest)
+            if not _await_submission(run, number):
                 number += 1
-                continue
-            # Another submitter is at it, and writes job.json next, unless it died (or removed an old run).
-            deadline = time.monotonic() + CLAIM_TIMEOUT
-            while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
-                tick.wait(_LOOK)
-            if _submission_of(run) < number:
-                number += 1
-        first_attempt = fresh_since = 0
-        if existing:
-            first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
-            fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
-        run.write_submission(make_job(number, first_attempt, fresh_since))
-        return True
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, InvalidJobError):
             raise
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+
+
+def _await_submission(run: RunDirectory, number: int) -> bool:
+    """Waits for another submitter, who writes ``job.json`` next, unless it died (or removed an old run): then False."""
+    deadline, tick = time.monotonic() + CLAIM_TIMEOUT, threading.Event()
+    while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
+        tick.wait(_LOOK)
+    return _submission_of(run) >= number
 
 
 def await_end(run: RunDirectory, job: Job) -> None:

@@ -12,15 +12,19 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.task.start import start_fresh, start_warm
+from rankzero.task.start import start_fresh, start_time, start_warm
 
 AGENT_EXIT_TIMEOUT = 3.0
 """Seconds for an agent to end once whoever holds it lets go."""
+
+SOCKET_PATH_ROOM = 48
+"""Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
 
 _TAIL = 4096
 """Bytes of what an agent wrote that its error shows."""
@@ -36,17 +40,18 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         config: What the agent reads from its standard input, and what starting it needs.
         on_start: Gets the started process (a ``subprocess.Popen``, or a ``WarmAgent`` that is used like one).
 
-    The agent watches its standard input; when this process dies, however it dies, the agent
-    reads end of file and ends its workers.
+    The agent watches its standard input and this process; when this process dies, however it dies, the agent ends its
+    workers. Standard input alone would not do: a child that this process has forked holds its other end, too.
 
     Raises:
         RuntimeError: the agent crashed; holds the end of what it wrote.
     """
-    # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
-    log = tempfile.TemporaryFile()
     marker = secrets.token_hex(8)
-    scratch = tempfile.mkdtemp(prefix="rankzero-agent-")
-    config = {**config, "env": _with_defaults(config)}
+    scratch = tempfile.mkdtemp(prefix="rankzero-agent-", dir=scratch_root())
+    temporary = _temporary(scratch)
+    # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
+    log = tempfile.TemporaryFile(dir=scratch)
+    config = {**config, "env": _with_defaults(config), "temporary": temporary}
     # First, so that no long environment pushes the marker out of sight (see `forked`).
     own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
     env = {**own, **os.environ, **own}
@@ -58,7 +63,8 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         told = {key: value for key, value in config.items() if key != "code_zip"}
         try:
             with contextlib.suppress(BrokenPipeError):
-                agent.stdin.write(json.dumps({**told, "scratch": scratch, "code_path": code}).encode() + b"\n")
+                told |= {"scratch": scratch, "code_path": code, "holder": _this_process()}
+                agent.stdin.write(json.dumps(told).encode() + b"\n")
                 agent.stdin.flush()
             if on_start:
                 on_start(agent)
@@ -81,7 +87,53 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {text}")
     finally:
         log.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        for directory in (scratch, temporary):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def scratch_root() -> str:
+    """Where much may be written on this host: ``TMPDIR``, else Spark's local directory with most room, else ``/tmp``.
+
+    Raises:
+        RuntimeError: nowhere.
+    """
+    set_by_user = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    for_spark = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+    usable = [place for place in set_by_user if _is_writable(place)][:1]
+    if not usable:
+        spark = [place for place in for_spark if _is_writable(place)]
+        usable = sorted(spark, key=lambda place: shutil.disk_usage(place).free)[-1:]
+    try:
+        return usable[0] if usable else tempfile.gettempdir()
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"no directory on {socket.gethostname()} can be written (tried TMPDIR, SPARK_LOCAL_DIRS="
+            f"{os.environ.get('SPARK_LOCAL_DIRS', '')!r}, /tmp, /var/tmp): mount one, and name it in spark.local.dir "
+            "or TMPDIR"
+        ) from None
+
+
+def _is_writable(place: str) -> bool:
+    return os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
+
+
+def _temporary(scratch: str) -> str | None:
+    """Where ranks have their temporary files, removed with the agent; None: where they have them anyway."""
+    below = os.path.join(scratch, "tmp")
+    if len(below) <= SOCKET_PATH_ROOM:
+        os.mkdir(below)
+        return below
+    try:
+        apart = tempfile.mkdtemp(prefix="rankzero-agent-")
+    except FileNotFoundError:
+        # The path of a socket may be too long there; no other file has a place at all.
+        os.mkdir(below)
+        return below
+    if len(apart) <= SOCKET_PATH_ROOM:
+        return apart
+    os.rmdir(apart)
+    return None
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
@@ -89,6 +141,14 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
     cores = config["cores"] or os.cpu_count() or 1
     defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
+
+
+def _this_process() -> list[Any] | None:
+    """Id and start of this process; None where the kernel does not tell."""
+    try:
+        return [os.getpid(), start_time(os.getpid())]
+    except OSError:
+        return None
 
 
 def _place_code(config: dict[str, Any], scratch: str) -> str:

@@ -38,6 +38,9 @@ ORPHAN_TIMEOUT = 7.0
 SOCKET_PATH_LIMIT = 100
 """Characters that the path of a Unix socket may have."""
 
+OWNER = "RANKZERO_WARM_OWNER"
+"""Variable with the id of the process whose warm server is used, instead of one of this executor's own."""
+
 _LOCK_INTERVAL = 0.005
 _NEW = ".new"
 
@@ -124,7 +127,7 @@ def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAge
     try:
         # Kernels and sandboxes that do not have it say so now.
         os.close(os.pidfd_open(os.getpid()))
-        owner = config.get("owner") or _executor()
+        owner = int(os.environ.get(OWNER) or 0) or config.get("owner") or _executor()
         loaded = {name: value for name, value in {**env, **config["env"]}.items() if _LOAD_TIME.fullmatch(name)}
         path = _socket_path(_key(config, owner, loaded))
         request = {"env": env, "title": f"task {config['task']}", **_surroundings()}

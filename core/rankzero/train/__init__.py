@@ -1,11 +1,73 @@
-"""What a training function may call: `get_context`, `report`, `get_checkpoint`, `set_result`.
+"""What a training function may call, and a script under ``torchrun`` or plain ``python`` as well.
 
-Runs inside workers, so only the standard library and torch may be imported here. Outside of a run
-the same calls work as a world of one rank, so that a training function can be tried and tested
-without a launcher.
+Runs inside workers, so only the standard library and torch may be imported here; torch late, since a pipeline imports
+`rankzero.train` where there is none. Outside of a run the same calls work in the world that ``torchrun`` made, or in
+one of a single rank, so that a training function can be tried and tested without a launcher.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
+from rankzero.train.model import (
+    accumulate,
+    autocast,
+    clip_grad_norm,
+    full_optimizer_state_dict,
+    full_state_dict,
+    grad_scaler,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    prepare_model,
+    unwrap_model,
+)
+from rankzero.train.process_group import (
+    all_gather_object,
+    barrier,
+    broadcast_object,
+    ensure_process_group,
+    on_rank_zero,
+    rank_zero_first,
+)
+from rankzero.train.progress import progress
 
-__all__ = ["Checkpoint", "TrainContext", "get_checkpoint", "get_context", "report", "set_result"]
+if TYPE_CHECKING:
+    from rankzero.train.data_loader import PreparedDataLoader, prepare_data_loader
+
+__all__ = [
+    "Checkpoint",
+    "PreparedDataLoader",
+    "TrainContext",
+    "accumulate",
+    "all_gather_object",
+    "autocast",
+    "barrier",
+    "broadcast_object",
+    "clip_grad_norm",
+    "ensure_process_group",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "get_checkpoint",
+    "get_context",
+    "grad_scaler",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "on_rank_zero",
+    "prepare_data_loader",
+    "prepare_model",
+    "progress",
+    "rank_zero_first",
+    "report",
+    "set_result",
+    "unwrap_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("PreparedDataLoader", "prepare_data_loader"):
+        from rankzero.train import data_loader
+
+        return getattr(data_loader, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

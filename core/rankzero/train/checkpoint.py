@@ -83,7 +83,9 @@ class Checkpoint:
     @contextlib.contextmanager
     def as_directory(self, rank: int | None = None) -> Iterator[str]:
         """A temporary local copy, removed at the end of the block. Like `to_directory`."""
-        with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-") as directory:
+        # Where its agent has room.
+        scratch = os.environ.get("RANKZERO_SCRATCH")
+        with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-", dir=scratch) as directory:
             yield self.to_directory(directory, rank)
 
     @contextlib.contextmanager

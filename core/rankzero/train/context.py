@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero.values.plain import MAX_BITS
@@ -36,9 +36,10 @@ class TrainContext:
         local_world_size: Workers in this task.
         node_rank: Index of the task, in rank order.
         run_id: Name of the run.
-        attempt: Number of this try of the run, from 0.
+        attempt: Number of this attempt of the run, from 0; under ``torchrun`` its restart count.
         use_gpu: Whether this worker owns a GPU.
         backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
+        storage_path: The run directory, where this host sees it; else None.
     """
 
     rank: int = 0
@@ -50,6 +51,12 @@ class TrainContext:
     attempt: int = 0
     use_gpu: bool = False
     backend: str | None = None
+    storage_path: str | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of tasks, each with ``local_world_size`` ranks: what other frameworks call nodes."""
+        return self.world_size // self.local_world_size
 
     @property
     def device(self) -> torch.device:
@@ -83,11 +90,14 @@ def accelerator() -> str | None:
     return None if found is None else str(found.type)
 
 
+_BACKENDS: dict[str | None, str] = {"cuda": "nccl", "xpu": "xccl"}
+
+
 @dataclass
 class _Session:
     """What the worker process installs before it calls the user's code."""
 
-    context: TrainContext = field(default_factory=TrainContext)
+    context: TrainContext
     send_report: Callable[[str], None] | None = None
     writer: CheckpointWriter | None = None
     result: object = None
@@ -100,7 +110,37 @@ class _Session:
         return self.progress
 
 
-_session = _Session()
+_session: _Session | None = None
+
+
+def _current() -> _Session:
+    global _session
+    if _session is None:
+        _session = _Session(_from_environment())
+    return _session
+
+
+def _from_environment() -> TrainContext:
+    """The world outside of a run: as ``torchrun`` describes it, else one rank."""
+
+    def number(name: str, default: int) -> int:
+        return int(os.environ.get(name, default))
+
+    try:
+        kind = accelerator()
+    except ImportError:
+        kind = None
+    return TrainContext(
+        rank=number("RANK", 0),
+        world_size=number("WORLD_SIZE", 1),
+        local_rank=number("LOCAL_RANK", 0),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
+        node_rank=number("GROUP_RANK", 0),
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID", "no-run"),
+        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        use_gpu=kind is not None,
+        backend=_BACKENDS.get(kind, "gloo"),
+    )
 
 
 def install(context: TrainContext, send_report: Callable[[str], None], writer: CheckpointWriter) -> _Session:
@@ -111,18 +151,20 @@ def install(context: TrainContext, send_report: Callable[[str], None], writer: C
 
 
 def get_context() -> TrainContext:
-    """The context of this worker; a world of one rank outside of a run.
+    """The context of this worker; outside of a run that of ``torchrun``, or a world of one rank.
 
     Example:
         >>> import rankzero.train as rt
         >>> rt.get_context().world_size
         1
     """
-    return _session.context
+    return _current().context
 
 
 def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
     """Reports metrics of this rank, and optionally a state to go on from. Counts as progress for ``hang_timeout``.
+
+    Outside of a run rank 0 prints the metrics, and a checkpoint is not kept.
 
     Never waits for other ranks or for the driver. A checkpoint is written at the speed of the disk, and training
     goes on while it is committed: when all parts are there it becomes the one that `get_checkpoint` returns and a
@@ -144,7 +186,9 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Example:
         >>> import rankzero.train as rt
         >>> rt.report({"loss": 0.5})
+        report 1: loss=0.5
         >>> rt.report({"loss": 0.4}, checkpoint={"model": {}, "epoch": 1})
+        report 2: loss=0.4
     """
     values = {_name(name): _scalar(name, value) for name, value in metrics.items()}
     now = time.time()
@@ -154,14 +198,15 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
             f"the metrics of one report take {len(row)} bytes as JSON, the limit is {REPORT_LIMIT}: "
             "report numbers and short strings; return what is large, or put it into the checkpoint"
         )
-    _session.progress += 1
-    if _session.send_report is None or _session.writer is None:
-        logger.info("metrics: %s", values)
+    session = _current()
+    session.progress += 1
+    if session.send_report is None or session.writer is None:
+        _show(session, values)
         return
-    _session.send_report(row)
+    session.send_report(row)
     if checkpoint is not None:
-        _session.writer.write(checkpoint, values, now, sharded=sharded)
-        _session.progress += 1
+        session.writer.write(checkpoint, values, now, sharded=sharded)
+        session.progress += 1
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -174,7 +219,8 @@ def get_checkpoint() -> Checkpoint | None:
         >>> checkpoint = rt.get_checkpoint()
         >>> first_epoch = checkpoint.load()["epoch"] + 1 if checkpoint else 0
     """
-    return _session.writer.last if _session.writer else None
+    writer = _current().writer
+    return writer.last if writer else None
 
 
 def set_result(value: object) -> None:
@@ -183,7 +229,19 @@ def set_result(value: object) -> None:
     The last call wins. In a function, just return the value; a value other than None that the
     function returns takes precedence.
     """
-    _session.result = value
+    _current().result = value
+
+
+def count_progress() -> None:
+    """Counts a step of this rank for ``hang_timeout``."""
+    _current().progress += 1
+
+
+def _show(session: _Session, values: Mapping[str, MetricValue]) -> None:
+    """A report outside of a run: a line of rank 0."""
+    if session.context.rank == 0:
+        shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
+        print(f"report {session.progress}:", *shown, flush=True)
 
 
 def _name(name: object) -> str:

@@ -98,7 +98,8 @@ class ResultRef:
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
-        with tempfile.TemporaryDirectory(prefix="rankzero-") as directory:
+        # In a rank, where its agent has room.
+        with tempfile.TemporaryDirectory(prefix="rankzero-", dir=os.environ.get("RANKZERO_SCRATCH")) as directory:
             path = os.path.join(directory, "value")
             with self._reading() as remote, open(path, "wb") as local:
                 while chunk := remote.read(_COPY_CHUNK):
@@ -109,7 +110,10 @@ class ResultRef:
         """Opens the value from a local copy of the file; as `load`."""
         try:
             return formats.read(path, self.format, self.digest, None if verify else self.fingerprint)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if os.path.exists(path):
+                # What loading imports may miss another one: torch wants a directory for temporary files.
+                raise ResultError(f"the result {path} cannot be opened here: {error}") from error
             raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
 
     @property

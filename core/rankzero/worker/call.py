@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import runpy
 import sys
@@ -71,7 +72,13 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
             # Processes that are spawned run the caller's script again, for its classes: where there is one.
             if name != "__file__" or os.path.isfile(value):
                 sys.modules["__main__"].__dict__.setdefault(name, value)
-    return function(*args, **kwargs)
+    value = function(*args, **kwargs)
+    if inspect.iscoroutine(value) or inspect.isasyncgen(value) or inspect.isgenerator(value):
+        raise TypeError(
+            f"{payload['name']} returned {value!r}, of which nothing has run yet: ranks call plain functions. "
+            "For an async one give lambda: asyncio.run(train())"
+        )
+    return value
 
 
 def _run_script(payload: dict[str, Any], line: list[str]) -> None:

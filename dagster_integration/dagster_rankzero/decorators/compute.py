@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_origin
 
 import dagster as dg
@@ -151,16 +151,17 @@ def _is_resource(annotation: Any) -> bool:
 
 
 def build_script_compute(
-    script: str | os.PathLike[str], args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any]
+    script: str | os.PathLike[str] | Sequence[str], args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Makes the function of an op that runs a script or ``"package.module:function"``."""
+    """Makes the function of an op that runs what has a command line, or ``"package.module:function"``."""
 
     # Without a return annotation: Dagster accepts no Output object under another one.
     def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
         resource: TorchDistributorResource = getattr(context.resources, resource_key)
         return resource.options(**options).run(context, script, *args)
 
-    name = os.path.basename(os.fspath(script)).removesuffix(".py").rpartition(":")[2]
+    words = [os.fspath(script)] if isinstance(script, (str, os.PathLike)) else list(script)
+    name = os.path.basename(words[0]).removeprefix("-m ").removesuffix(".py").rpartition(":")[2]
     compute.__name__ = re.sub(r"\W", "_", name)
-    compute.__doc__ = f"Runs {os.fspath(script)} on every rank."
+    compute.__doc__ = f"Runs {' '.join(words)} on every rank."
     return compute

@@ -13,7 +13,7 @@ from rankzero.job import WorldSize
 
 @overload
 def torch_distributor_op(
-    train: Callable[..., Any] | str | os.PathLike[str],
+    train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str],
     /,
     *,
     args: Sequence[Any] = (),
@@ -33,7 +33,7 @@ def torch_distributor_op(
     **op_arguments: Any,
 ) -> Callable[[Callable[..., Any]], dg.OpDefinition]: ...
 def torch_distributor_op(
-    train: Callable[..., Any] | str | os.PathLike[str] | None = None,
+    train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str] | None = None,
     /,
     *,
     args: Sequence[Any] = (),
@@ -49,8 +49,9 @@ def torch_distributor_op(
     ``config`` and ``partition_key``. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
     Args:
-        train: A function, ``"path/to/script.py"`` or ``"package.module:function"``.
-        args: A script's command line, or the arguments of ``"package.module:function"``.
+        train: A function, ``"path/to/script.py"``, ``"package.module:function"``, ``"-m package.module"``, or a command
+            as a list of words.
+        args: The rest of the command line, or the arguments of ``"package.module:function"``.
         num_processes: World size, or the smallest and the largest; None takes the resource's.
         use_gpu: One GPU for every rank; None takes the resource's.
         options: More changes to the resource for this op, by its field names.
@@ -88,6 +89,7 @@ def torch_distributor_op(
 
     if train is None:
         return decorate
-    if isinstance(train, (str, os.PathLike)):
+    if isinstance(train, (str, os.PathLike, list, tuple)):
         return make(build_script_compute(train, tuple(args), resource_key, changes))
+    assert callable(train)
     return decorate(train)

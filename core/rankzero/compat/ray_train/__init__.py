@@ -1,0 +1,29 @@
+"""Ray Train's names, on rankzero's launcher: a training script moves over by its imports.
+
+    from ray import train                     ->  from rankzero.compat.ray_train import train
+    from ray.air import session, ScalingConfig    from rankzero.compat.ray_train import session, ScalingConfig
+    from ray.train.torch import TorchTrainer      from rankzero.compat.ray_train.torch import TorchTrainer
+
+Lives here: translations of names and arguments. There is no second launch path.
+"""
+
+from rankzero.compat.ray_train import session, train
+from rankzero.compat.ray_train.checkpoint import Checkpoint
+from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TorchConfig
+from rankzero.compat.ray_train.result import Result
+from rankzero.compat.ray_train.trainer import TorchTrainer
+from rankzero.errors import RankZeroError as TrainingFailedError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "FailureConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "TorchConfig",
+    "TorchTrainer",
+    "TrainingFailedError",
+    "session",
+    "train",
+]

@@ -1,0 +1,178 @@
+"""Ray's configurations, and what each of their fields is to a `rankzero.Launcher`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankzero import job as jobs
+from rankzero.errors import InvalidJobError
+from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
+
+UNLIMITED = 1_000_000
+"""Restarts that stand for Ray's ``-1``."""
+
+TIMEOUT_S = 1800
+"""Ray's seconds for a collective."""
+
+
+def _removed(what: str, value: object, instead: str) -> None:
+    if value is not None:
+        raise InvalidJobError(f"{what} is not supported: {instead}")
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """How many workers, and what each has.
+
+    Attributes:
+        num_workers: World size; 0 runs in one local process, ``(min, max)`` is elastic.
+        use_gpu: One GPU for each worker.
+        resources_per_worker: ``{"GPU": 1}`` is ``use_gpu``; ``"CPU"`` is what the cluster's configuration says.
+        placement_strategy: Ray's; where tasks run is the cluster's decision.
+
+    Raises:
+        InvalidJobError: a value is wrong, or belongs to Ray's cluster.
+    """
+
+    num_workers: int | tuple[int, int] = 1
+    use_gpu: bool = False
+    resources_per_worker: Mapping[str, float] | None = None
+    placement_strategy: str = "PACK"
+    accelerator_type: str | None = None
+    trainer_resources: Any = None
+    use_tpu: bool = False
+    topology: str | None = None
+
+    def __post_init__(self) -> None:
+        _removed("trainer_resources", self.trainer_resources, "the trainer runs in the process that calls fit()")
+        _removed("topology", self.topology, "there are no TPUs here")
+        _removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
+        _removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
+        jobs.check_choices(self.use_gpu, "auto")
+        resources = dict(self.resources_per_worker or {})
+        if self.gpus_per_worker not in (0, 1):
+            raise InvalidJobError(f"resources_per_worker has GPU={resources['GPU']}; a worker has one GPU or none")
+        if unknown := set(resources) - {"CPU", "GPU", "memory"}:
+            raise InvalidJobError(f"resources_per_worker has {', '.join(sorted(unknown))}; it may have CPU and GPU")
+
+    @property
+    def gpus_per_worker(self) -> float:
+        """GPUs of each worker."""
+        return (self.resources_per_worker or {}).get("GPU", 1 if self.use_gpu else 0)
+
+
+@dataclass(frozen=True)
+class TorchConfig:
+    """The process group, which is made before the training function is called.
+
+    Attributes:
+        backend: ``"nccl"`` or ``"gloo"``; None: nccl with GPUs, else gloo.
+        init_method: Ray's; workers always meet through their environment.
+        timeout_s: Seconds that a collective may take.
+    """
+
+    backend: str | None = None
+    init_method: str = "env"
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        jobs.check_choices(False, self.backend)
+        jobs.check_seconds("timeout_s", self.timeout_s, optional=False)
+
+
+@dataclass(frozen=True)
+class FailureConfig:
+    """What is tried again.
+
+    Attributes:
+        max_failures: New attempts, from the last checkpoint, after any failure of a worker; -1 for no limit.
+        fail_fast: Removed by Ray.
+        max_preemption_failures: New attempts after the cluster took a worker back; -1 for no limit.
+    """
+
+    max_failures: int = 0
+    fail_fast: Any = None
+    max_preemption_failures: int = -1
+
+    def __post_init__(self) -> None:
+        _removed("fail_fast", self.fail_fast or None, "a failure ends the run at once unless max_failures is set")
+        for name in ("max_failures", "max_preemption_failures"):
+            value = getattr(self, name)
+            if type(value) is not int or value < -1:
+                raise InvalidJobError(f"{name} is {value!r}; it must be an integer of -1 (no limit) or more")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints are kept.
+
+    Attributes:
+        num_to_keep: None keeps all.
+        checkpoint_score_attribute: Keep the best by this metric; None keeps the newest.
+        checkpoint_score_order: ``"max"`` or ``"min"``.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: str = "max"
+    checkpoint_frequency: Any = None
+    checkpoint_at_end: Any = None
+
+    def __post_init__(self) -> None:
+        report = "call train.report(metrics, checkpoint=...) when there is one"
+        _removed("checkpoint_frequency", self.checkpoint_frequency or None, report)
+        _removed("checkpoint_at_end", self.checkpoint_at_end or None, report)
+        self.kept()
+
+    def kept(self) -> KeptCheckpoints:
+        """As a launcher takes it. Raises InvalidJobError for a wrong value."""
+        return KeptCheckpoints(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Name and place of the run.
+
+    Attributes:
+        name: The run's id; None makes one up.
+        storage_path: Root of the run directories, a path or an fsspec URL; None: ``$RANKZERO_STORE``, else
+            ``~/.rankzero/runs``.
+        failure_config: What is tried again.
+        checkpoint_config: Which checkpoints are kept.
+        worker_runtime_env: ``{"env_vars": {...}}``.
+
+    Raises:
+        InvalidJobError: an option that Ray removed, or that belongs to Ray's cluster.
+    """
+
+    name: str | None = None
+    storage_path: str | os.PathLike[str] | None = None
+    failure_config: FailureConfig | None = None
+    checkpoint_config: CheckpointConfig | None = None
+    worker_runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    storage_filesystem: Any = None
+    callbacks: Sequence[Any] | None = None
+    logging_config: Any = None
+    sync_config: Any = None
+    verbose: Any = None
+    stop: Any = None
+    progress_reporter: Any = None
+    log_to_file: Any = None
+
+    def __post_init__(self) -> None:
+        jobs.check_run_id(self.name)
+        _removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
+        _removed("callbacks", self.callbacks or None, "act in the training function")
+        _removed("logging_config", self.logging_config, "configure logging in the training function")
+        _removed("sync_config", self.sync_config, "checkpoints are in the store when they are committed")
+        _removed("verbose", self.verbose, "the workers' lines go to standard output")
+        _removed("stop", self.stop, "return from the training function")
+        _removed("progress_reporter", self.progress_reporter, "use rankzero.train.progress")
+        _removed("log_to_file", self.log_to_file, "the run directory keeps each worker's log")
+        if unknown := set(self.worker_runtime_env) - {"env_vars"}:
+            names = ", ".join(sorted(unknown))
+            raise InvalidJobError(f"worker_runtime_env has {names}; only env_vars: install packages on the executors")
+        jobs.check_strings("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars"))

@@ -1,0 +1,99 @@
+"""`Result`: what a run of the trainer came to."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankzero import store
+from rankzero.compat.ray_train.checkpoint import Checkpoint
+from rankzero.errors import RankZeroError, ResultError
+from rankzero.run.checkpoints import FOLDER, Manifest
+from rankzero.run.directory import RunDirectory
+from rankzero.run.handle import RunHandle
+from rankzero.values import formats
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a run.
+
+    Attributes:
+        metrics: Rank 0's last report; None if there was none.
+        checkpoint: The newest; None if there was none.
+        error: Why it failed; None after a success.
+        path: The run directory.
+        best_checkpoints: Those that are kept, with the metrics of their reports; the newest last.
+        return_value: What the training function returned on rank 0; tensors, too.
+    """
+
+    metrics: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+    error: Exception | None
+    path: str
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(default_factory=list)
+    return_value: Any = None
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """Rank 0's reports as a `pandas.DataFrame`."""
+        import pandas
+
+        rows = RunHandle[Any].attach(self.path).metrics()
+        return pandas.DataFrame([row for row in rows if row["rank"] == 0]).drop(columns="rank", errors="ignore")
+
+    @classmethod
+    def from_path(cls, path: str) -> Result:
+        """The result of a run directory that has ended, whoever started the run.
+
+        Raises:
+            RunNotFoundError: there is no run.
+        """
+        handle = RunHandle[Any].attach(path)
+        try:
+            value, error = handle.result(), None
+        except RankZeroError as failure:
+            value, error = None, failure
+        return result_of(handle, value, error)
+
+    def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint | None:
+        """The kept checkpoint with the best value of a reported metric; None if none has it.
+
+        Args:
+            metric: Its name.
+            mode: ``"max"`` or ``"min"``.
+        """
+        found = [(metrics[metric], checkpoint) for checkpoint, metrics in self.best_checkpoints if metric in metrics]
+        if not found:
+            return None
+        choose = max if mode == "max" else min
+        return choose(found, key=lambda pair: float(pair[0]))[1]
+
+
+def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None) -> Result:
+    """The result of a run that has ended."""
+    run = RunDirectory(handle.directory)
+    kept = [(_checkpoint(run, manifest), manifest.metrics) for manifest in handle.checkpoints()]
+    metrics = dict(handle.status().metrics) or None
+    return Result(metrics, kept[-1][0] if kept else None, error, handle.directory, kept, value)
+
+
+def _checkpoint(run: RunDirectory, manifest: Manifest) -> Checkpoint:
+    folder, part = run.path(FOLDER, manifest.id), manifest.parts["0"]
+
+    def unpack(target: str) -> None:
+        if part["format"] != formats.DIRECTORY:
+            raise ResultError(f"checkpoint {manifest.id} is a state, not a directory: rankzero.train reported it")
+        file = store.join(folder, part["file"])
+        if not store.is_url(file):
+            formats.read_directory(file, part["sha256"], target)
+            return
+        with tempfile.NamedTemporaryFile(prefix="rankzero-checkpoint-") as local:
+            with store.open_read(file) as remote:
+                shutil.copyfileobj(remote, local)
+            local.flush()
+            formats.read_directory(local.name, part["sha256"], target)
+
+    return Checkpoint(folder, unpack)

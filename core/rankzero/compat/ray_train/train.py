@@ -1,0 +1,107 @@
+"""``ray.train``: what a training function calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import rankzero.train as rt
+from rankzero.compat.ray_train import collective, torch
+from rankzero.compat.ray_train.checkpoint import Checkpoint
+from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from rankzero.compat.ray_train.result import Result
+
+if TYPE_CHECKING:
+    from rankzero.compat.ray_train.dataset import DatasetShard
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "FailureConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainContext",
+    "collective",
+    "get_checkpoint",
+    "get_context",
+    "get_dataset_shard",
+    "report",
+    "torch",
+]
+
+
+class TrainContext:
+    """Who this worker is, by Ray's names."""
+
+    def get_world_size(self) -> int:
+        """Number of workers."""
+        return rt.get_context().world_size
+
+    def get_world_rank(self) -> int:
+        """Rank of this worker."""
+        return rt.get_context().rank
+
+    def get_local_rank(self) -> int:
+        """Index of this worker in its task."""
+        return rt.get_context().local_rank
+
+    def get_local_world_size(self) -> int:
+        """Workers in this task."""
+        return rt.get_context().local_world_size
+
+    def get_node_rank(self) -> int:
+        """Index of the task."""
+        return rt.get_context().node_rank
+
+    def get_experiment_name(self) -> str:
+        """Name of the run."""
+        return rt.get_context().run_id
+
+    def get_storage(self) -> str | None:
+        """The run directory, where this host sees it."""
+        return rt.get_context().storage_path
+
+
+def get_context() -> TrainContext:
+    """The context of this worker."""
+    return TrainContext()
+
+
+def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
+    """Reports metrics, and optionally a checkpoint; never waits for other workers.
+
+    Rank 0's checkpoint is the run's. Ray merges the directories of all workers: give those that differ by
+    `rankzero.train.report` with ``sharded=True``.
+
+    Args:
+        metrics: Name to number or string.
+        checkpoint: `Checkpoint.from_directory` of what was saved; it may be deleted after this call.
+        options: Ray's, of uploading and validation: refused.
+
+    Raises:
+        TypeError: an option, or no `Checkpoint`.
+        ResultError: the checkpoint cannot be written.
+    """
+    if options:
+        raise TypeError(f"report has no {', '.join(sorted(options))} here: checkpoints go to the run's store")
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
+    rt.report(metrics, checkpoint=checkpoint.path if checkpoint else None)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The last committed checkpoint of the run; None at its begin."""
+    last = rt.get_checkpoint()
+    return Checkpoint(last.id, last.to_directory) if last else None
+
+
+def get_dataset_shard(dataset_name: str = "train") -> DatasetShard:
+    """This worker's share of one of the trainer's ``datasets``.
+
+    Raises:
+        KeyError: the trainer was given no such data set.
+    """
+    from rankzero.compat.ray_train import dataset
+
+    return dataset.shard(dataset_name)

@@ -1,0 +1,193 @@
+"""`TorchTrainer`: Ray's trainer, on a `rankzero.Launcher`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import rankzero.train as rt
+from rankzero.compat.ray_train import dataset
+from rankzero.compat.ray_train.configs import (
+    UNLIMITED,
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TorchConfig,
+)
+from rankzero.errors import InvalidJobError
+
+if TYPE_CHECKING:
+    from rankzero.compat.ray_train.result import Result
+    from rankzero.launcher import Launcher
+
+
+class TorchTrainer:
+    """Ray's ``TorchTrainer``: runs a training function on every worker.
+
+    A trainer is a training, too: ``launcher.run(trainer)``, an Airflow task and a Dagster asset take it where they
+    take a function, with its number of workers, restarts and checkpoints.
+
+    Args:
+        train_loop_per_worker: A function of no argument, or of the configuration.
+        train_loop_config: The configuration; its `rankzero.ResultRef` values are opened in the workers.
+        torch_config: The process group.
+        scaling_config: How many workers.
+        run_config: Name and place of the run, restarts, checkpoints.
+        datasets: By name: torch data sets, for `get_dataset_shard`.
+        torch_backend: Another name of ``torch_config``, found in Ray's guides.
+        launcher: Where it runs, and what Ray has no word for. None: the active SparkSession, else this machine.
+        dataset_config, metadata, resume_from_checkpoint, validation_config: Ray's; refused.
+
+    Raises:
+        InvalidJobError: a value is wrong, or has no meaning here.
+
+    Example:
+        >>> from rankzero.compat.ray_train import ScalingConfig, TorchTrainer, train
+        >>> def loop(config):
+        ...     train.report({"loss": config["lr"] * train.get_context().get_world_size()})
+        >>> trainer = TorchTrainer(loop, train_loop_config={"lr": 0.5}, scaling_config=ScalingConfig(num_workers=2))
+        >>> trainer.fit().metrics
+        {'loss': 1.0}
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        torch_config: TorchConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        torch_backend: TorchConfig | None = None,
+        launcher: Launcher | None = None,
+        dataset_config: None = None,
+        metadata: None = None,
+        resume_from_checkpoint: None = None,
+        validation_config: None = None,
+    ) -> None:
+        if torch_backend is not None:
+            warnings.warn("torch_backend is called torch_config", DeprecationWarning, stacklevel=2)
+            torch_config = torch_backend
+        refused = {
+            "dataset_config": (dataset_config, "every worker gets its share of every data set"),
+            "metadata": (metadata, "use Launcher(labels=...)"),
+            "resume_from_checkpoint": (resume_from_checkpoint, "pass it in train_loop_config, or name the run"),
+            "validation_config": (validation_config, "validate in the training function"),
+        }
+        for name, (value, instead) in refused.items():
+            if value is not None:
+                raise InvalidJobError(f"{name} is not supported: {instead}")
+        if not callable(train_loop_per_worker):
+            raise InvalidJobError(f"train_loop_per_worker is {train_loop_per_worker!r}; it must be a function")
+        self._wants_config = _wants_config(train_loop_per_worker)
+        self.train_loop_per_worker = train_loop_per_worker
+        self.train_loop_config = dict(train_loop_config or {})
+        self.torch_config = _checked("torch_config", torch_config, TorchConfig)
+        self.scaling_config = _checked("scaling_config", scaling_config, ScalingConfig)
+        self.run_config = _checked("run_config", run_config, RunConfig)
+        self.datasets = dict(datasets or {})
+        self._launcher = launcher
+
+    def fit(self) -> Result:
+        """Trains, and returns what it came to; the workers' lines go to standard output.
+
+        Raises:
+            InvalidJobError: refused before anything started.
+            TrainingFailedError: a worker failed, or the run did; describes the first cause.
+        """
+        from rankzero.compat.ray_train.result import result_of
+        from rankzero.launcher import print_line
+
+        with self._base().owned(self, (), {}) as handle:
+            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
+                print_line(line)
+        value = handle.result()
+        handle.acknowledge()
+        return result_of(handle, value)
+
+    def _base(self) -> Launcher:
+        from rankzero.launcher import Launcher
+
+        if self._launcher is not None:
+            return self._launcher
+        session = _active_session() if self.scaling_config.num_workers else None
+        if session is None:
+            return Launcher()
+        from rankzero.engines.spark.engine import SparkEngine
+
+        return Launcher(engine=SparkEngine(session=session))
+
+    def launch_options(self) -> dict[str, Any]:
+        """Fields of a `rankzero.Launcher` that this trainer sets, whoever launches it."""
+        scaling, run = self.scaling_config, self.run_config
+        failures = run.failure_config or FailureConfig()
+        options: dict[str, Any] = {
+            "num_processes": scaling.num_workers or 1,
+            "use_gpu": bool(scaling.gpus_per_worker),
+            "max_restarts": _limit(failures.max_failures),
+            "max_preemptions": _limit(failures.max_preemption_failures),
+        }
+        if failures.max_failures:
+            options["restart_on"] = (Exception,)
+        if run.checkpoint_config:
+            options["checkpoints"] = run.checkpoint_config.kept()
+        else:
+            options["checkpoints"] = CheckpointConfig().kept()
+        if self.torch_config.backend:
+            options["backend"] = self.torch_config.backend
+        if run.name:
+            options["run_id"] = run.name
+        if run.storage_path:
+            options["store"] = run.storage_path
+        if env := run.worker_runtime_env.get("env_vars"):
+            options["env"] = env
+        return options
+
+    def __call__(self) -> Any:
+        """One worker: makes the process group and calls the training function."""
+        dataset.install(self.datasets)
+        rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
+        if self._wants_config:
+            return self.train_loop_per_worker(self.train_loop_config)
+        return self.train_loop_per_worker()
+
+    def __repr__(self) -> str:
+        return f"TorchTrainer({getattr(self.train_loop_per_worker, '__name__', 'train')})"
+
+
+def _checked(name: str, value: Any, cls: type[Any]) -> Any:
+    if value is None:
+        return cls()
+    if not isinstance(value, cls):
+        raise InvalidJobError(f"{name} is a {type(value).__name__}; give rankzero.compat.ray_train.{cls.__name__}")
+    return value
+
+
+def _limit(count: int) -> int:
+    return UNLIMITED if count == -1 else count
+
+
+def _wants_config(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len([p for p in positional if p.default is p.empty]) > 1:
+        raise InvalidJobError(f"{function!r} has several arguments; a training function has none, or the configuration")
+    return bool(positional)
+
+
+def _active_session() -> Any:
+    """The SparkSession of this process, if it has one."""
+    if "pyspark.sql" not in sys.modules:
+        return None
+    from pyspark.sql import SparkSession
+
+    return SparkSession.getActiveSession()

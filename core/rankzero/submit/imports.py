@@ -1,0 +1,116 @@
+"""What code imports, found without running it: in sources by their syntax, in functions by their instructions."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import gc
+import re
+import threading
+import types
+from collections.abc import Iterable
+from typing import Any
+
+_PARSING = threading.Lock()
+
+
+def parse(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
+    """Parses without being interrupted: CPython 3.11 and 3.12 have one count of the depth for all who parse.
+
+    Who interrupts is a collection of garbage, whose finalizers may print a traceback, which parses, or let another
+    thread go on.
+    """
+    with _PARSING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source, filename)
+        finally:
+            if collects:
+                gc.enable()
+
+
+@functools.lru_cache(maxsize=1024)
+def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]:
+    """Absolute names that code and the functions nested in it import when they run, and those that may be modules."""
+    found: set[str] = set()
+    constants: tuple[Any, Any] = (None, None)
+    if _IMPORTERS & set(code.co_names):
+        texts = [_before_placeholder(constant) for constant in code.co_consts if isinstance(constant, str)]
+        found |= {_of_computed(text) for text in texts if _DOTTED.fullmatch(text)}
+    for instruction in dis.get_instructions(code):
+        # The compiler pushes the level (0 for absolute imports), then the names, then imports.
+        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants = (constants[1], instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            level = constants[0] if isinstance(constants[0], int) else 0
+            names = constants[1] if isinstance(constants[1], tuple) else ()
+            found |= names_of_import(package or "", level, instruction.argval, names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= imports_of_code(constant, package)
+    return frozenset(found)
+
+
+def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
+    """Absolute names that a source imports anywhere in it, and those that may be modules.
+
+    A name that is computed, ``import_module(f"models.{kind}")``, is known by its beginning: ``models.*``.
+
+    Args:
+        tree: The source.
+        package: Against which relative imports are resolved; without it they are left out.
+    """
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            found |= names_of_import(package, node.level, node.module or "", names)
+        elif isinstance(node, ast.Call) and node.args and _name_of_call(node) in _IMPORTERS:
+            text = _leading_text(node.args[0])
+            if _DOTTED.fullmatch(text):
+                found.add(_of_computed(text))
+    return found
+
+
+_IMPORTERS = frozenset({"import_module", "__import__"})
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*\.?")
+
+
+def _name_of_call(node: ast.Call) -> str:
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _leading_text(node: ast.AST) -> str:
+    """The text with which an expression's value begins, as far as it stands there."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _before_placeholder(node.value)
+    if isinstance(node, ast.JoinedStr) and node.values:
+        return _leading_text(node.values[0])
+    if isinstance(node, ast.BinOp):
+        return _leading_text(node.left)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return _leading_text(node.func.value)
+    return ""
+
+
+def _before_placeholder(text: str) -> str:
+    return re.split("[%{]", text)[0]
+
+
+def _of_computed(text: str) -> str:
+    return f"{text}*" if text.endswith(".") else text
+
+
+def names_of_import(package: str, level: int, module: str, names: Iterable[str]) -> set[str]:
+    """The module of ``from module import names``, and the names, each of which may be a module of its own."""
+    if level:
+        if not package:
+            return set()
+        base = package.rsplit(".", level - 1)[0] if level > 1 else package
+        module = f"{base}.{module}" if module else base
+    return {module, *(f"{module}.{name}" for name in names if name != "*")}

@@ -1,0 +1,134 @@
+"""The zip in which the user's modules travel with a job, and what stays here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+from rankzero.submit.imports import imports_of_tree, parse
+from rankzero.submit.modules import spec_of
+
+logger = logging.getLogger(__name__)
+
+MODULES_LIMIT = 64 << 20
+"""Bytes of user modules that travel with a job."""
+
+_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
+
+_SECRETS = re.compile(
+    r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
+    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kubeconfig",
+    re.IGNORECASE,
+)
+"""Names of data files that hold keys or passwords. Sources travel whatever they are called: they are imported."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """User modules that travel with a job.
+
+    Attributes:
+        data: A zip of their sources, and of what else lies in a package of theirs.
+        listing: For people: a line for each file with its size, and for each that was left out.
+    """
+
+    data: bytes
+    listing: str
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_of_file(path: str, _size: int, _modified: int, package: str) -> set[str]:
+    """Raises OSError, which is not kept: the file may be readable the next time."""
+    with open(path, "rb") as source:
+        try:
+            return imports_of_tree(parse(source.read()), package)
+        except (SyntaxError, ValueError):
+            return set()
+
+
+def zip_modules(names: Iterable[str]) -> Shipped | None:
+    """The user modules among ``names``, and those that they import in turn; None if there are none.
+
+    Hidden files and folders (``.env``, ``.ssh``), and what is named like a key or a password, stay here.
+    """
+    waiting = set(names)
+    seen: set[str] = set()
+    roots: dict[str, bool] = {}
+    files: dict[str, str] = {}
+    left_out: list[str] = []
+    while waiting - seen:
+        name = (waiting - seen).pop()
+        seen.add(name)
+        root = name.partition(".")[0]
+        if root not in roots:
+            roots[root] = spec_of(root) is not None
+            if roots[root]:
+                # What was imported by a computed name, too.
+                waiting |= {root, *(loaded for loaded in list(sys.modules) if loaded.startswith(f"{root}."))}
+        if not roots[root] or _lies_in(name, files) or not (spec := spec_of(name)):
+            continue
+        for archive_name, path in _files_of(name, spec):
+            if _is_private(os.path.basename(path)):
+                left_out.append(archive_name)
+                continue
+            files[archive_name] = path
+            if path.endswith(".py"):
+                with contextlib.suppress(OSError):
+                    state = os.stat(path)
+                    package = os.path.dirname(archive_name).replace(os.sep, ".")
+                    waiting |= _imports_of_file(path, state.st_size, state.st_mtime_ns, package)
+    if not files:
+        return None
+    if named := [name for name in left_out if not os.path.basename(name).startswith(".")]:
+        logger.warning("%s may hold secrets, and do not travel with the job", ", ".join(sorted(named)))
+    sizes = {archive_name: os.path.getsize(path) for archive_name, path in files.items()}
+    total = sum(sizes.values())
+    if total > MODULES_LIMIT:
+        shipped = ", ".join(sorted(root for root in roots if roots[root]))
+        raise InvalidJobError(
+            f"the user modules {shipped} hold {total >> 20} MiB, over the limit of "
+            f"{MODULES_LIMIT >> 20} MiB that travel with a job: install them on the executors instead"
+        )
+    import zipfile
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
+        for archive_name, path in sorted(files.items()):
+            archive.write(path, archive_name)
+    lines = [f"{sizes[name]:>12}  {name}" for name in sorted(files)]
+    lines += [f"{'left out':>12}  {name}" for name in sorted(left_out)]
+    return Shipped(buffer.getvalue(), "\n".join(lines) + "\n")
+
+
+def _lies_in(name: str, files: dict[str, str]) -> bool:
+    place = name.replace(".", os.sep)
+    return f"{place}.py" in files or os.path.join(place, "__init__.py") in files
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
+
+
+def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
+    *parents, _ = parts = module.split(".")
+    if not spec.submodule_search_locations:
+        if spec.origin and os.path.isfile(spec.origin):
+            yield os.path.join(*parents, os.path.basename(spec.origin)), spec.origin
+        return
+    for base in spec.submodule_search_locations:
+        for directory, children, names in os.walk(base):
+            children[:] = [name for name in children if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES]
+            # A folder without __init__.py may be anything that happens to have the name.
+            for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
+                path = os.path.join(directory, name)
+                if os.path.isfile(path):
+                    yield os.path.join(*parts, os.path.relpath(path, base)), path

@@ -1,0 +1,303 @@
+"""A model on the device of its rank, wrapped for data-parallel training; its whole state on rank 0, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from rankzero.train.context import get_context
+from rankzero.train.process_group import ensure_process_group
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Units = Callable[["nn.Module"], bool] | Iterable[type]
+State = dict[str, Any]
+
+
+def prepare_model(
+    model: nn.Module,
+    strategy: Literal["ddp", "fsdp"] | None = "ddp",
+    *,
+    units: Units | None = None,
+    mixed_precision: torch.dtype | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Moves a model to this rank's device and makes it train in parallel with the other ranks' copies.
+
+    Every rank starts with rank 0's weights. Make the optimizer after this call.
+
+    Args:
+        model: A module, on any device.
+        strategy: ``"ddp"`` (`torch.nn.parallel.DistributedDataParallel`; a world of one rank, or a model without
+            trainable parameters, is only moved), ``"fsdp"`` (`torch.distributed.fsdp.fully_shard`, in place), or None:
+            only moved.
+        units: For ``"fsdp"``: what is gathered at once, as classes or a test of a module. None: the members of each
+            `torch.nn.ModuleList`, and the classes that a Hugging Face model names in ``_no_split_modules``.
+        mixed_precision: For ``"fsdp"``: type of parameters in forward and backward; gradients are reduced in float32.
+        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they win over what is set here.
+
+    Returns:
+        The model to train with.
+
+    Raises:
+        TypeError: the model is wrapped already.
+        ValueError: an unknown strategy, or an argument that belongs to another one.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> rt.prepare_model(torch.nn.Linear(4, 2))
+        Linear(in_features=4, out_features=2, bias=True)
+    """
+    import torch
+
+    if strategy not in ("ddp", "fsdp", None):
+        raise ValueError(f"strategy is {strategy!r}; it must be 'ddp', 'fsdp' or None")
+    if strategy != "fsdp" and (units is not None or mixed_precision is not None):
+        raise ValueError(f"units= and mixed_precision= belong to strategy='fsdp', not to {strategy!r}; see rt.autocast")
+    if unwrap_model(model) is not model and not _is_compiled(model):
+        raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
+    device = get_context().device
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    if strategy == "fsdp":
+        return _shard(model, device, units, mixed_precision, kwargs)
+    model = model.to(device)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if strategy is None or get_context().world_size == 1 or not is_trained:
+        return model
+    ensure_process_group()
+    own: dict[str, Any] = {} if device.type == "cpu" else {"device_ids": [device.index]}
+    return torch.nn.parallel.DistributedDataParallel(model, **{**own, **kwargs})
+
+
+def _shard(
+    model: nn.Module, device: torch.device, units: Units | None, dtype: torch.dtype | None, kwargs: dict[str, Any]
+) -> nn.Module:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    ensure_process_group()
+    if "mesh" not in kwargs:
+        kwargs = {**kwargs, "mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+    if dtype is not None:
+        kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), **kwargs}
+    if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        model = model.to(device)
+        # `fully_shard` takes each rank's own numbers for its shard.
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0)
+    is_unit = _unit_test(model, units)
+    for module in reversed([module for module in model.modules() if module is not model and is_unit(module)]):
+        fully_shard(module, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def _unit_test(model: nn.Module, units: Units | None) -> Callable[[nn.Module], bool]:
+    if callable(units):
+        return units
+    if units is not None:
+        classes = tuple(units)
+        return lambda module: isinstance(module, classes)
+    import torch
+
+    members = {id(part) for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module}
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return lambda module: id(module) in members or type(module).__name__ in names
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The user's own module: without ``DistributedDataParallel`` and ``torch.compile``.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> model = torch.nn.Linear(4, 2)
+        >>> rt.unwrap_model(rt.prepare_model(model)) is model
+        True
+    """
+    import torch
+
+    while True:
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            model = model.module
+        elif _is_compiled(model):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return hasattr(model, "_orig_mod")
+
+
+def full_state_dict(model: nn.Module) -> State:
+    """The whole weights of a model on rank 0's CPU, under the names that the plain module has. Called by every rank.
+
+    Args:
+        model: Plain, in ``DistributedDataParallel``, or sharded.
+
+    Returns:
+        Name to tensor; empty on other ranks.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> sorted(rt.full_state_dict(rt.prepare_model(torch.nn.Linear(4, 2))))
+        ['bias', 'weight']
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return _on_rank_zero(get_model_state_dict(model, options=_options()))
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """The whole state of an optimizer on rank 0's CPU, by the names of the plain module's parameters.
+
+    Called by every rank.
+
+    Args:
+        model: Whose parameters it trains.
+        optimizer: Made after `prepare_model`.
+
+    Returns:
+        ``{"state": ..., "param_groups": ...}``; empty on other ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
+
+
+def load_full_state_dict(model: nn.Module, state: State) -> None:
+    """Sets the weights of a model from what `full_state_dict` gave, whatever the world size. Called by every rank.
+
+    Args:
+        model: Plain, in ``DistributedDataParallel``, or sharded.
+        state: Rank 0's counts; other ranks may give an empty dict.
+    """
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    ensure_process_group()
+    set_model_state_dict(model, state, options=_options(loading=True))
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Sets the state of an optimizer from what `full_optimizer_state_dict` gave. Called by every rank.
+
+    Args:
+        model: Whose parameters it trains.
+        optimizer: Made after `prepare_model`.
+        state: Rank 0's counts; other ranks may give an empty dict.
+    """
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    ensure_process_group()
+    set_optimizer_state_dict(model, optimizer, state, options=_options(loading=True))
+
+
+def _options(*, loading: bool = False) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    if loading:
+        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _on_rank_zero(state: State) -> State:
+    return state if get_context().rank == 0 else {}
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scales the gradients so that their norm over the whole model, all shards together, is at most ``max_norm``.
+
+    With a gradient scaler, call ``scaler.unscale_(optimizer)`` before.
+
+    Args:
+        model: Plain, in ``DistributedDataParallel``, or sharded.
+        max_norm: Largest norm, in the units of the gradients.
+        norm_type: Order of the norm.
+
+    Returns:
+        The norm before, a tensor of one element.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> model(torch.full((1, 1), 3.0)).sum().backward()
+        >>> rt.clip_grad_norm(model, 1.0)
+        tensor(3.)
+    """
+    import torch
+
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
+    """Backward passes in the block reduce gradients over ranks only if ``sync``; else they add up on each rank.
+
+    Args:
+        model: What `prepare_model` gave.
+        sync: True for the last backward pass before the optimizer's step.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> model = rt.prepare_model(torch.nn.Linear(4, 2))
+        >>> for step in range(4):
+        ...     with rt.accumulate(model, sync=step % 2 == 1):
+        ...         model(torch.ones(3, 4)).sum().backward()
+    """
+    set_sync = getattr(model, "set_requires_gradient_sync", None)
+    no_sync = getattr(model, "no_sync", None)
+    if set_sync is not None:
+        set_sync(sync)
+        try:
+            yield
+        finally:
+            set_sync(True)
+    elif no_sync is not None and not sync:
+        with no_sync():
+            yield
+    else:
+        yield
+
+
+def autocast(dtype: torch.dtype | None = None, *, enabled: bool = True) -> torch.autocast:
+    """Mixed precision on this rank's device: `torch.autocast`.
+
+    Args:
+        dtype: None for bfloat16.
+        enabled: False makes it do nothing.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> with rt.autocast():
+        ...     torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
+        torch.bfloat16
+    """
+    import torch
+
+    return torch.autocast(get_context().device.type, dtype=dtype or torch.bfloat16, enabled=enabled)
+
+
+def grad_scaler(dtype: torch.dtype | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A scaler of the loss for this rank's device, which does nothing unless ``dtype`` needs one: float16.
+
+    Args:
+        dtype: As for `autocast`; None for bfloat16.
+        kwargs: Passed to `torch.amp.GradScaler`.
+    """
+    import torch
+
+    kwargs.setdefault("enabled", dtype == torch.float16)
+    return torch.amp.GradScaler(get_context().device.type, **kwargs)

@@ -1,0 +1,172 @@
+"""The process group of a training function: made by the first call that needs one, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+from rankzero.train.context import get_context
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""How long a collective waits for the other ranks; a rank that fails is reported long before."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def ensure_process_group(timeout: timedelta = GROUP_TIMEOUT) -> None:
+    """Makes torch's default process group, if the training function has not made it.
+
+    ``nccl`` for ranks with a GPU, else ``gloo``, or what the launcher's ``backend`` says; collectives time out after
+    ``timeout``. A world of one rank gets a group, too. It is never destroyed: a rank ends without waiting for others.
+
+    Args:
+        timeout: How long a collective waits for the other ranks.
+
+    Raises:
+        RuntimeError: the job leaves the group to the training function (``backend=None``).
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.ensure_process_group()
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    context = get_context()
+    if context.backend is None:
+        raise RuntimeError(
+            "backend=None leaves the process group to the training function: "
+            "call torch.distributed.init_process_group first, or launch with backend='auto'"
+        )
+    device = context.device
+    more: dict[str, Any] = {} if context.backend == "gloo" else {"device_id": device}
+    if context.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        more |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(context.backend, timeout=timeout, **more)
+
+
+def barrier() -> None:
+    """Waits until every rank is here.
+
+    Raises:
+        RuntimeError: a rank did not come within 30 minutes, or its process died.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.barrier()
+    """
+    if get_context().world_size > 1:
+        import torch.distributed as dist
+
+        ensure_process_group()
+        device = get_context().device
+        dist.barrier(device_ids=None if dist.get_backend() == "gloo" else [device.index])
+
+
+def broadcast_object(value: R, source: int = 0) -> R:
+    """One rank's object, on every rank.
+
+    Args:
+        value: Anything that pickles; those of other ranks than ``source`` are ignored.
+        source: Global rank whose object it is.
+
+    Returns:
+        The object of ``source``; a copy on the other ranks.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.broadcast_object({"seed": 7})
+        {'seed': 7}
+    """
+    if get_context().world_size == 1:
+        return value
+    import torch.distributed as dist
+
+    ensure_process_group()
+    box = [value]
+    dist.broadcast_object_list(box, src=source, device=_object_device())
+    return box[0]
+
+
+def all_gather_object(value: R) -> list[R]:
+    """Every rank's object, on every rank.
+
+    Args:
+        value: Anything that pickles.
+
+    Returns:
+        The objects in the order of ranks.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.all_gather_object("a")
+        ['a']
+    """
+    world_size = get_context().world_size
+    if world_size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    ensure_process_group()
+    _object_device()
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def on_rank_zero(function: Callable[P, R]) -> Callable[P, R | None]:
+    """A decorator: the function runs on rank 0 alone, and is None elsewhere.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> @rt.on_rank_zero
+        ... def log(epoch):
+        ...     return f"epoch {epoch}"
+        >>> log(3)
+        'epoch 3'
+    """
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if get_context().rank == 0 else None
+
+    return guarded
+
+
+@contextlib.contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """The block runs on one rank of each host first, and on its other ranks after that: one download for each host.
+
+    A rank that fails in the block ends the attempt; nobody waits for it.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> with rt.rank_zero_first():
+        ...     data = list(range(3))
+    """
+    hosts = all_gather_object(socket.gethostname())
+    is_first = hosts.index(socket.gethostname()) == get_context().rank
+    if not is_first:
+        barrier()
+    yield
+    if is_first:
+        barrier()
+
+
+def _object_device() -> Any:
+    """Where torch puts pickled objects on their way: without gloo on this rank's GPU."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend() == "gloo":
+        return None
+    device = get_context().device
+    torch.get_device_module(device).set_device(device)
+    return device

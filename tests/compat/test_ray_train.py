@@ -1,0 +1,228 @@
+"""Ray Train's guide and names, with only the imports changed."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero.compat.ray_train import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    TorchConfig,
+    TorchTrainer,
+    TrainingFailedError,
+    session,
+    train,
+)
+
+
+class NeuralNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def train_func() -> dict[str, torch.Tensor]:
+    # As the guide converts it; the model and the step that it leaves out are filled in.
+    model = NeuralNetwork()
+    model = train.torch.prepare_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker_batch_size = 4
+    my_dataset = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+    data_loader = DataLoader(my_dataset, batch_size=worker_batch_size)
+    data_loader = train.torch.prepare_data_loader(data_loader)
+    for X, y in data_loader:
+        loss = nn.functional.mse_loss(model(X), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    global_batch_size = worker_batch_size * session.get_world_size()
+    session.report({"loss": loss.item(), "global_batch_size": global_batch_size, "batches": len(data_loader)})
+    return model.module.state_dict()
+
+
+@pytest.fixture
+def run_config(tmp_path: Path) -> RunConfig:
+    return RunConfig(storage_path=tmp_path / "results")
+
+
+def test_the_guide(run_config: RunConfig) -> None:
+    trainer = TorchTrainer(
+        train_func, scaling_config=ScalingConfig(use_gpu=False, num_workers=2), run_config=run_config
+    )
+    result = trainer.fit()
+    assert result.metrics is not None
+    assert result.metrics["global_batch_size"] == 8
+    assert result.metrics["batches"] == 3
+    assert list(result.return_value) == list(NeuralNetwork().state_dict()), "tensors are allowed"
+    assert result.metrics_dataframe["loss"].tolist() == [result.metrics["loss"]]
+    assert result.error is None
+    assert result.checkpoint is None
+
+
+def test_the_guides_name_of_torch_config(run_config: RunConfig) -> None:
+    with pytest.warns(DeprecationWarning, match="torch_backend is called torch_config"):
+        trainer = TorchTrainer(
+            train_func, torch_backend=TorchConfig("gloo", timeout_s=60), scaling_config=ScalingConfig(num_workers=2)
+        )
+    assert trainer.launch_options()["backend"] == "gloo"
+
+
+def test_who_a_worker_is(run_config: RunConfig) -> None:
+    def loop(config: dict[str, int]) -> Any:
+        context = train.get_context()
+        mine = [
+            context.get_world_rank(), session.get_world_rank(), session.get_local_rank(), context.get_local_rank(),
+            context.get_world_size(), session.get_local_world_size(), context.get_experiment_name(),
+            str(train.torch.get_device()), config["seven"],
+        ]  # fmt: skip
+        train.collective.barrier()
+        assert train.collective.broadcast_from_rank_zero(context.get_world_rank()) == 0
+        from rankzero.train import all_gather_object
+
+        return all_gather_object(mine)
+
+    trainer = TorchTrainer(
+        loop, train_loop_config={"seven": 7}, scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig("who", run_config.storage_path),
+    )  # fmt: skip
+    found = trainer.fit().return_value
+    assert [row[:4] for row in found] == [[0, 0, 0, 0], [1, 1, 1, 1]]
+    assert found[1][4:] == [2, 2, "who", "cpu", 7]
+
+
+def test_checkpoints_a_failure_and_another_attempt(tmp_path: Path) -> None:
+    def loop(config: dict[str, str]) -> int:
+        import json
+        import os
+        import tempfile
+
+        first, attempts = 0, 0
+        if checkpoint := train.get_checkpoint():
+            with checkpoint.as_directory() as directory, open(os.path.join(directory, "state.json")) as file:
+                state = json.load(file)
+            first, attempts = state["epoch"] + 1, state["attempts"] + 1
+        for epoch in range(first, 4):
+            with tempfile.TemporaryDirectory() as directory:
+                with open(os.path.join(directory, "state.json"), "w") as file:
+                    json.dump({"epoch": epoch, "attempts": attempts}, file)
+                is_first = train.get_context().get_world_rank() == 0
+                given = Checkpoint.from_directory(directory) if is_first else None
+                train.report({"score": [3.0, 9.0, 1.0, 5.0][epoch]}, checkpoint=given)
+            if epoch == 1 and attempts == 0:
+                from rankzero.train import barrier
+
+                barrier()
+                while train.get_checkpoint() is None:
+                    pass
+                raise ValueError("out of luck")
+        return first
+
+    config = RunConfig(
+        storage_path=tmp_path,
+        failure_config=FailureConfig(max_failures=1),
+        checkpoint_config=CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score"),
+    )
+    result = TorchTrainer(loop, train_loop_config={}, run_config=config).fit()
+    assert result.return_value in (1, 2)
+    assert [metrics["score"] for _, metrics in result.best_checkpoints] == [9.0, 5.0]
+    assert result.checkpoint is not None
+    state = Path(result.checkpoint.to_directory(tmp_path / "copy"), "state.json").read_text()
+    assert '"epoch": 3' in state
+    best = result.get_best_checkpoint("score", "max")
+    assert best is not None
+    with best.as_directory() as directory:
+        assert '"epoch": 1' in Path(directory, "state.json").read_text()
+    assert Result.from_path(result.path).return_value == result.return_value
+
+
+def test_a_failure_raises_and_is_in_the_result(run_config: RunConfig, tmp_path: Path) -> None:
+    def loop() -> None:
+        train.report({"loss": 1.0})
+        raise ValueError("no such column")
+
+    with pytest.raises(TrainingFailedError, match="no such column") as failure:
+        TorchTrainer(loop, run_config=RunConfig("broken", tmp_path)).fit()
+    assert isinstance(failure.value, WorkerFailedError)
+    result = Result.from_path(str(tmp_path / "broken"))
+    assert "no such column" in str(result.error)
+    assert result.metrics == {"loss": 1.0}
+
+
+def test_a_share_of_a_data_set(run_config: RunConfig) -> None:
+    def loop() -> Any:
+        shard = train.get_dataset_shard("train")
+        rows = [int(row) for [batch] in shard.iter_torch_batches(batch_size=3) for row in batch]
+        with pytest.raises(KeyError, match="the trainer has no data set 'test'.*gave: train"):
+            train.get_dataset_shard("test")
+        from rankzero.train import all_gather_object
+
+        return all_gather_object(rows)
+
+    shares = TorchTrainer(
+        loop,
+        scaling_config=ScalingConfig(2),
+        datasets={"train": TensorDataset(torch.arange(10))},
+        run_config=run_config,
+    ).fit()
+    assert sorted(shares.return_value[0] + shares.return_value[1]) == list(range(10))
+
+
+def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        lambda config: train.get_context().get_world_size() * config["lr"],
+        train_loop_config={"lr": 0.5},
+        scaling_config=ScalingConfig(num_workers=2),
+    )
+    launcher = Launcher(store=tmp_path)
+    assert launcher.run(trainer) == 1.0
+    assert launcher.identity(trainer, (), {}) == launcher.identity(trainer, (), {}) != ""
+    other = TorchTrainer(
+        trainer.train_loop_per_worker, train_loop_config={"lr": 0.25}, scaling_config=ScalingConfig(num_workers=2)
+    )
+    assert launcher.identity(other, (), {}) != launcher.identity(trainer, (), {})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TorchTrainer("train.py"), "must be a function"),
+        (lambda: TorchTrainer(lambda a, b: 0), "has several arguments"),
+        (lambda: TorchTrainer(train_func, metadata={}), "metadata is not supported: use Launcher"),
+        (lambda: TorchTrainer(train_func, scaling_config={"num_workers": 2}), "scaling_config is a dict"),
+        (lambda: TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=-2)).fit(), "num_processes is -2"),
+        (lambda: ScalingConfig(trainer_resources={"CPU": 1}), "the process that calls fit"),
+        (lambda: ScalingConfig(resources_per_worker={"GPU": 0.5}), "one GPU or none"),
+        (lambda: ScalingConfig(resources_per_worker={"TPU": 1}), "resources_per_worker has TPU"),
+        (lambda: RunConfig(verbose=1), "verbose is not supported"),
+        (lambda: RunConfig(worker_runtime_env={"pip": []}), "install packages on the executors"),
+        (lambda: FailureConfig(fail_fast=True), "fail_fast"),
+        (lambda: FailureConfig(max_failures=-2), "-1 \\(no limit\\)"),
+        (lambda: CheckpointConfig(checkpoint_at_end=True), "train.report"),
+        (lambda: CheckpointConfig(checkpoint_score_order="best"), "mode is 'best'"),
+        (lambda: TorchConfig(backend="mpi"), "backend is 'mpi'"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(InvalidJobError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", ["accelerate", "backward", "prepare_optimizer"])
+def test_what_ray_removed_names_its_successor(name: str) -> None:
+    module = importlib.import_module("rankzero.compat.ray_train.torch")
+    call = getattr(module, name)
+    with pytest.raises(NotImplementedError, match="was removed"):
+        call() if name == "accelerate" else call(None)

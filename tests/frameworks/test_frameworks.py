@@ -1,0 +1,143 @@
+"""Training functions and scripts of other frameworks, as their users write them: `make test-frameworks` installs them.
+
+Models are tiny and made at random; nothing is downloaded.
+"""
+
+import importlib.util
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import Launcher, WorkerFailedError
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}; make test-frameworks")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(2, store=tmp_path / "runs", env={"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)})
+
+
+def lightning_fit(**options: Any) -> Any:
+    import lightning
+    import torch
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            [x] = batch
+            loss = self.layer(x).pow(2).mean()
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), batch_size=2)
+    trainer = lightning.Trainer(
+        accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, loader)
+    return trainer.world_size, trainer.num_training_batches, {k: v.cpu() for k, v in module.state_dict().items()}
+
+
+@needs("lightning")
+def test_lightning(launcher: Launcher) -> None:
+    def train() -> Any:
+        import rankzero.train as rt
+
+        context = rt.get_context()
+        return lightning_fit(devices=context.local_world_size, num_nodes=context.num_nodes)
+
+    world_size, batches, state = launcher.run(train)
+    assert (world_size, batches) == (2, 4)
+    assert list(state) == ["layer.weight", "layer.bias"]
+
+
+@needs("lightning")
+@pytest.mark.parametrize("options", [{"devices": "auto"}, {"devices": 2, "num_nodes": 2}])
+def test_a_wrong_world_of_lightnings_is_named(launcher: Launcher, options: dict[str, Any]) -> None:
+    def train() -> Any:
+        return lightning_fit(**options)
+
+    with pytest.raises(WorkerFailedError, match="does not match the world size"):
+        launcher.run(train)
+
+
+def hugging_face_fit(folder: str) -> Any:
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(4), "labels": torch.tensor(index % 2)} for index in range(16)]
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=rows)
+    return arguments.world_size, trainer.train().global_step
+
+
+@needs("transformers", "accelerate")
+def test_hugging_face_trainer(launcher: Launcher, tmp_path: Path) -> None:
+    assert launcher.run(hugging_face_fit, str(tmp_path / "out")) == (2, 4)
+
+
+ACCELERATE = """
+    import torch
+    from accelerate import Accelerator
+    import rankzero.train as rt
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for [x] in loader:
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    rt.set_result([accelerator.num_processes, len(loader), type(model).__name__])
+"""
+
+
+@needs("accelerate")
+def test_an_unmodified_script_of_accelerate(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(ACCELERATE))
+    assert launcher.run(str(tmp_path / "train.py")) == [2, 4, "DistributedDataParallel"]
+
+
+@needs("torchdata")
+def test_a_stateful_loader_of_torchdata_goes_on(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        import rankzero.train as rt
+
+        def loader() -> Any:
+            data = torch.utils.data.TensorDataset(torch.arange(12))
+            return rt.prepare_data_loader(StatefulDataLoader(data, batch_size=2, shuffle=True, num_workers=1))
+
+        first, again = loader(), loader()
+        batches = iter(first)
+        seen = [int(row) for _ in range(2) for row in next(batches)[0]]
+        again.load_state_dict(first.state_dict())
+        rest = [int(row) for [batch] in again for row in batch]
+        return rt.all_gather_object(seen + rest)
+
+    shares = launcher.run(train)
+    assert sorted(shares[0] + shares[1]) == list(range(12))

@@ -1,0 +1,175 @@
+"""What is run besides functions and scripts: modules as ``python -m`` runs them, and commands."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero.submit.identity import identity_of
+from rankzero.submit.payload import build
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory."""
+    place = tmp_path / "project"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def package(folder: Path) -> None:
+    jobs = folder / "jobs"
+    jobs.mkdir()
+    (jobs / "__init__.py").write_text("")
+    (jobs / "part.py").write_text("SIZE = 4\n")
+    main = "import sys\nimport rankzero.train as rt\nfrom .part import SIZE\n"
+    main += "rt.set_result([__name__, __spec__.name, *sys.argv[1:], SIZE])\nsys.exit(0)\n"
+    (jobs / "__main__.py").write_text(main)
+    (jobs / "train.py").write_text(main)
+
+
+@pytest.mark.parametrize(("module", "name"), [("jobs", "jobs.__main__"), ("jobs.train", "jobs.train")])
+def test_a_module_is_run_as_python_does(launcher: Launcher, folder: Path, module: str, name: str) -> None:
+    package(folder)
+    value = launcher.options(num_processes=1).run(f"-m {module}", "--lr", 0.1)
+    assert value == ["__main__", name, "--lr", "0.1", 4]
+
+
+def test_a_module_counts_by_its_code(folder: Path) -> None:
+    package(folder)
+    before = identity_of("-m jobs", (), {}, 1)
+    assert identity_of("-m jobs", (), {}, 1) == before
+    assert identity_of("-m jobs.train", (), {}, 1) != before
+    (folder / "jobs" / "part.py").write_text("SIZE = 55\n")
+    assert identity_of("-m jobs", (), {}, 1) != before
+
+
+@pytest.mark.parametrize(
+    ("train", "problem"),
+    [
+        ("-m no_such_package.train", "there is no module 'no_such_package'"),
+        ("-m jobs.nothing", "there is no module 'jobs.nothing', nor jobs.nothing.__main__"),
+        ("-m jobs --lr 1", "names no module; write '-m package.module', and its arguments apart"),
+        ([], "a command is a list of strings"),
+        (["bash", 3], "a command is a list of strings"),
+        (["./missing", "x"], "there is no program ./missing that may be executed"),
+    ],
+)
+def test_a_program_that_is_not_there_is_refused(folder: Path, train: Any, problem: str) -> None:
+    package(folder)
+    with pytest.raises(InvalidJobError, match=problem):
+        build(train, (), {})
+
+
+def test_programs_take_no_keywords_and_commands_no_hang_timeout(launcher: Launcher) -> None:
+    with pytest.raises(InvalidJobError, match="a command takes positional arguments only.*write '--lr', value"):
+        launcher.run(["true"], lr=1)
+    with pytest.raises(InvalidJobError, match="a command reports no progress"):
+        launcher.options(hang_timeout=5.0).run(["true"])
+
+
+def test_a_command_runs_on_every_rank_with_the_files_that_it_names(launcher: Launcher, folder: Path) -> None:
+    (folder / "train.sh").write_text('. "$1"; echo "$COLOUR ${@:2}" > "$OUT/$RANK"\n')
+    (folder / "settings").write_text("COLOUR=blue\n")
+    launcher = launcher.options(env={**(launcher.env or {}), "OUT": str(folder)})
+    command = ["bash", "train.sh", "settings", "--rank=${local_rank}"]
+    handle = launcher.submit(command, "--lr", 0.1)
+    assert handle.result(60) is None
+    assert [(folder / rank).read_text() for rank in "01"] == [f"blue --rank={rank} --lr 0.1\n" for rank in "01"]
+    before = identity_of(command, (), {}, 2)
+    (folder / "settings").write_text("COLOUR=red\n")
+    assert identity_of(command, (), {}, 2) != before
+
+
+def test_a_program_that_is_not_where_the_ranks_are_travels(launcher: Launcher, folder: Path) -> None:
+    program = folder / "train"
+    program.write_text('#!/bin/sh\necho "$0" > "$OUT"\n')
+    program.chmod(0o755)
+    built = build(["./train"], (), {})
+    assert stat.S_IMODE(program.stat().st_mode) == 0o755
+    assert b"echo" in b"".join(built.data)
+    out = folder / "out"
+    handle = launcher.options(num_processes=1, env={"OUT": str(out)}, run_id="elsewhere").submit(["./train"])
+    program.unlink()
+    assert handle.result(60) is None
+    assert os.path.basename(out.read_text().strip()) == "train"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "signal"), [("echo oh no; exit 3", 3, None), ("echo oh no; kill -9 $$", None, "SIGKILL")]
+)
+def test_a_command_that_fails_is_a_failed_rank(
+    launcher: Launcher, line: str, code: int | None, signal: str | None
+) -> None:
+    with pytest.raises(WorkerFailedError, match=r"the command .*(exited with code 3|killed by SIGKILL)") as caught:
+        launcher.options(num_processes=1).run(["bash", "-c", line])
+    assert (caught.value.exit_code, caught.value.signal) == (code, signal)
+    assert caught.value.log_tail == ["oh no"]
+
+
+def test_a_command_is_told_to_end_and_has_the_grace(launcher: Launcher, folder: Path) -> None:
+    line = "trap 'echo saved; exit 1' TERM; echo up; while :; do sleep 0.05; done"
+    handle = launcher.options(num_processes=1, stop_grace=20.0).submit(["bash", "-c", line])
+    until(lambda: "up" in list(handle.logs(rank=0)), 60, "the command's start")
+    handle.cancel()
+    assert handle.wait(60)
+    assert list(handle.logs(rank=0))[-1] == "saved"
+
+
+def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launcher) -> None:
+    source = """
+        import torch, torch.distributed as dist
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            dist.init_process_group("gloo")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            if dist.get_rank() == 1:
+                raise ValueError(f"the sum is {total.item()}")
+            dist.barrier()
+
+        main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    with pytest.raises(WorkerFailedError, match="ValueError: the sum is 2.0") as caught:
+        launcher.options(timeout=120).run(command)
+    assert caught.value.rank == 1
+    assert "in main" in str(caught.value.traceback)
+
+
+def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import multiprocessing
+            from rankzero import Launcher
+
+            def train():
+                process = multiprocessing.get_context("spawn").Process(target=print)
+                process.start()
+                process.join()
+                return process.exitcode
+
+            print("value", Launcher(1, store={str(tmp_path / "store")!r}, start_timeout=240).run(train))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("value 1") == 1
+    assert "put the call below `if __name__ == '__main__':`" in done.stdout
+    (run,) = (tmp_path / "store").iterdir()
+    assert RunHandle.attach(run).result() == 1

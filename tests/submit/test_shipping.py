@@ -1,0 +1,178 @@
+"""What of the user's modules travels: what imports see, and what only a look at the whole package finds."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import sys
+import types
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero.submit import payload
+from rankzero.submit.identity import identity_of
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the search path; its modules are forgotten after the test."""
+    before = set(sys.modules)
+    folder = tmp_path / "src"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in set(sys.modules) - before:
+        if not name.startswith(("rankzero", "torch")):
+            del sys.modules[name]
+
+
+def files_of(built: payload.Payload) -> set[str]:
+    return set(zipfile.ZipFile(io.BytesIO(built.modules.data)).namelist()) if built.modules else set()
+
+
+def write(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "f'zoo.{kind}'",
+        "'zoo.' + kind",
+        "'zoo.%s' % kind",
+        "'zoo.{}'.format(kind)",
+        "'zoo.small'",
+    ],
+)
+@pytest.mark.parametrize("place", ["module", "function"])
+def test_a_package_with_which_a_computed_name_begins_travels(project: Path, expression: str, place: str) -> None:
+    write(project / "zoo" / "__init__.py")
+    small = write(project / "zoo" / "small.py", "SIZE = 1")
+    source = f"import importlib\ndef train(kind='small'):\n    return importlib.import_module({expression}).SIZE\n"
+    if place == "module":
+        write(project / "computing.py", source)
+        train = importlib.import_module("computing").train
+    else:
+        # As a notebook's: it travels by value, and has no source that anybody reads.
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        exec(source, scope)
+        train = scope["train"]
+    assert {"zoo/__init__.py", "zoo/small.py"} <= files_of(payload.build(train, (), {}))
+    before = identity_of(train, (), {}, 1)
+    small.write_text("SIZE = 22")
+    assert identity_of(train, (), {}, 1) != before
+
+
+def test_a_name_that_nobody_can_know_fails_with_what_to_do(launcher: Launcher, project: Path) -> None:
+    write(project / "plugin.py", "SIZE = 1")
+
+    def train(name: str) -> int:
+        return int(importlib.import_module(name).SIZE)
+
+    with pytest.raises(WorkerFailedError, match="No module named 'plugin'.*Write `import plugin` in"):
+        launcher.options(num_processes=1).run(train, "plugin")
+
+
+def test_a_subpackage_that_an_editable_install_has_elsewhere_travels(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    editable = pytest.importorskip("setuptools.command.editable_wheel")
+    package, parts = tmp_path / "main" / "acme", tmp_path / "other" / "parts"
+    write(package / "__init__.py")
+    write(package / "train.py", "from acme.parts import wheel\ndef train(): return wheel.SIZE\n")
+    write(parts / "__init__.py")
+    write(parts / "wheel.py", "SIZE = 4")
+    # What `pip install --editable` writes of package_dir={"acme": "main/acme", "acme.parts": "other/parts"}.
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "path_hooks", [*sys.path_hooks])
+    scope: dict[str, Any] = {"__name__": "__editable___acme_finder"}
+    exec(editable._finder_template("acme", {"acme": str(package), "acme.parts": str(parts)}, {}), scope)
+    scope["install"]()
+    train = importlib.import_module("acme.train").train
+    wanted = {"acme/__init__.py", "acme/train.py", "acme/parts/__init__.py", "acme/parts/wheel.py"}
+    assert files_of(payload.build(train, (), {})) == wanted
+    before = identity_of(train, (), {}, 1)
+    write(parts / "wheel.py", "SIZE = 55")
+    assert identity_of(train, (), {}, 1) != before
+
+
+@pytest.fixture
+def by_hand() -> Iterator[Any]:
+    module = types.ModuleType("made_by_hand")
+    exec("SIZE = 7\ndef size(): return SIZE\nclass Net:\n    size = 7\n", module.__dict__)
+    sys.modules["made_by_hand"] = module
+    yield module
+    del sys.modules["made_by_hand"]
+
+
+def test_what_is_in_a_module_made_by_hand_travels_by_value(launcher: Launcher, by_hand: Any) -> None:
+    def train(net: Any) -> list[int]:
+        return [net.size, by_hand.size(), by_hand.Net.size]
+
+    launcher = launcher.options(num_processes=1)
+    assert launcher.run(train, by_hand.Net()) == [7, 7, 7]
+    assert launcher.run(by_hand.size) == 7
+
+
+def test_a_function_that_imports_a_module_made_by_hand_is_refused(by_hand: Any) -> None:
+    def train() -> int:
+        import made_by_hand  # type: ignore[import-not-found]
+
+        return int(made_by_hand.SIZE)
+
+    with pytest.raises(InvalidJobError, match="imports made_by_hand, a module that was made by hand"):
+        payload.build(train, (), {})
+
+
+def test_a_function_that_torch_has_compiled_is_refused_with_what_to_do() -> None:
+    import torch
+
+    def step(x: float) -> float:
+        return 2 * x
+
+    compiled = torch.compile(step)
+    for train in (compiled, lambda x: compiled(x)):
+        with pytest.raises(InvalidJobError, match="step was compiled by torch.compile.* inside of the training"):
+            payload.build(train, (1.0,), {})
+
+
+async def asynchronous() -> None: ...
+
+
+async def asynchronous_items() -> Any:
+    yield 1
+
+
+class Asynchronous:
+    async def __call__(self) -> None: ...
+
+    async def method(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        asynchronous,
+        asynchronous_items,
+        functools.partial(asynchronous),
+        functools.partial(functools.partial(Asynchronous())),
+        Asynchronous(),
+        Asynchronous().method,
+    ],
+)
+def test_an_async_function_is_refused_before_anything_starts(train: Any) -> None:
+    with pytest.raises(InvalidJobError, match="is an async function; ranks call plain functions"):
+        payload.build(train, (), {})
+
+
+def test_what_turns_out_to_be_async_fails_with_what_to_do(launcher: Launcher) -> None:
+    with pytest.raises(WorkerFailedError, match=r"nothing has run yet.*asyncio.run"):
+        launcher.options(num_processes=1).run(lambda: asynchronous())

@@ -1,0 +1,244 @@
+"""Each rank its share: every row once for each epoch, another order in each, arguments kept, resumable."""
+
+import itertools
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import rankzero.train as rt
+from rankzero import Launcher
+from rankzero.train import context
+
+ROWS = 23
+
+
+class Numbers(Dataset[int]):
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(ROWS))
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes this process a rank, for what needs no other."""
+
+    def become(rank: int, world_size: int) -> None:
+        here = context.TrainContext(rank=rank, world_size=world_size, backend="gloo")
+        monkeypatch.setattr(context, "_session", context._Session(here))
+
+    return become
+
+
+def rows_of(loader: Any) -> list[int]:
+    return [int(row) for batch in loader for row in batch]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_row_once_for_each_epoch_evenly(as_rank: Any, world_size: int, shuffle: bool, drop_last: bool) -> None:
+    epochs = []
+    for rank in range(world_size):
+        as_rank(rank, world_size)
+        loader = rt.prepare_data_loader(DataLoader(Numbers(), 4, shuffle=shuffle, drop_last=drop_last))
+        epochs.append([rows_of(loader) for _ in range(2)])
+        assert len(list(loader)) == len(loader)
+    for epoch in range(2):
+        shares = [mine[epoch] for mine in epochs]
+        assert len({len(share) for share in shares}) == 1, "no rank waits for another"
+        seen = Counter(row for share in shares for row in share)
+        if drop_last:
+            assert max(seen.values()) == 1
+        else:
+            assert set(seen) == set(range(ROWS))
+            assert sum(seen.values()) - ROWS < world_size
+    if shuffle:
+        assert epochs[0][0] != epochs[0][1], "another order in each epoch"
+
+
+def test_every_argument_is_kept(as_rank: Any) -> None:
+    as_rank(0, 2)
+    generator = torch.Generator()
+    given: dict[str, Any] = {
+        "num_workers": 2, "prefetch_factor": 5, "persistent_workers": True, "multiprocessing_context": "fork",
+        "timeout": 7, "worker_init_fn": print, "collate_fn": list, "generator": generator, "in_order": False,
+    }  # fmt: skip
+    loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True, **given))
+    assert loader.batch_size == 3
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+    for name in given.keys() - {"multiprocessing_context"}:
+        assert getattr(loader, name) is given[name] or getattr(loader, name) == given[name], name
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_an_iterable_data_set_is_shared_out_in_each_process(as_rank: Any, pad: bool) -> None:
+    shares = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        shares.append(rows_of(rt.prepare_data_loader(DataLoader(Stream(), 4), pad=pad)))
+    seen = Counter(row for share in shares for row in share)
+    assert set(seen) == set(range(ROWS))
+    assert [len(share) for share in shares] == ([8, 8, 8] if pad else [8, 8, 7])
+
+
+def test_what_is_a_share_already_stays(as_rank: Any) -> None:
+    as_rank(1, 2)
+    own = DistributedSampler(Numbers(), 2, 1, shuffle=True, seed=9)
+    loader = rt.prepare_data_loader(DataLoader(Numbers(), 4, sampler=own))
+    assert loader.sampler is own
+    own.set_epoch(5)
+    fifth = rows_of(loader)
+    assert loader.epoch == 6, "the training function's own epoch counts"
+    assert rows_of(loader) != fifth
+    assert rows_of(rt.prepare_data_loader(DataLoader(Numbers(), 4), shard=False)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(("world_before", "world_after"), [(1, 1), (2, 2), (2, 3)])
+def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_before: int, world_after: int) -> None:
+    states, seen = [], Counter[int]()
+    for rank in range(world_before):
+        as_rank(rank, world_before)
+        loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True))
+        rows_of(loader)
+        batches = iter(loader)
+        seen.update(int(row) for _ in range(2) for row in next(batches))
+        states.append(loader.state_dict())
+    assert states[0] == states[-1]
+    for rank in range(world_after):
+        as_rank(rank, world_after)
+        data = Numbers()
+        loader = rt.prepare_data_loader(DataLoader(data, 3, shuffle=True))
+        loader.load_state_dict(states[0])
+        rest = rows_of(loader)
+        assert data.loaded == rest, "rows that were seen are not loaded again"
+        seen.update(rest)
+        assert loader.epoch == 2
+        assert len(rows_of(loader)) == -(-ROWS // world_after), "the next epoch is whole"
+    assert set(seen) == set(range(ROWS))
+
+
+def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
+    as_rank(0, 1)
+
+    def loader() -> Any:
+        rare = WeightedRandomSampler(list(range(1, ROWS + 1)), 12, generator=torch.Generator())
+        return rt.prepare_data_loader(DataLoader(Numbers(), 3, sampler=rare))
+
+    whole = rows_of(loader())
+    first, again = loader(), loader()
+    next(iter(first))
+    again.load_state_dict(first.state_dict())
+    assert rows_of(again) == whole[3:]
+    assert rows_of(again) != whole, "the next epoch has an order of its own"
+
+
+def test_a_sampler_without_a_length(as_rank: Any) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[list[int]]:
+            return itertools.repeat([1, 2])
+
+    loader = DataLoader(Numbers(), batch_sampler=Endless())
+    assert next(iter(rt.prepare_data_loader(loader))).tolist() == [1, 2]
+    as_rank(0, 2)
+    with pytest.raises(TypeError, match="a Endless without a length cannot be shared out"):
+        rt.prepare_data_loader(loader)
+
+
+def test_an_epoch_that_was_left_early_is_over(as_rank: Any) -> None:
+    as_rank(0, 2)
+    loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True))
+    first = next(iter(loader)).tolist()
+    assert next(iter(loader)).tolist() != first
+
+
+def test_other_samplers_give_every_rank_its_part_of_rank_zeros_order(tmp_path: Path) -> None:
+    class Shuffled:
+        """A batch sampler of somebody else's, with an order that no seed gives."""
+
+        def __iter__(self) -> Iterator[list[int]]:
+            import random
+
+            return iter([[row] * 2 for row in random.SystemRandom().sample(range(7), 7)])
+
+        def __len__(self) -> int:
+            return 7
+
+    def train() -> Any:
+        import torch
+
+        import rankzero.train as rt
+
+        rank = rt.get_context().rank
+        torch.manual_seed(rank)
+        rare = WeightedRandomSampler([1.0] * ROWS, 8, replacement=False)
+        plain = BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
+        loaders = [
+            DataLoader(Numbers(), 2, sampler=rare),
+            DataLoader(Numbers(), batch_sampler=Shuffled(), num_workers=1),
+            DataLoader(Numbers(), batch_sampler=plain),
+            DataLoader(Numbers(), batch_size=None, sampler=[5, 6, 7, 8]),
+        ]
+        shares = []
+        for loader in loaders:
+            prepared = rt.prepare_data_loader(loader)
+            share = [batch.tolist() if hasattr(batch, "tolist") else batch for batch in prepared]
+            assert len(share) == len(prepared)
+            shares.append(share)
+        return list(zip(*rt.all_gather_object(shares), strict=True))
+
+    rare, batches, plain, single = Launcher(2, store=str(tmp_path)).run(train)
+    drawn = [row for share in rare for batch in share for row in batch]
+    assert len(set(drawn)) == len(drawn) == 8, "drawn once, not once for each rank"
+    assert {batch[0] for share in batches for batch in share} == set(range(7))
+    assert [len(share) for share in batches] == [4, 4]
+    assert sorted(row for share in plain for batch in share for row in batch) == list(range(8))
+    assert [list(share) for share in single] == [[5, 7], [6, 8]]
+
+
+def test_nested_batches_keep_their_types() -> None:
+    from rankzero.train.data_loader import _moved
+
+    pair = namedtuple("pair", "x y")
+    batch = pair({"a": torch.zeros(1)}, [(torch.zeros(1), "text"), None])
+    moved = _moved(batch, lambda tensor: tensor + 1)
+    assert moved == pair({"a": torch.ones(1)}, [(torch.ones(1), "text"), None])
+    assert type(moved) is pair
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_on_the_gpu() -> None:
+    loader = rt.prepare_data_loader(DataLoader(TensorDataset(torch.arange(10.0)), 3, pin_memory=True))
+    batches = [values for [values] in loader]
+    assert all(values.is_cuda for values in batches)
+    assert torch.cat(batches).cpu().equal(torch.arange(10.0))
+
+
+def test_anything_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a torch.utils.data.DataLoader, not a list"):
+        rt.prepare_data_loader([1, 2])
