@@ -65,8 +65,4 @@ reference: setup
 	.venv/bin/python scripts/reference.py
 
 clean:
-<<<<<<< HEAD
-	rm -rf .venv .venv-3.* .venv-matrix .demo .mypy_cache .pytest_cache .ruff_cache
-=======
-	rm -rf .venv .frameworks .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache
->>>>>>> main
+	rm -rf .venv .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache
