@@ -64,8 +64,9 @@ class TorchDistributorOperator(BaseOperator):
         op_args: Positional arguments of the function, or the rest of the command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
-        num_processes: World size, the number of ranks (templated, like the numbers below that say so). A pair such as
-            ``(2, 8)``, or ``"2:8"``, is elastic: each attempt starts with what the cluster can give between the two.
+        num_processes: World size, the number of ranks (templated, like the numbers below that say so). ``"auto"`` is
+            what there is, where that is known. A pair such as ``(2, 8)``, or ``"2:8"``, is elastic: each attempt starts
+            with what the cluster can give between the two.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
             connection says, else 1.
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankzero.errors import InvalidJobError
+from rankzero.job import AUTO
 from rankzero.launcher import Launcher
 
 TEMPLATE_FIELDS = (
@@ -66,7 +67,7 @@ def convert(name: str, value: Any) -> Any:
     Args:
         name: Of the argument.
         value: What was rendered. ``""`` and ``"None"`` are None where the argument may be None; ``"2:8"`` is the
-            smallest and the largest number of processes.
+            smallest and the largest number of processes, ``"auto"`` is what there is.
 
     Raises:
         InvalidJobError: the text is no number.
@@ -81,6 +82,8 @@ def convert(name: str, value: Any) -> Any:
         return value
     if name in _OPTIONAL and value.strip() in ("", "None"):
         return None
+    if name == "num_processes" and value.strip() == AUTO:
+        return AUTO
     if name == "num_processes" and ":" in value:
         return tuple(convert(name, bound) for bound in value.split(":"))
     try:

@@ -21,6 +21,7 @@ _PAIR = 2
 BACKENDS = ("auto", "nccl", "gloo", None)
 
 WorldSize = int | tuple[int, int]
+AUTO = "auto"
 """Number of ranks; of an elastic job the smallest and the largest."""
 
 
@@ -159,9 +160,9 @@ def world_bounds(num_processes: WorldSize) -> tuple[int, int]:
     return (num_processes, num_processes) if isinstance(num_processes, int) else num_processes
 
 
-def describe_world(num_processes: WorldSize) -> str:
-    """A world size for people: ``4`` or ``2 to 8``."""
-    return str(num_processes) if isinstance(num_processes, int) else "{} to {}".format(*num_processes)
+def describe_world(num_processes: WorldSize | str) -> str:
+    """A world size for people: ``4``, ``2 to 8`` or ``auto``."""
+    return "{} to {}".format(*num_processes) if isinstance(num_processes, tuple) else str(num_processes)
 
 
 def check_counts(num_processes: object, processes_per_task: object) -> WorldSize:

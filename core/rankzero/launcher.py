@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero import store
@@ -39,9 +39,10 @@ class Launcher:
     """How training functions and scripts are run. All configuration is here.
 
     Attributes:
-        num_processes: World size, the number of ranks. A pair such as ``(2, 8)`` is elastic: each attempt starts with
-            as many between the two as the cluster can give (once no more have come for 30 s), and goes on from the
-            last checkpoint.
+        num_processes: World size, the number of ranks. ``"auto"``: a rank for each place that the engine is known to
+            have, a GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as
+            ``(2, 8)`` is elastic: each attempt starts with as many between the two as the cluster can give (once no
+            more have come for 30 s), and goes on from the last checkpoint.
         engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`.
         use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
@@ -96,7 +97,7 @@ class Launcher:
         1.0
     """
 
-    num_processes: jobs.WorldSize = 1
+    num_processes: jobs.WorldSize | Literal["auto"] = 1
     _: KW_ONLY
     engine: Engine | None = None
     use_gpu: bool = False
@@ -122,7 +123,10 @@ class Launcher:
     code_version: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_processes", jobs.check_counts(self.num_processes, self.processes_per_task))
+        if self.num_processes == jobs.AUTO:
+            jobs.check_counts(self.processes_per_task, self.processes_per_task)
+        else:
+            object.__setattr__(self, "num_processes", jobs.check_counts(self.num_processes, self.processes_per_task))
         object.__setattr__(self, "restart_on", jobs.check_restart_on(self.restart_on))
         jobs.check_choices(self.use_gpu, self.backend)
         jobs.check_seconds("timeout", self.timeout)
@@ -301,24 +305,36 @@ class Launcher:
         """
         from rankzero.submit.identity import identity_of
 
-        return identity_of(train, args, kwargs, self._for(train).num_processes, self.code_version)
+        return identity_of(train, args, kwargs, self._for(train)._world(), self.code_version)
 
     def _for(self, train: Any) -> Launcher:
         """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
         options = getattr(train, "launch_options", None)
         return self.options(**options()) if callable(options) else self
 
+    def _world(self) -> jobs.WorldSize:
+        if isinstance(self.num_processes, (int, tuple)):
+            return self.num_processes
+        found = self._engine().num_processes(self.processes_per_task, use_gpu=self.use_gpu)
+        if found is None:
+            raise InvalidJobError(
+                'num_processes="auto" needs an engine that says how many places it has (LocalEngine(), local[N], '
+                "spark.executor.instances): give a number, or the smallest and the largest, such as (2, 8)"
+            )
+        return found
+
     def _request(self) -> Request:
         from rankzero.submit.prepare import Request
 
         if self.restart_on and not self.max_restarts:
             logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
-        least, most = jobs.world_bounds(self.num_processes)
+        world = self._world()
+        least, most = jobs.world_bounds(world)
         template = Job(
             run_id=self.run_id or "",
             name="",
             num_processes=most,
-            min_processes=least if isinstance(self.num_processes, tuple) else None,
+            min_processes=least if isinstance(world, tuple) else None,
             processes_per_task=self.processes_per_task,
             use_gpu=self.use_gpu,
             backend=self.backend,

@@ -1,12 +1,16 @@
 """A standalone cluster of two workers with (faked) GPUs, and local-cluster: resources as Spark gives them."""
 
+import json
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import servers
 from tests.conftest import restore_signal_handlers, signal_handlers, until
 from tests.engines.conftest import Standalone
 
@@ -89,12 +93,15 @@ def test_gpu_conf_missing_is_refused(launcher: Launcher, standalone: str) -> Non
         launcher.options(use_gpu=True, engine=engine(standalone)).run(gpus)
 
 
-def test_a_cluster_that_grows_while_a_run_waits_is_used(
+@pytest.fixture
+def on_session(
     launcher: Launcher, cluster: Standalone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[Callable[..., Launcher]]:
+    """Makes a launcher on a session of this process, so that the test may hurry what waits."""
     from pyspark.sql import SparkSession
 
     monkeypatch.setattr(policy, "WAITING_INTERVAL", 1.0)
+    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 1.0)
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     handlers = signal_handlers()
     builder = SparkSession.builder.master(cluster.url).config("spark.executor.memory", "1g")
@@ -103,19 +110,55 @@ def test_a_cluster_that_grows_while_a_run_waits_is_used(
         builder = builder.config("spark.driver.host", "[::1]").config("spark.driver.bindAddress", "[::1]")
     session = builder.config("spark.ui.enabled", "false").getOrCreate()
     restore_signal_handlers(handlers)
-    try:
-        grown = launcher.options(num_processes=5, engine=SparkEngine(session=session), run_id="grown")
-        values: list[int] = []
-        thread = threading.Thread(target=lambda: values.append(grown.run(len, "abc")))
-        thread.start()
+    yield lambda **options: launcher.options(engine=SparkEngine(session=session), **options)
+    session.stop()
 
-        def waits_for_one() -> bool:
-            run = grown.find()
-            return bool(run) and any("offers 4 of the 5" in event.get("what", "") for event in run.events())
 
-        until(waits_for_one, WAIT, "the message")
+def await_event(launcher: Launcher, sign: str) -> None:
+    """Until an event of the launcher's run has these words."""
+
+    def look() -> bool:
+        run = launcher.find()
+        return bool(run) and any(sign in json.dumps(event) for event in run.events())
+
+    until(look, WAIT, sign)
+
+
+def test_a_cluster_that_grows_while_a_run_waits_is_used(
+    on_session: Callable[..., Launcher], cluster: Standalone
+) -> None:
+    grown = on_session(num_processes=5, run_id="grown")
+    values: list[int] = []
+    thread = threading.Thread(target=lambda: values.append(grown.run(len, "abc")))
+    thread.start()
+    await_event(grown, "offers 4 of the 5")
+    cluster.add_worker()
+    thread.join(WAIT)
+    assert values == [3]
+
+
+def go_on() -> list[int]:
+    import rankzero.train as rt
+
+    if checkpoint := rt.get_checkpoint():
+        return [*checkpoint.load()["sizes"], rt.get_context().world_size]
+    rt.report({}, checkpoint={"sizes": [rt.get_context().world_size]})
+    time.sleep(WAIT)
+    return []
+
+
+@pytest.mark.soak
+def test_an_elastic_run_goes_on_with_what_a_lost_worker_leaves(
+    on_session: Callable[..., Launcher], cluster: Standalone
+) -> None:
+    elastic = on_session(num_processes=(2, 6), max_restarts=1, run_id="elastic")
+    while len(cluster.workers) < 3:
         cluster.add_worker()
-        thread.join(WAIT)
-        assert values == [3]
-    finally:
-        session.stop()
+    cluster.await_workers()
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(elastic.run(go_on)))
+    thread.start()
+    await_event(elastic, '"checkpoint"')
+    servers.stop([cluster.workers[-1]])
+    thread.join(WAIT)
+    assert values == [[6, 4]]

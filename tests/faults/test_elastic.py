@@ -15,6 +15,8 @@ from rankzero import InvalidJobError, Launcher, RetryableError, RunCancelledErro
 from rankzero import job as jobs
 from rankzero.driver import policy
 from rankzero.worker import restarts as worker
+from rankzero.worker.command import CommandError
+from rankzero.worker.failures import describe
 
 WAIT = 60.0
 
@@ -247,6 +249,23 @@ def test_a_script_restarts_on_what_is_named(launcher: Launcher, tmp_path: Path) 
     launcher = launcher.options(num_processes=1, max_restarts=1)
     assert launcher.options(restart_on=["CUDA error"]).run(script) == 1
     assert launcher.options(restart_on=[MountLostError, "__main__.Flaky"]).run(script) == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "matches"),
+    [
+        ({"exit_code": 7}, "exited with code 7", True),
+        ({"exit_code": 1, "exception_type": "OSError", "message": "Stale"}, "OSError: Stale", True),
+        ({"exit_code": 1}, "exited with code 7", False),
+    ],
+)
+def test_a_command_is_matched_by_what_is_known_of_its_end(facts: dict[str, Any], wanted: str, matches: bool) -> None:
+    worker.install(pickle.dumps((wanted,)))
+    try:
+        failure = describe(CommandError(f"the command 'x' exited with code {facts['exit_code']}", facts))
+    finally:
+        worker.install(None)
+    assert (failure["matched"] == wanted) is matches
 
 
 @pytest.mark.parametrize("bad", [3, [3], [""], "", [int], int, [lambda error: True]])

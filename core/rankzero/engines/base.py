@@ -42,6 +42,14 @@ class Engine(abc.ABC):
     def prefers_own_process(self) -> bool:
         """True if opening it would change the caller's process."""
 
+    def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
+        """Ranks for ``num_processes="auto"``: as many as there are places; None where nothing says how many.
+
+        Raises:
+            InsufficientSlotsError: there is no place for one.
+        """
+        return None
+
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
         """Connects to the engine and checks what only it can tell. Raises EngineError."""

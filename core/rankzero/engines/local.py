@@ -12,6 +12,7 @@ import rankzero
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.errors import LOST, EngineError, RankZeroError
+from rankzero.host.processes import available_cores
 from rankzero.job import Job
 from rankzero.task.hold import hold
 
@@ -28,6 +29,13 @@ class LocalEngine(Engine):
         """Raises InsufficientSlotsError if there are fewer GPUs than ranks."""
         if job.use_gpu:
             require_local_gpus(job.least_processes)
+
+    def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int:
+        """A rank for each GPU or core of this machine."""
+        if use_gpu:
+            require_local_gpus(processes_per_task)
+        places = len(local_gpus()) if use_gpu else available_cores()
+        return places // processes_per_task * processes_per_task or processes_per_task
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """``{"kind": "local"}``; nothing is private."""

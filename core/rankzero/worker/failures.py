@@ -31,7 +31,9 @@ def describe(error: BaseException) -> Message:
     """The failure of a rank, as its agent and the driver hear of it."""
     failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
     if isinstance(error, CommandError):
-        return {**failure, **error.facts, "matched": restarts.what_matches(error, str(error))}
+        # What the command says of itself, and what is known of a Python program's exception.
+        text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
+        return {**failure, **error.facts, "matched": restarts.what_matches(error, text)}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):

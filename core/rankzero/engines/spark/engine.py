@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
-from rankzero.engines.local import LOOPBACK
+from rankzero.engines.local import LOOPBACK, LocalEngine
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
@@ -103,6 +103,19 @@ class SparkEngine(Engine):
             raise InvalidJobError(
                 f"master is {self.master!r}; use local[N], local-cluster[N,C,M], spark://host:port, yarn or k8s://..."
             )
+
+    def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
+        """A task in each slot that master and conf tell; without a master, and with GPUs here, as `LocalEngine`."""
+        if self.session is not None:
+            context = self.session.sparkContext
+            master, conf = str(context.master), dict(context.getConf().getAll())
+        else:
+            master, conf = self.master or "", {**spark_defaults(), **self.conf}
+        is_local = LOCAL.fullmatch(master) is not None
+        if not master or (is_local and use_gpu):
+            return LocalEngine().num_processes(processes_per_task, use_gpu=use_gpu)
+        slots = most_slots(master, conf) if is_local or not master.startswith("spark:") else None
+        return slots * processes_per_task if slots else None
 
     def check(self, job: Job) -> None:
         """Refuses what master and conf alone show to be impossible."""
