@@ -103,6 +103,8 @@ class Rank:
         """Makes the worker write its stacks, which `take_stack` collects."""
         self._stack = b""
         self.kill(worker.STACK_SIGNAL)
+        # After it: this may wait for the interpreter's lock, or for a device.
+        self.tell({"type": "dump"})
 
     def take_stack(self, data: bytes) -> None:
         """Adds what came out of the stack pipe."""

@@ -103,6 +103,7 @@ class Attempt:
         self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
         self._remove_leftovers()
         self._resume = self._committer.newest()
+        self._token = self._run.token()
         self._files = {**self._job.files, **self._resume_files()}
         secret = new_secret()
         self._server = ChannelServer(
@@ -187,6 +188,9 @@ class Attempt:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
+            # What has come meanwhile is committed first.
+            self._take_all()
+            self._committer.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()
@@ -357,8 +361,8 @@ class Attempt:
         same = {
             "type": "start",
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
-            "run_directory": None if self._run.is_remote else self._run.directory,
-            "run_token": None if self._run.is_remote else self._run.token(),
+            "run_directory": self._run.directory,
+            "run_token": self._token,
             "files": self._files,
             "checkpoint": self._resume.to_json() if self._resume else None,
             "beat_interval": policy.beat_interval(self._job.hang_timeout),

@@ -65,7 +65,8 @@ class Manifest:
         index: Its number in that attempt, from 0.
         time: Unix time of rank 0's report.
         metrics: What rank 0 reported with it.
-        world_size: Number of ranks of the run.
+        world_size: Number of ranks of the attempt that wrote it. A later attempt may have another: see
+            `rankzero.train.Checkpoint` for what it gets.
         sharded: Every rank gave a part of its own; else rank 0's is the whole.
         parts: By rank (as text, as JSON has it): ``file``, ``format``, ``size`` and ``sha256``.
     """
