@@ -1,6 +1,7 @@
 """The operator and the decorator, run by Airflow's own task runner on an embedded Spark."""
 
 import json
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,19 +105,13 @@ def test_script_gets_its_arguments(dag: Any, run_dag: RunDag, tmp_path: Path) ->
     assert outcome.xcom("train") == ["--lr", "0.25", "3", "1"], outcome.errors
 
 
-def test_a_command_is_a_task_with_its_files_beside_the_dag(
-    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_a_task_with_its_files_beside_the_dag(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow_rankzero import TorchDistributorOperator
 
-    folder = tmp_path / "dags"
-    folder.mkdir()
-    (folder / "train.sh").write_text('echo "$@" > "$OUT"\n')
-    (folder / "daily.py").write_text("")
-    monkeypatch.setattr(dag, "fileloc", str(folder / "daily.py"))
+    line = 'echo "$(wc -c < "$0") $@" > "$OUT"'
     TorchDistributorOperator(
         task_id="train",
-        train=["bash", "train.sh", "--lr={{ params.lr }}"],
+        train=["bash", "-c", line, Path(__file__).name, "--lr={{ params.lr }}"],
         op_args=["${local_rank}"],
         env={"OUT": str(tmp_path / "out")},
         num_processes=1,
@@ -125,7 +120,7 @@ def test_a_command_is_a_task_with_its_files_beside_the_dag(
     )
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
-    assert (tmp_path / "out").read_text() == "--lr=0.25 0\n"
+    assert (tmp_path / "out").read_text() == f"{os.path.getsize(__file__)} --lr=0.25 0\n"
 
 
 def test_failing_rank_fails_the_task_with_its_cause(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
