@@ -20,6 +20,7 @@ NAMES = [
     "scale",
     "results",
     "arguments",
+    "checkpoints",
     "logs",
     "steps",
     "control_plane",

@@ -91,20 +91,23 @@ def test_a_creation_whose_answer_was_lost_is_ours(bucket: str, monkeypatch: pyte
     assert not store.create(f"{bucket}/claim", b"another's")
 
 
-def test_a_driver_that_ignores_the_condition_is_refused_before_anything_starts(
-    bucket: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("knows_argument", [True, False])
+def test_a_driver_that_creates_without_a_condition_is_refused_before_anything_starts(
+    bucket: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, knows_argument: bool
 ) -> None:
-    """As s3fs did before 2024.12, and as servers do that speak an older S3."""
+    """As s3fs ignored it before 2024.12, and servers do that speak an older S3; gcsfs and adlfs did not know it."""
     import s3fs
 
     whole = s3fs.S3FileSystem._pipe_file
 
     async def ignore(self: Any, path: str, data: bytes, **options: Any) -> Any:
+        if options and not knows_argument:
+            raise TypeError("_pipe_file() got an unexpected keyword argument 'mode'")
         return await whole(self, path, data)
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_pipe_file", ignore)
     s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(InvalidJobError, match=r"both win. Install s3fs>=2024\.12; .*If-None-Match"):
+    with pytest.raises(InvalidJobError, match=r"both would win. Install s3fs>=2024\.12; .*If-None-Match"):
         launcher.options(store=f"{bucket}/runs").submit(print)
     # Nothing is left of it.
     assert store.list_names(f"{bucket}/runs") == []

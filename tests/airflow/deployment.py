@@ -34,8 +34,8 @@ SILENCE = 10
 
 COMPONENTS = ("api-server", "scheduler", "dag-processor", "triggerer")
 
-# Most looks are requests to the API server.
-wait_until = functools.partial(until, pause=0.05)
+# Most looks are requests to the API server, and cost it more than the wait does.
+wait_until = functools.partial(until, pause=0.2)
 
 
 class Deployment:

@@ -55,8 +55,8 @@ _STATUS = "query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }"
 _RUNS = """
 query($filter: RunsFilter) { runsOrError(filter: $filter) { ... on Runs { results { runId status } } } }"""
 
-# Most looks are requests to the webserver.
-wait_until = functools.partial(until, pause=0.05)
+# Most looks are requests to the webserver, and cost it more than the wait does.
+wait_until = functools.partial(until, pause=0.2)
 
 _SETTINGS = """
 telemetry: {enabled: false}

@@ -81,6 +81,7 @@ class Proxy:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._mode = self.OPEN
+        self.refused = 0
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._lock = threading.Lock()
         self._listener = socket.create_server((LOOPBACK, 0))
@@ -151,6 +152,7 @@ class Proxy:
         try:
             driver = socket.create_connection((LOOPBACK, int(self.file.read_text())), 1)
             if self._mode == self.SHUT:
+                self.refused += 1
                 driver.close()
                 raise ConnectionRefusedError
         except (OSError, ValueError):

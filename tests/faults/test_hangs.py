@@ -1,11 +1,14 @@
 """A run in which nothing moves ends, and the error says where every rank stood."""
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.conftest import wait_until_gone
 
 from rankzero import HangError, Launcher
@@ -103,3 +106,41 @@ def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
         return "moving"
 
     assert launcher.options(num_processes=1, hang_timeout=HANG_TIMEOUT).run(slow) == "moving"
+
+
+def test_a_hang_leaves_what_torchs_flight_recorder_knows(launcher: Launcher) -> None:
+    """With gloo, whose recorder is NCCL's."""
+    env = {**(launcher.env or {}), "TORCH_FR_BUFFER_SIZE": "100"}
+    launcher = launcher.options(hang_timeout=HANG_TIMEOUT, run_id="recorded", env=env)
+    with pytest.raises(HangError):
+        launcher.run(wait_for_peers, "python")
+    handle = launcher.find()
+    assert handle is not None
+    lines = [line for line in handle.logs(rank=0) if line.startswith("rankzero: flight recorder: ")]
+    assert any("not completed: gloo:all_reduce #1" in line for line in lines), lines
+    files = sorted(Path(handle.directory, "flight", "attempt-0").iterdir())
+    assert [file.name for file in files] == ["rank-0.json"]
+    found = json.loads(files[0].read_bytes())
+    assert [entry["profiling_name"] for entry in found["entries"]] == ["gloo:all_reduce"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> None:
+    def hang() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
+        time.sleep(600)
+
+    env = {**(launcher.env or {}), "TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"}
+    launcher = launcher.options(num_processes=1, use_gpu=True, hang_timeout=HANG_TIMEOUT, run_id="nccl", env=env)
+    with pytest.raises(HangError):
+        launcher.run(hang)
+    handle = launcher.find()
+    assert handle is not None
+    assert any(line.startswith("rankzero: flight recorder: process group") for line in handle.logs(rank=0))
+    assert Path(handle.directory, "flight", "attempt-0", "rank-0.json").exists()

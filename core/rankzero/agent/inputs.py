@@ -1,6 +1,7 @@
-"""What the workers of one task need: payload, modules, referenced files, the checkpoint to start from.
+"""What the workers of one task need: payload, modules, referenced files.
 
-Each is taken from where it lies if this host sees it there, else fetched from the driver, once for each task.
+Each is taken from where it lies if this host sees it there, else fetched from the driver, once for each task. What lies
+on an object store, and a checkpoint to start from, is fetched only for a worker that asks: it has no way of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+from rankzero import store
 from rankzero.channel.frames import Message
 from rankzero.values.digest import digest_of_file
 
@@ -17,28 +19,22 @@ from rankzero.values.digest import digest_of_file
 class Inputs:
     """Finds or fetches the files of a ``start`` message."""
 
-    def __init__(self, start: Message, scratch: str, local_world_size: int) -> None:
+    def __init__(self, start: Message, scratch: str) -> None:
         """Looks which files are here.
 
         Args:
             start: The driver's message.
             scratch: Directory of this task for what must be fetched.
-            local_world_size: Workers of this task, whose parts of a checkpoint are needed.
         """
         self._start = start
         self._scratch = scratch
         self.shared = self._sees_run_directory()
         """True if the run directory that the driver uses is the one that this host sees under its path."""
-        first = start["first_rank"]
-        own = {f"checkpoint-{rank}" for rank in range(first, first + local_world_size)}
-        checkpoint = start["checkpoint"]
-        if checkpoint and not checkpoint["sharded"]:
-            own = {"checkpoint-0"}
         self._here: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         """Name to local path of what must be fetched."""
         for name, file in start["files"].items():
-            if name.startswith("checkpoint-") and name not in own:
+            if _is_for_workers(name, file):
                 continue
             here = file["location"]
             if not (self.shared or file.get("absolute")) or not _has_size(here, file["size"]):
@@ -48,7 +44,7 @@ class Inputs:
 
     def _sees_run_directory(self) -> bool:
         directory = self._start["run_directory"]
-        if directory is None:
+        if store.is_url(directory):
             return False
         try:
             with open(os.path.join(directory, "token")) as file:
@@ -60,6 +56,10 @@ class Inputs:
         """Asks for what is missing."""
         for name, path in self.missing.items():
             fetch(name, path)
+
+    def path_for(self, name: str) -> str:
+        """Where a file goes that a worker asks for."""
+        return os.path.join(self._scratch, name)
 
     def message(self) -> Message:
         """What is sent to every worker of this task. Call it once nothing is missing.
@@ -76,16 +76,13 @@ class Inputs:
             "master_addr": self._start["master_addr"],
             "payload": self._here["payload.pkl"],
             "modules": self._unpack_modules(),
-            "refs": {file["uri"]: self._here[name] for name, file in files.items() if "uri" in file},
+            "refs": {file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
             "result_directory": os.path.join(directory, "result") if self.shared else self._scratch,
             "checkpoint": self._start["checkpoint"],
-            "checkpoint_parts": {
-                name.removeprefix("checkpoint-"): path
-                for name, path in self._here.items()
-                if name.startswith("checkpoint-")
-            },
-            "checkpoint_directory": os.path.join(directory, "checkpoints") if self.shared else self._scratch,
+            "run_directory": directory,
+            "run_token": self._start["run_token"],
             "shared": self.shared,
+            "scratch": self._scratch,
             "beat_interval": self._start["beat_interval"],
         }
 
@@ -116,6 +113,10 @@ class Inputs:
             "use_gpu": use_gpu,
             "storage_path": self._start["run_directory"] if self.shared else None,
         }
+
+
+def _is_for_workers(name: str, file: dict[str, Any]) -> bool:
+    return name.startswith("checkpoint-") or ("uri" in file and store.is_url(file["uri"]))
 
 
 def _has_size(path: str, size: int) -> bool:

@@ -21,7 +21,7 @@ from rankzero.host import forked
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
-"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many."""
+"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many (macOS: no)."""
 
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _BOOTSTRAP = (
@@ -54,7 +54,7 @@ class Rank:
         self._untold = bytearray()
         self.control, control = socket.socketpair()
         read, write = os.pipe()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             # A burst after few lines is fetched up to `DELIVERY_INTERVAL` later: it should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()
@@ -103,6 +103,8 @@ class Rank:
         """Makes the worker write its stacks, which `take_stack` collects."""
         self._stack = b""
         self.kill(worker.STACK_SIGNAL)
+        # After it: this may wait for the interpreter's lock, or for a device.
+        self.tell({"type": "dump"})
 
     def take_stack(self, data: bytes) -> None:
         """Adds what came out of the stack pipe."""

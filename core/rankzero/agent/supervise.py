@@ -50,6 +50,8 @@ class Agent:
         self._client = ChannelClient(hosts, port, config["secret"], config["task"], config.get("connect_timeout"))
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
+        self._asking: dict[str, list[Rank]] = {}
+        self._fetched: dict[str, Message] = {}
         self._lost: str | None = None
         self._stacks_at: float | None = None
         self._quiet: list[Rank] = []
@@ -148,7 +150,7 @@ class Agent:
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
         if kind == "start":
-            self._inputs = Inputs(message, self._config["scratch"], len(self._ranks))
+            self._inputs = Inputs(message, self._config["scratch"])
             self._inputs.fetch(self._client.fetch)
             self._start_when_complete()
         elif kind == "fetched":
@@ -165,8 +167,24 @@ class Agent:
         elif kind == "end":
             self._ending.await_exits()
 
+    def _fetch_for(self, rank: Rank, name: str) -> None:
+        """Has a file fetched that a worker asks for, once for all that do."""
+        assert self._inputs is not None
+        if name in self._fetched:
+            rank.tell(self._fetched[name])
+            return
+        if name not in self._asking:
+            self._client.fetch(name, self._inputs.path_for(name))
+        self._asking.setdefault(name, []).append(rank)
+
     def _on_fetched(self, message: Message) -> None:
         assert self._inputs is not None
+        if asking := self._asking.pop(message["name"], None):
+            if "error" not in message:
+                self._fetched[message["name"]] = message
+            for rank in asking:
+                rank.tell(message)
+            return
         if "error" in message:
             text = f"{message['name']} cannot be had from the driver: {message['error']}"
             facts = {"exception_type": "rankzero.errors.ResultError", "message": text, "exit_code": 1}
@@ -223,6 +241,9 @@ class Agent:
 
     def _on_rank_message(self, rank: Rank, message: Message) -> None:
         kind = message["type"]
+        if kind == "fetch":
+            self._fetch_for(rank, message["name"])
+            return
         message["local_rank"] = rank.local_rank
         rank.note(message)
         if kind == "commit":
@@ -335,7 +356,7 @@ class Agent:
 
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
-        descendants.kill_all()
+        descendants.kill_all(groups=[rank.pid for rank in self._ranks])
         for rank in self._ranks:
             # A child that held the pipe has exited; what is in it can be read to the end.
             with contextlib.suppress(Exception):

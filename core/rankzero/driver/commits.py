@@ -68,7 +68,7 @@ class Committer:
         self._closed = False
         self._given = self._done = 0
         self._in_use: str | None = None
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
 
     def newest(self) -> Manifest | None:
@@ -77,17 +77,28 @@ class Committer:
         Raises:
             OSError: the store cannot be read.
         """
-        names = store.list_names(self._run.path(FOLDER))
-        committed = read_manifests(self._run, names)
-        for name in set(names) - {manifest.id for manifest in committed}:
-            if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
-                store.remove(self._run.path(FOLDER, name))
+        committed = self._sweep("")
         if not committed or committed[-1].attempt < self._fresh_since:
             return None
         self._in_use = committed[-1].id
         # The attempt before may have died before it could.
         self.do(self._prune)
         return committed[-1]
+
+    def _sweep(self, begin: str) -> list[Manifest]:
+        """Deletes folders, by the begin of their names, that are not committed; those that are, oldest first."""
+        names = [name for name in store.list_names(self._run.path(FOLDER)) if name.startswith(begin)]
+        committed = read_manifests(self._run, names)
+        for name in set(names) - {manifest.id for manifest in committed}:
+            if not store.exists(self._run.path(FOLDER, name, MANIFEST)):
+                store.remove(self._run.path(FOLDER, name))
+        store.abort_uploads(self._run.path(FOLDER, begin))
+        return committed
+
+    def sweep(self) -> None:
+        """Has the thread delete what ranks of this attempt had begun to write when they died."""
+        # No other attempt's: a newer driver may be at work already.
+        self.do(lambda: self._sweep(f"{self._attempt:04d}-"))
 
     def add(self, rank: int, part: dict[str, Any]) -> None:
         """Takes one rank's part: the worker's message, with ``uploaded`` if the driver holds the file.
@@ -107,7 +118,7 @@ class Committer:
         self._incoming.pop(index, None)
         self._on_loss(index)
 
-    def do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[], object]) -> None:
         """Has the committer's thread do something after what it was given before."""
         if not self._thread.ident:
             self._thread.start()
@@ -158,16 +169,16 @@ class Committer:
     def _commit(self, parts: dict[int, dict[str, Any]]) -> Manifest:
         lead = parts[min(parts)]
         folder = self._run.path(FOLDER, lead["id"])
-        files = {}
-        for rank, part in sorted(parts.items()):
+        for part in parts.values():
             uploaded = part.get("uploaded")
             # Gone if a try before this one came so far.
             if uploaded and os.path.exists(uploaded):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]))
                 store.remove(uploaded)
-            files[str(rank)] = {key: part[key] for key in ("file", "format", "size", "sha256")}
-            if (size := store.size(store.join(folder, part["file"]))) != part["size"]:
+        sizes = store.sizes(folder)
+        for part in parts.values():
+            if (size := sizes.get(part["file"])) != part["size"]:
                 raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
         manifest = Manifest(
             id=lead["id"],
@@ -177,7 +188,10 @@ class Committer:
             metrics=lead["metrics"],
             world_size=self._world_size,
             sharded=lead["sharded"],
-            parts=files,
+            parts={
+                str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
+                for rank, part in sorted(parts.items())
+            },
         )
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")

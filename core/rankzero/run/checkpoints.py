@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -65,7 +66,8 @@ class Manifest:
         index: Its number in that attempt, from 0.
         time: Unix time of rank 0's report.
         metrics: What rank 0 reported with it.
-        world_size: Number of ranks of the run.
+        world_size: Number of ranks of the attempt that wrote it. A later attempt may have another: see
+            `rankzero.train.Checkpoint` for what it gets.
         sharded: Every rank gave a part of its own; else rank 0's is the whole.
         parts: By rank (as text, as JSON has it): ``file``, ``format``, ``size`` and ``sha256``.
     """
@@ -82,6 +84,21 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+    def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
+        """Plain JSON values for the ranks of one task: their parts and rank 0's, and the formats of all.
+
+        A thousand tasks get a thousand messages: with all parts in each of them a world of 1,024 ranks would send half
+        a gigabyte. Who needs others reads `MANIFEST`.
+        """
+        wanted = {"0", *map(str, ranks)}
+        formats = sorted({part["format"] for part in self.parts.values()})
+        parts = {rank: part for rank, part in self.parts.items() if rank in wanted}
+        return {
+            **{name: value for name, value in vars(self).items() if name != "parts"},
+            "parts": parts,
+            "formats": formats,
+        }
 
 
 def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:

@@ -13,6 +13,7 @@
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
+    flight/       of ranks that hung: what torch's flight recorder knew of their collectives
     result/       rank 0's value
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
@@ -212,11 +213,10 @@ class RunDirectory:
             data = store.read_bytes(self.path("status.json"))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
-        try:
-            facts = json.loads(data)
-        except ValueError:
-            # A heartbeat that a power failure has cut off: its driver is dead.
+        if not data.strip(b"\0"):
+            # A heartbeat that a power failure has emptied: its driver is dead.
             return RunStatus(submission=self.job().submission)
+        facts = json.loads(data)
         # A driver of a later version may say more.
         return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
 

@@ -15,16 +15,16 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
-from rankzero.bounds import DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, STORE_OUTAGE
+from rankzero.bounds import DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
-from rankzero.host.processes import STOPPED, process_namespace, process_state
+from rankzero.host.processes import process_namespace, process_state
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.delivery import Delivery
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.lines import LineReader
-from rankzero.run.liveness import driver_is_dead
+from rankzero.run.liveness import HeartbeatWatch, process_lives
 from rankzero.run.pace import SHORTEST_PACE
 from rankzero.values.ref import ResultRef
 
@@ -79,7 +79,7 @@ class RunHandle(Generic[R]):
         self._interval = SHORTEST_PACE
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
-        self._heartbeat = self._heartbeat_seen = self._blind_until = 0.0
+        self._heartbeat = HeartbeatWatch()
         self._lease_interval: float | None = None
         self._lease_renewed = 0.0
         self._lease_bound: float | None = None
@@ -138,9 +138,9 @@ class RunHandle(Generic[R]):
         self._interval = status.interval
         if status.final or not self._driver_died(status):
             return status
-        # It may have written its final status between the two looks.
-        status = self._patiently(self._run.status, patience)
-        if status.final:
+        # It may have written between the two looks, or this machine has slept there.
+        before, status = status, self._patiently(self._run.status, patience)
+        if status.final or status.heartbeat != before.heartbeat:
             return status
         if status.certain:
             return replace(status, state="succeeded", ended=status.heartbeat)
@@ -170,8 +170,7 @@ class RunHandle(Generic[R]):
         """
 
         def gives_up(error: Exception) -> bool:
-            # Who cannot read has not watched the heartbeat.
-            self._blind_until = time.monotonic()
+            self._heartbeat.note_blindness()
             return isinstance(error, RunNotFoundError)
 
         return store.patiently(read, self._patience if patience is None else patience, SHORTEST_PACE, gives_up)
@@ -188,34 +187,13 @@ class RunHandle(Generic[R]):
                 return False
             if status.driver_pid is None:
                 return True
-        if time.time() - status.heartbeat > DRIVER_STALE_AFTER:
-            # Its process may live on without it: a notebook in which the driver was a thread.
-            return None
-        if status.driver_pid is not None and status.driver_namespace == process_namespace():
-            state = process_state(status.driver_pid, status.driver_start)
-            # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
-            return None if state in STOPPED else state is not None
-        return None
-
-    @staticmethod
-    def _sees_driver(status: RunStatus) -> bool:
-        """True if the driver's process is one of this machine, and there."""
-        is_here = status.driver_pid is not None and status.driver_namespace == process_namespace()
-        return is_here and process_state(cast(int, status.driver_pid), status.driver_start) is not None
+        return process_lives(status)
 
     def _driver_died(self, status: RunStatus) -> bool:
-        is_first = not self._heartbeat_seen
-        if status.heartbeat != self._heartbeat:
-            self._heartbeat, self._heartbeat_seen = status.heartbeat, time.monotonic()
-        unchanged = time.monotonic() - max(self._heartbeat_seen, self._blind_until)
+        is_silent = self._heartbeat.is_silent(status)
         lives = self.driver_lives(status)
-        if lives is not None:
-            # A slow disk may delay the heartbeat of a driver that lives.
-            return not lives
-        # The clock of the wall goes on while a laptop or a VM sleeps, and a driver there does not: who has watched its
-        # heartbeat, or sees its process, does not ask that clock.
-        age = time.time() - status.heartbeat if is_first and not self._sees_driver(status) else 0.0
-        return driver_is_dead(age, unchanged, status.interval)
+        # A slow disk may delay the heartbeat of a driver that lives.
+        return is_silent if lives is None else not lives
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, however it ends.

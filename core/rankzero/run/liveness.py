@@ -2,7 +2,57 @@
 
 from __future__ import annotations
 
-from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER
+import time
+
+from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
+from rankzero.host.processes import STOPPED, process_namespace, process_state
+from rankzero.run.directory import RunStatus
+
+
+class HeartbeatWatch:
+    """What one reader has seen of a driver's heartbeat, by its own clock, which stands still while a machine sleeps."""
+
+    def __init__(self) -> None:
+        self._last = self._last_seen = self._blind_until = 0.0
+
+    def note_blindness(self) -> None:
+        """The status could not be read until now: a heartbeat that nobody can read does not stand still."""
+        self._blind_until = time.monotonic()
+
+    def is_silent(self, status: RunStatus) -> bool:
+        """True if the heartbeat has stood still for so long that its driver counts as dead.
+
+        The clock of the wall goes on while a laptop or a VM sleeps, and a driver there does not: who has watched its
+        heartbeat, or sees its process, does not ask that clock.
+
+        Args:
+            status: As it was read just now.
+        """
+        is_first = not self._last_seen
+        if status.heartbeat != self._last:
+            self._last, self._last_seen = status.heartbeat, time.monotonic()
+        unchanged = time.monotonic() - max(self._last_seen, self._blind_until)
+        age = time.time() - status.heartbeat if is_first and not _process_state(status) else 0.0
+        return driver_is_dead(age, unchanged, status.interval)
+
+
+def process_lives(status: RunStatus) -> bool | None:
+    """True or False if the driver's process can be asked; None where only the heartbeat can tell."""
+    if time.time() - status.heartbeat > DRIVER_STALE_AFTER:
+        # It may live on without its driver: a notebook in which that was a thread.
+        return None
+    if status.driver_pid is None or status.driver_namespace != process_namespace():
+        return None
+    state = _process_state(status)
+    # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
+    return None if state in STOPPED else state is not None
+
+
+def _process_state(status: RunStatus) -> str | None:
+    """The state of the driver's process; None if it is gone, or not one of this machine."""
+    if status.driver_pid is None or status.driver_namespace != process_namespace():
+        return None
+    return process_state(status.driver_pid, status.driver_start)
 
 
 def dead_after(interval: float) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.job import check_seconds
+from rankzero.run.checkpoints import FOLDER
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 
@@ -256,3 +257,4 @@ def _remove_objects(run: RunDirectory, own: int) -> None:
         if run.newest_claim() != own:
             raise OSError(f"{run.directory} was claimed by somebody else while it was removed")
         store.remove(location)
+    store.abort_uploads(run.path(FOLDER, ""))

@@ -6,6 +6,7 @@ refused by `normalize`, and `prove` tries what a scheme's driver and server do i
 """
 
 from rankzero.store.files import (
+    abort_uploads,
     atomic_file,
     copy_within,
     create,
@@ -19,6 +20,7 @@ from rankzero.store.files import (
     read_from,
     remove,
     size,
+    sizes,
     sync_directory,
     tree_size,
     upload,
@@ -30,6 +32,7 @@ from rankzero.store.patience import patiently
 from rankzero.store.proof import prove
 
 __all__ = [
+    "abort_uploads",
     "atomic_file",
     "copy_within",
     "create",
@@ -48,6 +51,7 @@ __all__ = [
     "read_from",
     "remove",
     "size",
+    "sizes",
     "sync_directory",
     "tree_size",
     "upload",

@@ -105,6 +105,40 @@ def list_names(location: str) -> list[str]:
     return []
 
 
+def sizes(location: str) -> dict[str, int]:
+    """Bytes of each file in a directory, by base name; empty when there is none. One request for a store's thousand."""
+    if not is_url(location):
+        with contextlib.suppress(FileNotFoundError):
+            return {entry.name: entry.stat().st_size for entry in os.scandir(location) if entry.is_file()}
+        return {}
+    filesystem, path = _filesystem(location)
+    filesystem.invalidate_cache()
+    with contextlib.suppress(FileNotFoundError):
+        found = filesystem.ls(path, detail=True)
+        return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in found if entry["type"] == "file"}
+    return {}
+
+
+def abort_uploads(prefix: str) -> None:
+    """Deletes what unfinished uploads have left: on S3 it is in no listing, is paid for, and stays.
+
+    Other stores delete it by themselves, after a week (GCS, Azure), or show it as a file.
+
+    Args:
+        prefix: How the URLs of the files begin.
+    """
+    if not prefix.startswith(("s3://", "s3a://")):
+        return
+    filesystem, _ = _filesystem(prefix)
+    bucket, _, key = prefix.partition("://")[2].partition("/")
+    while found := filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads"):
+        for upload in found:
+            with contextlib.suppress(FileNotFoundError):
+                filesystem.call_s3(
+                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+
+
 def read_bytes(location: str) -> bytes:
     """The whole file; one request of an object store. Raises FileNotFoundError."""
     if is_url(location):

@@ -142,10 +142,9 @@ def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
     """Files that arguments refer to. Raises InvalidJobError if one does not exist."""
     described: dict[str, dict[str, Any]] = {}
     for number, ref in enumerate(parts.refs):
-        # A reference to an object store is opened there by the workers themselves.
-        if not store.is_url(ref.uri):
-            if not (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size):
-                raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
-            facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
-            described[f"ref-{number}"] = {**facts, "uri": ref.uri}
+        # What lies on an object store the workers read there; those who cannot have the driver read it.
+        if not (store.is_url(ref.uri) or (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size)):
+            raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
+        facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}
+        described[f"ref-{number}"] = {**facts, "uri": ref.uri}
     return described

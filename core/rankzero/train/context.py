@@ -15,7 +15,8 @@ from rankzero.values.plain import MAX_BITS
 if TYPE_CHECKING:
     import torch
 
-    from rankzero.train.checkpoint import Checkpoint, CheckpointWriter
+    from rankzero.train.checkpoint import Checkpoint
+    from rankzero.train.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
@@ -167,22 +168,23 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 
     Outside of a run rank 0 prints the metrics, and a checkpoint is not kept.
 
-    Never waits for other ranks or for the driver. A checkpoint is written at the speed of the disk, and training
-    goes on while it is committed: when all parts are there it becomes the one that `get_checkpoint` returns and a
-    restart begins with; until then, and if anything fails, the one before it stays.
+    Never waits for other ranks. Of a checkpoint it takes a copy in memory, which is written and committed while
+    training goes on; the next one waits until this one is written. When all parts are there it becomes the one that
+    `get_checkpoint` returns and a restart begins with; until then, and if anything fails, the one before it stays.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
             is kept as its hexadecimal text.
         checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
-            ranks' are ignored, unless ``sharded``.
+            ranks' are ignored, unless it is sharded: a dict that holds DTensors (FSDP2) always is.
         sharded: The checkpoint consists of one part of every rank, each of which must call this.
 
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
         ValueError: sharded and whole checkpoints in one run, or metrics of more than 1 MiB as JSON.
-        ResultError: the checkpoint cannot be written here (a full disk, a value that cannot be pickled).
+        ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
+            pickled).
 
     Example:
         >>> import rankzero.train as rt

@@ -14,7 +14,7 @@ import contextlib
 import io
 import json
 import os
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from rankzero import store
 from rankzero.errors import ResultError
@@ -29,8 +29,19 @@ __all__ = ["CLOUDPICKLE", "DIRECTORY", "JSON", "SAFETENSORS", "choose", "read", 
 JSON, SAFETENSORS, CLOUDPICKLE = "json", "safetensors", "cloudpickle"
 DIRECTORY = "tar"
 """A directory tree, for checkpoints."""
+DISTRIBUTED = "dcp.tar"
+"""One rank's directory of what ``torch.distributed.checkpoint`` saved: of use with those of all ranks."""
+SHARDS = "shards"
+"""One rank's pieces of a sharded state, for checkpoints: see `rankzero.values.shards`."""
 
 _TAR_WRITES = 1 << 20
+
+
+class Writable(Protocol):
+    """What bytes are written to."""
+
+    def write(self, data: Any, /) -> object:
+        """Takes all of them."""
 
 
 def choose(value: object) -> str:
@@ -51,7 +62,18 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
     Raises:
         ResultError: the value cannot be pickled, or what was written cannot be read back; names its type.
     """
-    with open(path, "w+b") as file, contextlib.closing(Sink(file)) as sink:
+    with open(path, "w+b") as file:
+        facts = write_to(value, file_format, file)
+        file.flush()
+        if file_format == CLOUDPICKLE:
+            pickled.prove(file, value)
+        os.fsync(file.fileno())
+        return facts
+
+
+def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
+    """Writes a value to an open file; as `write`, but nothing is read back."""
+    with contextlib.closing(Sink(file)) as sink:
         if file_format == JSON:
             sink.write(json.dumps(value).encode())
         elif file_format == SAFETENSORS:
@@ -59,11 +81,12 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         else:
             for part in pickled.pickled(value):
                 sink.write_lasting(part)
-            file.flush()
-            pickled.prove(file, value)
-        file.flush()
-        os.fsync(file.fileno())
         return sink.size, sink.digest()
+
+
+def is_distributed(directory: str) -> bool:
+    """True for a directory that ``torch.distributed.checkpoint`` wrote."""
+    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(directory))
 
 
 def write_directory(directory: str, path: str) -> tuple[int, str]:
@@ -145,7 +168,7 @@ def _why_not(path: str, file_format: str, error: Exception) -> str:
 class Sink(io.RawIOBase):
     """Counts what passes through to a file, and computes its digest beside."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self._digest = digests.Digest()
 
@@ -159,7 +182,8 @@ class Sink(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
-        return self._file.write(data)
+        self._file.write(data)
+        return len(data)
 
     def write_lasting(self, data: Any, owner: object = None) -> None:
         """Writes what does not change before `digest` is asked for.

@@ -49,8 +49,8 @@ def prove(file: IO[bytes], value: object) -> None:
         ResultError: it cannot be loaded; names its type.
     """
     try:
-        open_packed(file.fileno(), _Prover)
-    except _NotHere:
+        open_packed(file.fileno(), Prover)
+    except NotHere:
         return
     except Exception as error:
         raise ResultError(
@@ -86,21 +86,22 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class _NotHere(Exception):
+class NotHere(Exception):
     """What only its reader can load."""
 
 
-class _Prover(pickle.Unpickler):
+class Prover(pickle.Unpickler):
     """Leaves the classes that travel by value as they are here."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """As `pickle.Unpickler`. Raises NotHere for what only its reader can load."""
         if name in _SKELETONS and module.endswith("cloudpickle.cloudpickle"):
             return _known(super().find_class(module, name), _SKELETONS[name])
         if name == "_class_setstate" and module.endswith("cloudpickle.cloudpickle"):
             return lambda cls, state: cls
         if name == "DistributedDataParallel":
             # Would take part in a process group.
-            raise _NotHere
+            raise NotHere
         return super().find_class(module, name)
 
 

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from rankzero.channel.frames import Message
@@ -18,14 +19,19 @@ LOCAL_RANK_MACRO = "${local_rank}"
 """Stands for the local rank in the arguments of a script, as for torchrun."""
 
 
-def call(start: Message) -> tuple[object, bool]:
+def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
     """Loads the payload, opens references and calls the user's code.
+
+    Args:
+        start: The agent's message.
+        fetch: Has the agent fetch a file from the driver.
 
     Returns:
         The value of a function, else None; and whether ``sys.exit(0)`` ended it, which is an end like any other.
     """
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
+    from rankzero.worker.references import path_of
 
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
@@ -36,10 +42,8 @@ def call(start: Message) -> tuple[object, bool]:
     is_function = payload["kind"] == "function"
 
     def open_ref(ref: ResultRef) -> object:
-        path = start["refs"].get(ref.uri)
-        if not is_function:
-            return path or ref.uri
-        return ref.load_from(path) if path else ref.load()
+        path = path_of(ref, start, fetch)
+        return ref.load_from(path) if is_function else path
 
     # At once: what was given twice is one value here, too.
     args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from rankzero.channel import frames, pace
 from rankzero.channel.frames import Message
+from rankzero.errors import ResultError
 
 MAX_OUTGOING = 10_000
 """Messages that may wait for the agent before the next one has to."""
@@ -42,6 +43,8 @@ class Control:
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_called = False
         threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
+        self._fetched: dict[str, Message] = {}
+        self._has_fetched = threading.Condition()
         self.ended = threading.Event()
         """The agent reported that every rank has committed."""
 
@@ -133,10 +136,31 @@ class Control:
                 message = self.receive()
                 if message["type"] == "end":
                     self.ended.set()
+                elif message["type"] == "fetched":
+                    with self._has_fetched:
+                        self._fetched[message["name"]] = message
+                        self._has_fetched.notify_all()
                 else:
                     on_checkpoint(message)
 
         threading.Thread(target=take, name="rankzero-control", daemon=True).start()
+
+    def fetch(self, name: str) -> str:
+        """Has the agent fetch a file that the driver offers. Needs `listen`.
+
+        Returns:
+            Its path on this host.
+
+        Raises:
+            ResultError: the driver cannot read it, or this host not write it.
+        """
+        self.send({"type": "fetch", "name": name})
+        with self._has_fetched:
+            self._has_fetched.wait_for(lambda: name in self._fetched)
+            message = self._fetched.pop(name) if "error" in self._fetched[name] else self._fetched[name]
+        if "error" in message:
+            raise ResultError(f"{name} cannot be had from the driver: {message['error']}")
+        return str(message["path"])
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
         """From here on a thread reports to the agent how far this rank is.

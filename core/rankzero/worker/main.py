@@ -29,7 +29,7 @@ from typing import Any, NoReturn, cast
 from rankzero.channel.frames import Message
 from rankzero.errors import ResultError
 from rankzero.host.descendants import die_with_parent
-from rankzero.worker import failures, rendezvous
+from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control
 from rankzero.worker.leaving import run_exit_handlers
@@ -56,11 +56,17 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     os.set_inheritable(stack_fd, False)
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     control = Control(control_fd)
+    ending = contextlib.ExitStack()
     try:
-        outcome = _work(control)
+        outcome = _work(control, ending)
     except BaseException as error:
         outcome = failures.describe(error)
     control.send(outcome)
+    if outcome["type"] == "failure":
+        # The next attempt goes on from what was reported; the agent ends this within its grace.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(BaseException):
+            ending.close()
     control.flush()
     if outcome["type"] == "commit":
         if "result" in outcome:
@@ -71,32 +77,31 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"] or 1)
 
 
-def _work(control: Control) -> Message:
+def _work(control: Control, ending: contextlib.ExitStack) -> Message:
+    """Does all that this rank is for; what is to be finished even if it fails is left to ``ending``."""
     try:
         import torch
     except ImportError as error:
         return failures.no_torch(error)
     control.send({"type": "ready", "torch": torch.__version__, "main_thread": threading.main_thread().ident})
     start = control.receive()
-    from rankzero.train import checkpoint, context
+    from rankzero.train import context, parts
+    from rankzero.train import writer as writers
 
-    writer = checkpoint.CheckpointWriter(
-        start["checkpoint_directory"],
-        start["context"]["attempt"],
-        start["context"]["rank"],
-        control.send,
-        shared=start["shared"],
-    )
     start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
-    session = context.install(context.TrainContext(**start["context"]), control.report, writer)
+    world = context.TrainContext(**start["context"])
+    writer = writers.CheckpointWriter(
+        parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
+    )
+    session = context.install(world, control.report, writer)
     if start["checkpoint"]:
-        writer.committed(start["checkpoint"], start["checkpoint_parts"])
+        writer.committed(start["checkpoint"])
     os.environ.update(start["env"])
     if start["context"]["rank"] == 0:
         control.send({"type": "rendezvous", "port": rendezvous.bind(start)})
     rendezvous.guard_groups()
     rendezvous.meet(control.receive(), start["context"]["rank"])
-    control.listen(writer.on_message)
+    control.listen(lambda message: _dump(start) if message["type"] == "dump" else writer.on_message(message))
     if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
@@ -107,9 +112,11 @@ def _work(control: Control) -> Message:
     control.beat(start["beat_interval"], session.count_progress)
     if os.environ.get(HOROVOD) == "1":
         importlib.import_module("rankzero.compat.horovod.install").install()
-    value, exited = call(start)
+    ending.callback(writer.finish)
+    value, exited = call(start, control.fetch)
     for function in session.at_return:
         function()
+    writer.finish()
     if value is None:
         value = session.result
     commit = _commit(value, start)
@@ -119,6 +126,19 @@ def _work(control: Control) -> Message:
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
     """The backend for the GPUs that are here: the driver does not know whose they are."""
     return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
+
+
+def _dump(start: Message) -> None:
+    """This rank hangs: what its collectives do, beside its stacks in the log."""
+    context, shared = start["context"], start["shared"]
+    run_directory = os.path.dirname(start["checkpoint_directory"])
+    directory = os.path.join(run_directory, "flight", f"attempt-{context['attempt']}") if shared else None
+    try:
+        lines = flight.dump(directory, context["rank"])
+    except Exception as error:
+        lines = [f"rankzero: flight recorder: {type(error).__name__}: {error}"]
+    # Not by sys.stderr, whose lock a thread that hangs may hold.
+    os.write(2, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _count_optimizer_steps(session: Any) -> None:

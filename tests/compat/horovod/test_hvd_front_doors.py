@@ -149,20 +149,19 @@ def test_an_elastic_state_goes_on_from_its_last_commit(tmp_path: Path) -> None:
         @hvd.elastic.run
         def loop(state: Any) -> Any:
             first = state.epoch
-            for state.epoch in range(state.epoch, 4):
+            for epoch in range(state.epoch, 4):
                 optimizer.zero_grad()
                 model(torch.ones(1, 1)).sum().backward()
                 optimizer.step()
-                if state.epoch == 2 and rt.get_context().attempt == 0:
-                    while rt.get_checkpoint() is None:
+                if epoch == 2 and rt.get_context().attempt == 0:
+                    while hvd.rank() == 0 and rt.get_checkpoint() is None:
                         time.sleep(0.01)
                     hvd.barrier()
                     os.kill(os.getpid(), 9)
-                if state.epoch == 1:
+                if epoch == 1:
                     sampler.record_batch(0, 2)
-                    state.epoch += 1
+                    state.epoch = epoch + 1
                     state.commit()
-                    state.epoch -= 1
             return first, resets, sorted(state.sampler.processed_indices), model.weight.item()
 
         with torch.no_grad():

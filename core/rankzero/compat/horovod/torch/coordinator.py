@@ -132,14 +132,21 @@ class Coordinator:
         return int(self.wait(handle))
 
     def shut_down(self) -> None:
-        """Says that this rank issues nothing more: what others still expect of it fails at once."""
+        """Says that this rank issues nothing more, and waits until all say so.
+
+        What another rank still expects of this one fails there, at once.
+        """
         if self.rank < 0 or self.size == 1:
             return
         with self._mutex:
-            if self._failed:
-                return
             self._flag |= _SHUT_DOWN
-        self.drive()
+        while not (self._failed or self._is_over()):
+            with self._turn:
+                if not (self._failed or self._is_over()):
+                    self._round()
+
+    def _is_over(self) -> bool:
+        return all(flags & _SHUT_DOWN for flags in self._flags)
 
     def stall(self) -> float:
         """Seconds for which the present round has waited for a rank."""
@@ -154,10 +161,10 @@ class Coordinator:
     # -- rounds --------------------------------------------------------------------------------
 
     def _has_work(self) -> bool:
-        return bool(self._requests or self._joining or self._flag & _SHUT_DOWN)
+        return bool(self._requests or self._joining)
 
     def _run(self) -> None:
-        while not self._failed and not all(flags & _SHUT_DOWN for flags in self._flags):
+        while not (self._failed or self._is_over()):
             with self._wanted:
                 self._wanted.wait_for(self._has_work)
             with self._turn:
@@ -198,7 +205,7 @@ class Coordinator:
         mine[:size] = torch.frombuffer(bytearray(message[:size]), dtype=torch.uint8)
         self._round_since = time.monotonic()
         try:
-            dist.all_gather_into_tensor(all_of_them, mine, group=self._control)
+            dist.all_gather(list(all_of_them.view(self.size, -1)), mine, group=self._control)
         except RuntimeError as error:
             names = ", ".join(map(repr, self.waiting_names())) or "join()"
             raise StallError(

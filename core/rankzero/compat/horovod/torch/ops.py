@@ -257,8 +257,9 @@ def allgather_async(
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> Any:
+        pending = allgather_async(tensor, name, group)
         ctx.rows, ctx.name, ctx.group = len(tensor), name, group
-        return synchronize(allgather_async(tensor, name, group))
+        return synchronize(pending)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

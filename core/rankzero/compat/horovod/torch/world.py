@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -99,12 +98,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         for process_set in process_sets or ():
             add_process_set(process_set)
     at_return(shutdown)
-    atexit.register(shutdown)
     _watch()
 
 
 def shutdown() -> None:
-    """Ends this rank's part: what other ranks still expect of it fails there."""
+    """Ends this rank's part, once all ranks do: what another one still expects of it fails there."""
     for process_set in _sets.values():
         process_set.coordinator.shut_down()
         process_set._coordinator = None

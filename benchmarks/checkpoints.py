@@ -1,0 +1,85 @@
+"""A sharded checkpoint of all ranks to an object store, beside the same ranks writing the same bytes there with boto3.
+
+Run: ``python benchmarks/checkpoints.py [megabytes of a rank] [ranks]``. The store is moto's S3 server, one process.
+What it does in Python for the checksums that clients add by default would be most of both times, so neither adds them.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from measure import Report
+from tests.s3 import s3_server
+
+from rankzero import Launcher
+
+MEGABYTES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 256
+RANKS = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+RUNS = 3
+BUCKET = "benchmark"
+
+
+def train(megabytes: int, runs: int, bucket: str) -> dict[str, list[float]]:
+    """Writes as many checkpoints; seconds of each, from a barrier until every rank knows that it is there."""
+    import io
+    import time
+
+    import boto3
+    import torch
+    import torch.distributed as dist
+
+    import rankzero.train as rt
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    client = boto3.client("s3")
+    # As a model has: some large tensors.
+    state = {str(number): torch.rand(megabytes << 15) for number in range(8)}
+    raw = torch.cat([*state.values()]).numpy().tobytes()
+    times: dict[str, list[float]] = {"boto3": [], "ours": [], "report": [], "copy": []}
+    for run in range(runs):
+        dist.barrier()
+        started = time.perf_counter()
+        client.upload_fileobj(io.BytesIO(raw), bucket, f"raw/{rank}")
+        dist.barrier()
+        times["boto3"].append(time.perf_counter() - started)
+        copy_started = time.perf_counter()
+        copy = {name: tensor.clone() for name, tensor in state.items()}
+        times["copy"].append(time.perf_counter() - copy_started)
+        del copy
+        dist.barrier()
+        started = time.perf_counter()
+        rt.report({"run": run}, checkpoint=state, sharded=True)
+        times["report"].append(time.perf_counter() - started)
+        while (last := rt.get_checkpoint()) is None or last.metrics["run"] < run:
+            time.sleep(0.001)
+        dist.barrier()
+        times["ours"].append(time.perf_counter() - started)
+    return times
+
+
+def main() -> None:
+    report = Report("checkpoints", f"A checkpoint of {RANKS} ranks, {MEGABYTES} MB each, to an object store")
+    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as folder, s3_server(Path(folder)) as server:
+        os.environ.update(server.environment, AWS_REQUEST_CHECKSUM_CALCULATION="when_required")
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir(BUCKET)
+        launcher: Launcher[Any] = Launcher(RANKS, store=f"s3://{BUCKET}/runs")
+        times = launcher.run(train, MEGABYTES, RUNS, BUCKET)
+    ours = report.add("from report to commit", times["ours"])
+    raw = report.add("the same bytes by boto3 in every rank", times["boto3"])
+    # The ranks share the cores: the least is that of a rank which had one.
+    report.add("report blocks", times["report"])
+    report.add("a copy in memory", times["copy"])
+    report.hold("ours / boto3", ours / raw, 1.5)
+    report.hold("report / copy", min(times["report"]) / min(times["copy"]), 1.2)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

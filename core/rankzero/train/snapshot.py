@@ -1,0 +1,118 @@
+"""A copy of a state in memory, which training may go on to change meanwhile: all that a report waits for."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rankzero.errors import ResultError
+from rankzero.values import pickled, shards
+
+if TYPE_CHECKING:
+    import torch
+
+
+def take(state: dict[Any, Any]) -> tuple[Any, bool]:
+    """The state as it is now, with all tensors on the CPU; what shares storage still does.
+
+    Args:
+        state: Tensors, and anything that can be pickled.
+
+    Returns:
+        The copy, with `shards.Pieces` in place of sharded tensors; and whether there is one.
+
+    Raises:
+        ResultError: something in it cannot be pickled, or not be read again.
+    """
+    import cloudpickle
+    import torch
+
+    tensors: list[Any] = []
+    numbers: dict[int, int] = {}
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, obj: Any) -> int | None:
+            if not (isinstance(obj, torch.Tensor) or hasattr(obj, "local_shards")):
+                return None
+            if id(obj) not in numbers:
+                numbers[id(obj)] = len(tensors)
+                tensors.append(obj)
+            return numbers[id(obj)]
+
+    class Unpickler(pickled.Prover):
+        def persistent_load(self, number: Any) -> Any:
+            return copies[number]
+
+    rest, buffers = io.BytesIO(), []
+    try:
+        pickler = Pickler(rest, protocol=5, buffer_callback=lambda buffer: buffers.append(bytearray(buffer.raw())))
+        pickler.dump(state)
+        copies = _copy_all(tensors)
+        rest.seek(0)
+        return Unpickler(rest, buffers=buffers).load(), any(isinstance(copy, shards.Pieces) for copy in copies)
+    except (OSError, ResultError, MemoryError):
+        raise
+    except pickled.NotHere:
+        raise ResultError(
+            "a checkpoint holds a DistributedDataParallel model: give model.module.state_dict()"
+        ) from None
+    except Exception as error:
+        raise ResultError(
+            f"a checkpoint cannot be pickled: {type(error).__name__}: {error}. Give plain values and state dicts"
+        ) from error
+
+
+def _copy_all(tensors: list[Any]) -> list[Any]:
+    import torch
+
+    plain = [tensor for tensor in tensors if _is_plain(tensor)]
+    uses = Counter(_storage(tensor) for tensor in plain)
+    storages: dict[Any, torch.Tensor] = {}
+
+    def copy(tensor: Any) -> Any:
+        if shards.is_sharded(tensor):
+            found = shards.pieces_of(tensor)
+            pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
+            return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
+        is_shared = _is_plain(tensor) and uses[_storage(tensor)] > 1
+        copied = _view(tensor, storages) if is_shared else _copy(tensor)
+        if type(tensor) is torch.nn.Parameter:
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        copied.__dict__.update(tensor.__dict__)
+        return copied
+
+    return [copy(tensor) for tensor in tensors]
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    ours = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return ours and tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "meta":
+        return tensor
+    return tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
+
+
+def _view(tensor: torch.Tensor, storages: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """A copy that shares its storage with the copies of those that shared one."""
+    import torch
+
+    key = _storage(tensor)
+    if key not in storages:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        storages[key] = whole.to("cpu", copy=True)
+    viewed = torch.empty(0, dtype=tensor.dtype)
+    viewed.set_(storages[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        viewed = viewed.conj()
+    return viewed._neg_view() if tensor.is_neg() else viewed

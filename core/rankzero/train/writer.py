@@ -1,0 +1,296 @@
+"""`CheckpointWriter`: a rank's checkpoints on their way out, written by a thread beside the training."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.errors import ResultError
+from rankzero.train import snapshot
+from rankzero.train.checkpoint import Checkpoint
+from rankzero.train.parts import NotTakenError, Parts
+from rankzero.values import formats, shards
+
+MAX_STAGED = 2
+"""Checkpoints that wait on this host for their way to the driver before the next one has to wait."""
+
+KEPT_STAGED = 2
+"""Committed checkpoints of this rank that stay on this host where the store is out of its sight."""
+
+_COPY_CHUNK = 8 << 20
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A checkpoint of which training holds nothing any more.
+
+    Attributes:
+        index: Its number in this attempt.
+        name: Its id.
+        state: A copy of the state; None for a directory.
+        path: The archive of a directory; None for a state.
+        facts: What the driver is to know of it, but for the file.
+    """
+
+    index: int
+    name: str
+    state: Any
+    path: str | None
+    facts: Message
+
+
+class CheckpointWriter:
+    """Writes this rank's parts and knows which checkpoint was committed last.
+
+    A copy of the state in memory is all that training waits for; a thread writes it. There is one copy at a time: the
+    next report waits until the one before is written.
+    """
+
+    def __init__(self, parts: Parts, attempt: int, rank: int, world_size: int, send: Callable[[Message], None]) -> None:
+        """Prepares the writer of one attempt.
+
+        Args:
+            parts: Where parts are written and read.
+            attempt: Number of the attempt.
+            rank: Global rank.
+            world_size: Number of ranks.
+            send: Passes a message to the agent.
+        """
+        self._parts = parts
+        self._attempt = attempt
+        self._rank = rank
+        self._world_size = world_size
+        self._send = send
+        self._next = 0
+        self._sharded: bool | None = None
+        self._staged: set[int] = set()
+        self._kept: deque[str] = deque()
+        self._waiting: queue.SimpleQueue[_Taken] = queue.SimpleQueue()
+        self._writing = 0
+        self._failure: ResultError | None = None
+        self._thread: threading.Thread | None = None
+        self.busy = False
+        """Training waits for a checkpoint: slow, but no hang."""
+        self._changed = threading.Condition()
+        self._last: Checkpoint | None = None
+
+    @property
+    def last(self) -> Checkpoint | None:
+        """The last committed checkpoint that this rank has heard of."""
+        return self._last
+
+    def write(self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool) -> None:
+        """Takes a copy of a checkpoint, which is written and committed while training goes on.
+
+        Raises:
+            TypeError: neither a directory nor a dict.
+            ValueError: sharded and whole checkpoints in one run.
+            ResultError: it cannot be pickled, or the disk has refused this one or the one before.
+        """
+        directory = _as_directory(value)
+        sharded = sharded or (directory is None and shards.has_sharded(value))
+        if self._sharded is None:
+            self._sharded = sharded
+        elif self._sharded != sharded:
+            raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
+        if not sharded and self._rank != 0:
+            if self._next == 0:
+                print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
+                self._next = 1
+            return
+        index, self._next = self._next, self._next + 1
+        self.busy = True
+        try:
+            self._await_room()
+            taken = self._take(index, value, directory, {"sharded": sharded, "metrics": metrics, "time": when})
+        except (ResultError, OSError) as error:
+            self._send({"type": "checkpoint-failed", "index": index})
+            if isinstance(error, ResultError):
+                raise
+            raise ResultError(
+                f"checkpoint {self._name(index)} of rank {self._rank} cannot be written: {error}"
+            ) from error
+        finally:
+            self.busy = False
+        self._start(taken)
+
+    def finish(self) -> None:
+        """Waits until what was taken is written. Raises ResultError if the disk has refused it."""
+        self.busy = True
+        try:
+            self._await_written()
+        finally:
+            self.busy = False
+
+    def _name(self, index: int) -> str:
+        return f"{self._attempt:04d}-{index:06d}"
+
+    def _take(self, index: int, value: Any, directory: str | None, facts: Message) -> _Taken:
+        name = self._name(index)
+        if directory is None:
+            state, has_shards = snapshot.take(value)
+            file_format = formats.SHARDS if has_shards else formats.choose(state)
+            return _Taken(index, name, state, None, {**facts, "format": file_format})
+        # Its owner may delete it when this returns.
+        is_distributed = facts["sharded"] and formats.is_distributed(directory)
+        file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
+        path = self._parts.local_path(name, self._file(file_format))
+        try:
+            size, sha256 = formats.write_directory(directory, f"{path}.writing")
+            os.replace(f"{path}.writing", path)
+        except OSError:
+            _delete(f"{path}.writing")
+            raise
+        return _Taken(index, name, None, path, {**facts, "format": file_format, "size": size, "sha256": sha256})
+
+    def _file(self, file_format: str) -> str:
+        return f"rank-{self._rank}.{file_format}"
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _start(self, taken: _Taken) -> None:
+        with self._changed:
+            self._writing += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
+            self._thread.start()
+        self._waiting.put(taken)
+
+    def _work(self) -> None:
+        while True:
+            self._write(self._waiting.get())
+
+    def _write(self, taken: _Taken) -> None:
+        file = self._file(taken.facts["format"])
+        try:
+            facts = self._write_part(taken, file)
+            if not facts["shared"]:
+                with self._changed:
+                    self._staged.add(taken.index)
+            self._send(
+                {"type": "checkpoint", "id": taken.name, "index": taken.index, "file": file, **taken.facts, **facts}
+            )
+        except Exception as error:
+            self._send({"type": "checkpoint-failed", "index": taken.index})
+            self._note_failure(taken, error)
+        finally:
+            # Before it is said that there is room: two copies would be there at once.
+            del taken
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
+
+    def _write_part(self, taken: _Taken, file: str) -> Message:
+        if taken.path is None:
+            if taken.facts["format"] == formats.SHARDS:
+                produce = functools.partial(shards.write_to, taken.state)
+            else:
+                produce = functools.partial(formats.write_to, taken.state, taken.facts["format"])
+            return self._parts.write(taken.name, file, produce)
+        if self._parts.shared or not self._parts.client():
+            return {"path": taken.path, "shared": self._parts.shared}
+        facts = {key: taken.facts[key] for key in ("size", "sha256")}
+        written = self._parts.write(taken.name, file, functools.partial(_copy_file, taken.path, facts))
+        if written["path"] != taken.path:
+            _delete(taken.path)
+        return written
+
+    def _note_failure(self, taken: _Taken, error: Exception) -> None:
+        text = f"checkpoint {taken.name} of rank {self._rank} cannot be written: {error}"
+        if isinstance(error, NotTakenError):
+            print(f"rankzero: {text}; the one before it is whole")
+            return
+        with self._changed:
+            self._failure = error if isinstance(error, ResultError) else ResultError(text)
+
+    def _await_room(self) -> None:
+        """Until the copy before is written; a disk that fills faster than the driver empties it must not run full."""
+        self._await_written()
+        if not self._parts.shared:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._staged) < MAX_STAGED)
+
+    def _await_written(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._writing == 0)
+            failure, self._failure = self._failure, None
+        if failure:
+            raise failure
+
+    # -- the driver ------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """What the driver reports about a checkpoint."""
+        if message["type"] == "checkpoint":
+            self.committed(message["manifest"])
+        elif message["type"] == "checkpoint-lost":
+            self._forget(message["index"])
+
+    def committed(self, manifest: Mapping[str, Any]) -> None:
+        """Notes the newest committed checkpoint, or the one that the attempt starts from.
+
+        A rank that has given none in this attempt keeps the one it started from: all ranks resume from the same.
+
+        Args:
+            manifest: What `rankzero.run.checkpoints.Manifest.for_ranks` gave for this task.
+        """
+        own = manifest["attempt"] == self._attempt
+        if own:
+            self._forget(manifest["index"])
+        if own and self._next == 0:
+            return
+        self._last = Checkpoint(
+            manifest["id"],
+            manifest["metrics"],
+            manifest["world_size"],
+            manifest["sharded"],
+            self._rank,
+            self._world_size,
+            self._parts.listed(manifest),
+            self._parts,
+        )
+
+    def _forget(self, index: int) -> None:
+        """This checkpoint is committed or failed: earlier staged ones are of no use to anybody."""
+        with self._changed:
+            for number in [number for number in self._staged if number <= index]:
+                self._staged.discard(number)
+                if not self._parts.shared:
+                    # The newest stay for `get_checkpoint`; the one before may be open just now.
+                    self._kept.append(self._parts.folder(self._name(number)))
+                    while len(self._kept) > KEPT_STAGED:
+                        shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+            self._changed.notify_all()
+
+
+def _as_directory(value: object) -> str | None:
+    """The path of a directory; None for a dict."""
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if not isinstance(path, str) or not os.path.isdir(path):
+            raise TypeError(f"checkpoint is {value!r}; there is no such directory")
+        return path
+    if isinstance(value, dict):
+        return None
+    raise TypeError(f"checkpoint is a {type(value).__name__}; give a directory, or a dict of tensors and plain values")
+
+
+def _copy_file(path: str, facts: Message, file: formats.Writable) -> tuple[int, str]:
+    with open(path, "rb") as source:
+        while chunk := source.read(_COPY_CHUNK):
+            file.write(chunk)
+    return facts["size"], facts["sha256"]
+
+
+def _delete(path: str) -> None:
+    if os.path.exists(path):
+        os.unlink(path)

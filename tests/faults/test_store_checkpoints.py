@@ -1,0 +1,224 @@
+"""Ranks read and write an object store themselves, and whoever dies or is away, no half checkpoint counts."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conftest import until
+from tests.faults.kit import Proxy
+
+from rankzero import Launcher, ResultRef, RunHandle
+from rankzero.channel.driver_end.files import Uploads
+
+if TYPE_CHECKING:
+    from tests.s3 import S3Server
+
+WAIT = 90.0
+NUMBERS = 3_000_000
+"""Of 4 bytes: several pieces of a multipart upload."""
+
+
+@pytest.fixture
+def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Files that come to a driver in this process over the channel, but for values."""
+    names: list[str] = []
+    begin = Uploads.begin
+
+    def spying(uploads: Uploads, message: dict[str, Any]) -> None:
+        if message["name"] != "value":
+            names.append(message["name"])
+        begin(uploads, message)
+
+    monkeypatch.setattr(Uploads, "begin", spying)
+    return names
+
+
+def without(folder: Path, *modules: str) -> dict[str, str]:
+    """An environment in which these cannot be imported."""
+    for name in modules:
+        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def keys(bucket: str) -> list[str]:
+    """Every object of a bucket."""
+    import s3fs
+
+    filesystem = s3fs.S3FileSystem()
+    filesystem.invalidate_cache()
+    return sorted(filesystem.find(bucket))
+
+
+def unfinished(bucket: str) -> list[Any]:
+    """Uploads of a bucket that were begun and neither completed nor aborted."""
+    import s3fs
+
+    name = bucket.removeprefix("s3://")
+    return s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=name).get("Uploads", [])
+
+
+def train(steps: int) -> list[Any]:
+    """Reports a sharded state at each step; restarts once, and goes on from the last."""
+    import time
+
+    import torch
+
+    import rankzero.train as rt
+    from rankzero import RetryableError
+
+    context = rt.get_context()
+    checkpoint = rt.get_checkpoint()
+    if checkpoint:
+        state = checkpoint.load()
+        other = checkpoint.load(rank=1)["numbers"]
+        return [context.attempt, state["step"], state["numbers"].sum().item(), other.sum().item()]
+    for step in range(steps):
+        numbers = torch.full((NUMBERS,), context.rank + 1.0)
+        rt.report({"step": step}, checkpoint={"step": step, "numbers": numbers}, sharded=True)
+        numbers.zero_()
+    while (last := rt.get_checkpoint()) is None or last.metrics["step"] < steps - 1:
+        time.sleep(0.01)
+    # What was committed in this attempt can be opened, too.
+    assert last.load()["step"] == steps - 1
+    raise RetryableError("again")
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_direct"), [(["fsspec"], True), (["pyarrow"], True), (["fsspec", "pyarrow"], False)]
+)
+def test_ranks_write_and_read_parts_by_what_they_have(
+    launcher: Launcher, bucket: str, tmp_path: Path, through_driver: list[str], missing: list[str], is_direct: bool
+) -> None:
+    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1, env=env)
+    assert launcher.run(train, 2) == [1, 1, NUMBERS, 2.0 * NUMBERS]
+    handle = RunHandle.attach(f"{bucket}/runs/run")
+    assert [manifest.index for manifest in handle.checkpoints()] == [0, 1]
+    assert bool(through_driver) != is_direct
+    assert len([key for key in keys(bucket) if "/checkpoints/" in key]) == 6
+    assert unfinished(bucket) == []
+
+
+@pytest.mark.parametrize("missing", [[], ["fsspec"], ["fsspec", "pyarrow"]])
+def test_a_reference_to_an_object_store_is_an_argument_whatever_executors_have(
+    launcher: Launcher, bucket: str, tmp_path: Path, missing: list[str]
+) -> None:
+    import torch
+
+    def use(weights: Any) -> list[float]:
+        return weights["w"].tolist()  # type: ignore[no-any-return]
+
+    ref = ResultRef.save({"w": torch.arange(3.0)}, f"{bucket}/values")
+    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    assert launcher.options(env=env).run(use, ref) == [0.0, 1.0, 2.0]
+
+
+def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
+    launcher: Launcher, bucket: str, through_driver: list[str]
+) -> None:
+    def refused() -> list[Any]:
+        from rankzero.store import remote
+
+        def refuse(*_: object) -> None:
+            raise PermissionError("no right to write here")
+
+        remote.Upload.__init__ = refuse  # type: ignore[assignment,method-assign]
+        return train(1)
+
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
+    assert launcher.run(refused) == [1, 0, NUMBERS, 2.0 * NUMBERS]
+    assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1"]
+
+
+def half(folder: str, how: str) -> list[Any]:
+    """Commits a checkpoint; what comes of the second depends on ``how``: rank 1 gets to the middle of its upload."""
+    import time
+
+    import torch
+
+    import rankzero.train as rt
+    from rankzero.store import remote
+
+    context = rt.get_context()
+    checkpoint = rt.get_checkpoint()
+    if checkpoint:
+        return [context.attempt, checkpoint.load()["step"]]
+    rt.report({}, checkpoint={"step": 0}, sharded=True)
+    while rt.get_checkpoint() is None:
+        time.sleep(0.01)
+    write = remote.Upload.write
+
+    def stop(upload: remote.Upload, data: Any) -> int:
+        # Pieces of the upload are with the store by now.
+        view = memoryview(data).cast("B")
+        if len(view) < 1 << 20:
+            return write(upload, view)
+        written = write(upload, view[: len(view) // 2 + (4 << 20)])
+        upload._file.flush()
+        Path(folder, "half").touch()
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+        return written + write(upload, view[written:])
+
+    if context.rank == 1:
+        remote.Upload.write = stop  # type: ignore[method-assign]
+    rt.report({}, checkpoint={"step": 1, "numbers": torch.ones(NUMBERS)}, sharded=True)
+    while (last := rt.get_checkpoint()) is None or last.load()["step"] < 1:
+        time.sleep(0.01)
+    return [context.attempt, 1]
+
+
+def test_a_rank_that_dies_in_its_upload_costs_that_checkpoint_and_leaves_nothing(
+    launcher: Launcher, bucket: str, tmp_path: Path
+) -> None:
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
+    assert launcher.run(half, str(tmp_path), "die") == [1, 0]
+    folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
+    assert folders == {"0000-000000"}
+    assert unfinished(bucket) == []
+
+
+def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
+    launcher: Launcher, bucket: str, tmp_path: Path
+) -> None:
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run")
+    handle = launcher.submit(half, str(tmp_path), "wait")
+    until(lambda: (tmp_path / "half").exists(), WAIT, "the half of an upload")
+    until(lambda: any("0000-000001/rank-0." in key for key in keys(bucket)), WAIT, "a part")
+    driver = handle.status().driver_pid
+    assert driver
+    os.kill(driver, signal.SIGKILL)
+    assert handle.wait(WAIT)
+    assert launcher.submit(half, str(tmp_path), "wait").result(WAIT) == [1, 0]
+    folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
+    assert folders == {"0000-000000"}
+    assert unfinished(bucket) == []
+
+
+@pytest.fixture
+def proxy(s3_server: "S3Server", bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Stands between everybody and the store."""
+    (tmp_path / "port").write_text(s3_server.url.rpartition(":")[2])
+    made = Proxy(tmp_path / "port")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
+    yield made
+    made.close()
+
+
+def test_a_store_that_is_away_in_an_upload_has_it_when_it_is_back(
+    launcher: Launcher, bucket: str, tmp_path: Path, proxy: Proxy
+) -> None:
+    handle = launcher.options(store=f"{bucket}/runs", run_id="run").submit(half, str(tmp_path), "wait")
+    until(lambda: (tmp_path / "half").exists(), WAIT, "the half of an upload")
+    proxy.shut()
+    (tmp_path / "go").touch()
+    until(lambda: "is refused" if proxy.refused else None, WAIT, "a request that is refused")
+    proxy.heal()
+    assert handle.result(WAIT) == [0, 1]
+    assert [manifest.index for manifest in handle.checkpoints()] == [0, 1]
+    assert unfinished(bucket) == []

@@ -1,0 +1,321 @@
+"""Sharded checkpoints: written by a world of one size, read by worlds of others."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.kit import SlotsEngine
+
+from rankzero import Launcher, ResultError, RetryableError, RunHandle
+from rankzero.driver import policy
+
+WRITERS = 2
+
+
+def checkpoint_of(directory: str) -> Any:
+    """The newest checkpoint of another run, as a rank of this one would get it."""
+    import rankzero.train as rt
+    from rankzero.run.checkpoints import Manifest
+    from rankzero.train.parts import Parts
+    from rankzero.train.writer import CheckpointWriter
+
+    context = rt.get_context()
+    manifest = max(Path(directory, "checkpoints").glob("*/checkpoint.json"))
+    start = {"shared": True, "run_directory": directory, "run_token": "", "scratch": "", "checkpoint": None}
+    writer = CheckpointWriter(Parts(start, str), -1, context.rank, context.world_size, print)
+    writer.committed(Manifest(**json.loads(manifest.read_text())).for_ranks([context.rank]))
+    return writer.last
+
+
+def make_state(*, filled: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model of FSDP2 and its optimizer, after a step or as new, as a state; and more. Then what is to be in it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0 if filled else 1)
+    # Sizes that no world divides.
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    if filled:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    states = get_state_dict(model, optimizer)
+    whole = torch.arange(11.0) if filled else torch.zeros(11)
+    state = {
+        "model": states[0],
+        "optimizer": states[1],
+        "more": [distribute_tensor(whole, mesh, [placement]) for placement in (Shard(0), Replicate())],
+        "epoch": 3 if filled else 0,
+        "rank": dist.get_rank(),
+    }
+    return state, numbers(state)
+
+
+def numbers(state: Any) -> Any:
+    """A state with whole tensors, as lists."""
+    from rankzero.values import shards
+
+    def plain(_: Any, value: Any) -> Any:
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    return shards.walk(state, plain)
+
+
+def write() -> dict[str, Any]:
+    """Reports the state, and changes it before it can be written."""
+    import torch
+
+    import rankzero.train as rt
+
+    state, expected = make_state(filled=True)
+    rt.report({"loss": 1.0}, checkpoint=state)
+    with torch.no_grad():
+        for tensor in [*state["model"].values(), *state["more"]]:
+            tensor.zero_()
+    return expected
+
+
+def read(directory: str, expected: dict[str, Any]) -> list[Any]:
+    """Whether what is filled, and what is whole, is what was written."""
+    checkpoint = checkpoint_of(directory)
+    state, _ = make_state(filled=False)
+    loaded = checkpoint.load(into=state)
+    is_same = loaded["model"]["0.weight"] is state["model"]["0.weight"]
+    return [numbers(loaded) == expected, is_same, numbers(checkpoint.load()) == expected]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunHandle[Any], dict[str, Any]]:
+    """A run of two ranks that has written a state."""
+    launcher = Launcher(WRITERS, store=tmp_path_factory.mktemp("store"), run_id="written")
+    expected = launcher.run(write)
+    handle = launcher.find()
+    assert handle
+    return handle, expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_state_of_two_ranks_is_read_by_any_number(
+    launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]], ranks: int
+) -> None:
+    handle, expected = written
+    (manifest,) = handle.checkpoints()
+    assert manifest.sharded
+    assert sorted(manifest.parts) == ["0", "1"]
+    directory = handle.directory
+
+    def read_all() -> list[Any]:
+        import torch.distributed as dist
+
+        import rankzero.train as rt
+
+        # What is not sharded is each rank's own.
+        own = {**expected, "rank": rank if (rank := rt.get_context().rank) < WRITERS else 0}
+        found = read(directory, own)
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, found)
+        return gathered
+
+    assert launcher.options(num_processes=ranks).run(read_all) == [[True, True, True]] * ranks
+
+
+def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
+    from rankzero.values.shards import ShardedState
+
+    handle, _ = written
+    (manifest,) = handle.checkpoints()
+    folder = Path(handle.directory, "checkpoints", manifest.id)
+    with ShardedState(manifest.parts, lambda rank: open(folder / manifest.parts[rank]["file"], "rb")) as state:
+        pieces = [state._file(rank).index["tensors"]["more.1"]["pieces"] for rank in manifest.parts]
+    assert sorted(map(len, pieces)) == [0, 1]
+
+
+def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path) -> None:
+    import io
+
+    from rankzero.values.shards import ShardedState
+
+    handle, _ = written
+    (manifest,) = handle.checkpoints()
+    folder = Path(handle.directory, "checkpoints", manifest.id)
+
+    def damaged(rank: str) -> io.BytesIO:
+        data = bytearray((folder / manifest.parts[rank]["file"]).read_bytes())
+        data[0] ^= 1
+        return io.BytesIO(data)
+
+    with ShardedState(manifest.parts, damaged) as state, pytest.raises(ResultError, match="changed or damaged"):
+        state.load("0")
+
+
+def test_a_state_to_be_filled_that_lacks_something_is_refused(
+    launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]]
+) -> None:
+    directory = written[0].directory
+
+    def read_less(shape: int) -> Any:
+        import torch
+
+        checkpoint = checkpoint_of(directory)
+        # What is left out at the top is not read.
+        partial = checkpoint.load(into={"more": [torch.zeros(11), torch.zeros(shape)]})
+        try:
+            checkpoint.load(into={"model": {}})
+        except ResultError as error:
+            return [sorted(partial), str(error)]
+
+    more, error = launcher.options(num_processes=1).run(read_less, 11)
+    assert more == ["epoch", "more", "rank"]
+    assert "holds 'model.0.weight', which the state to be filled has not" in error
+    with pytest.raises(ResultError, match=r"'more.1' has the shape \[11\] in the checkpoint, and \[12\]"):
+        launcher.options(num_processes=1).run(read_less, 12)
+
+
+def test_a_whole_checkpoint_fills_shards(launcher: Launcher) -> None:
+    def train() -> list[Any]:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        dist.init_process_group("gloo")
+        if checkpoint is None:
+            rt.report({}, checkpoint={"w": torch.arange(5), "epoch": 1})
+            while rt.get_context().rank == 0 and rt.get_checkpoint() is None:
+                pass
+            dist.barrier()
+            raise RetryableError("now in pieces")
+        sharded = distribute_tensor(torch.zeros(5, dtype=torch.int64), init_device_mesh("cpu", (2,)), [Shard(0)])
+        state = checkpoint.load(into={"w": sharded})
+        return [state["epoch"], state["w"].full_tensor().tolist()]
+
+    assert launcher.options(max_restarts=1).run(train) == [1, [0, 1, 2, 3, 4]]
+
+
+def test_a_sharded_state_passes_through_the_driver_where_the_store_is_out_of_reach(launcher: Launcher) -> None:
+    def train() -> list[Any]:
+        import time
+
+        import torch.distributed as dist
+
+        import rankzero.train as rt
+
+        checkpoint = rt.get_checkpoint()
+        state, _ = make_state(filled=checkpoint is None)
+        if checkpoint:
+            return [checkpoint.load(into=state)["epoch"], state["more"][0].full_tensor().tolist()]
+        rt.report({}, checkpoint=state)
+        while rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        dist.barrier()
+        raise RetryableError("again")
+
+    launcher = launcher.options(store="memory://bucket/sharded", run_id="far", max_restarts=1)
+    assert launcher.run(train) == [3, [float(number) for number in range(11)]]
+
+
+def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = tmp_path / "slots"
+    sizes = [2, 3, 1]
+
+    def train(file: str) -> list[Any]:
+        import time
+
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        import rankzero.train as rt
+
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state = {"w": distribute_tensor(torch.zeros(5), mesh, [Shard(0)]), "sizes": [dist.get_world_size()]}
+        if checkpoint := rt.get_checkpoint():
+            loaded = checkpoint.load(into=state)
+            state = {**state, "sizes": loaded["sizes"] + state["sizes"]}
+        attempt = rt.get_context().attempt
+        if attempt == len(sizes) - 1:
+            return [state["sizes"], state["w"].full_tensor().tolist()]
+        state["w"] += 1.0
+        rt.report({"attempt": attempt}, checkpoint=state)
+        while (last := rt.get_checkpoint()) is None or last.metrics["attempt"] < attempt:
+            time.sleep(0.01)
+        if dist.get_rank() == 0:
+            # Never seen half written.
+            Path(f"{file}-new").write_text(str(sizes[attempt + 1]))
+            Path(f"{file}-new").replace(file)
+        dist.barrier()
+        raise RetryableError("the cluster has another size now")
+
+    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
+    slots.write_text(str(sizes[0]))
+    elastic = launcher.options(num_processes=(1, 3), engine=SlotsEngine(str(slots)), max_restarts=2)
+    assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]
+
+
+def save_distributed(folder: str) -> None:
+    """What `torch.distributed.checkpoint` writes, on a disk of each rank's own."""
+    import torch.distributed.checkpoint as dcp
+
+    import rankzero.train as rt
+
+    state, _ = make_state(filled=True)
+    own = f"{folder}/{rt.get_context().rank}"
+    dcp.save({"model": state["model"]}, checkpoint_id=own)
+    rt.report({}, checkpoint=own, sharded=True)
+
+
+def test_what_torch_distributed_checkpoint_saved_is_loaded_by_any_number(
+    launcher: Launcher, written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    launcher.options(run_id="dcp").run(save_distributed, str(tmp_path))
+    handle = launcher.options(run_id="dcp").find()
+    assert handle
+    directory = handle.directory
+
+    def load() -> Any:
+        import torch.distributed.checkpoint as dcp
+
+        state, _ = make_state(filled=False)
+        with checkpoint_of(directory).as_directory() as copy:
+            dcp.load({"model": state["model"]}, checkpoint_id=copy)
+        return numbers(state["model"])
+
+    for ranks in (2, 3):
+        assert launcher.options(num_processes=ranks).run(load) == dict(written[1]["model"])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher: Launcher, ranks: int) -> None:
+    def write_parts() -> None:
+        import rankzero.train as rt
+
+        rt.report({}, checkpoint={"half": rt.get_context().rank}, sharded=True)
+
+    def read_parts(load: Callable[[Any], Any]) -> Any:
+        return load(checkpoint_of(directory))
+
+    launcher.options(run_id="parts").run(write_parts)
+    directory = os.path.join(str(launcher.store), "parts")
+    other = launcher.options(num_processes=ranks)
+    with pytest.raises(ResultError, match=f"a part of each of 2 ranks, and this world has {ranks}"):
+        other.run(read_parts, lambda checkpoint: checkpoint.load())
+    assert other.run(read_parts, lambda checkpoint: checkpoint.load(rank=1)["half"]) == 1

@@ -1,0 +1,82 @@
+"""What a report takes is the state of that moment, whatever becomes of it."""
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from rankzero import ResultError
+from rankzero.train import snapshot
+
+
+def test_later_changes_are_no_part_of_it() -> None:
+    weights, array, steps = torch.ones(3), numpy.ones(3), [1]
+    state = {"w": weights, "again": weights, "array": array, "steps": steps, "same": steps}
+    copy, has_shards = snapshot.take(state)
+    weights.zero_()
+    array[:] = 0
+    steps.append(2)
+    assert not has_shards
+    assert copy["w"].tolist() == [1.0, 1.0, 1.0]
+    assert copy["array"].tolist() == [1.0, 1.0, 1.0]
+    assert copy["steps"] == [1]
+    assert copy["steps"] is copy["same"]
+    assert copy["w"] is copy["again"]
+
+
+def test_kinds_of_tensors_come_back_as_they_were() -> None:
+    base = torch.arange(6.0)
+    state: dict[str, Any] = {
+        "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "grown": torch.ones(2, requires_grad=True) * 2,
+        "leaf": torch.ones(2, requires_grad=True),
+        "transposed": torch.arange(6).reshape(2, 3).t(),
+        "expanded": torch.ones(1).expand(4),
+        "sparse": torch.eye(3).to_sparse(),
+        "half": torch.ones(2, dtype=torch.float8_e4m3fn),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "empty": torch.empty(0, 3),
+        "other empty": torch.empty(0),
+        "number": torch.tensor(7),
+        "view": base[2:4],
+        "other view": base[3:],
+        "ordered": OrderedDict(b=1, a=2),
+    }
+    copy, _ = snapshot.take(state)
+    assert type(copy["parameter"]) is torch.nn.Parameter
+    assert [copy[name].requires_grad for name in ("parameter", "grown", "leaf")] == [False, False, True]
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert copy[name].shape == value.shape
+            then, now = (tensor.detach().to_dense().to(torch.complex64) for tensor in (value, copy[name]))
+            assert torch.equal(then, now), name
+    assert list(copy["ordered"]) == ["b", "a"]
+    # What shared memory shares it.
+    copy["view"][1] = 40.0
+    assert copy["other view"].tolist() == [40.0, 4.0, 5.0]
+    assert base[3] == 3.0
+
+
+def test_tied_weights_stay_tied() -> None:
+    embedding = torch.nn.Embedding(4, 2)
+    head = torch.nn.Linear(2, 4, bias=False)
+    head.weight = embedding.weight
+    model = torch.nn.ModuleDict({"embedding": embedding, "head": head})
+    copy, _ = snapshot.take(model.state_dict())
+    assert copy["embedding.weight"].data_ptr() == copy["head.weight"].data_ptr()
+    assert copy["embedding.weight"].data_ptr() != embedding.weight.data_ptr()
+
+
+def test_a_state_that_holds_itself_is_copied() -> None:
+    state: dict[str, Any] = {"w": torch.ones(1)}
+    state["self"] = state
+    copy, _ = snapshot.take(state)
+    assert copy["self"] is copy
+
+
+def test_what_cannot_be_pickled_is_refused_at_once() -> None:
+    with pytest.raises(ResultError, match="cannot pickle '_thread.lock' object"):
+        snapshot.take({"lock": threading.Lock()})
