@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 from rankzero import store
@@ -55,6 +55,7 @@ class Parts:
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
         self._has_looked = False
+        self._readers = 0
 
     def client(self) -> remote.Client | None:
         """This rank's way to the object store; None if there is none."""
@@ -123,6 +124,22 @@ class Parts:
             threading.Event().wait(STORE_INTERVAL)
 
     # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def is_being_read(self) -> bool:
+        """True while training waits for a part."""
+        return self._readers > 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The block reads parts: slow, but no hang."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """A local path of a part, fetched to this host if need be.
