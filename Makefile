@@ -1,4 +1,6 @@
-.PHONY: demo test setup lint types unit bench faults soak test-airflow-oldest test-dagster-oldest test-frameworks reference clean
+.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference clean
+
+LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
 # The digits pipelines, whole, in Airflow and in Dagster, on embedded Spark.
 demo: setup
@@ -24,8 +26,8 @@ unit: setup
 # results.json, docs/launch.svg.
 # BENCH may name some of them, for example BENCH="launch logs".
 bench: setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt matplotlib
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt "ray[train]==2.*" || true
+	.venv/bin/python -m pip install --quiet --constraint $(LOCK) matplotlib
+	.venv/bin/python -m pip install --quiet --constraint $(LOCK) "ray[train]==2.*" || true
 	.venv/bin/python benchmarks/all.py $(BENCH)
 
 # The tests that take too long for every change: the rest of the fault matrix, of two hosts, of the fuzzing.
@@ -37,16 +39,23 @@ soak: setup
 	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
 		$(if $(SEED),--seed $(SEED))
 
-# The tests that need no deployment, with the oldest supported version, in a venv of its own.
-test-airflow-oldest:
-	./scripts/test-oldest.sh airflow
+# The tests that need no deployment, with other versions of Airflow, Dagster, Spark and torch, in venvs of their own;
+# ROWS may name some: ROWS="airflow-3.1.0 torch-2.4.0".
+test-matrix: setup
+	.venv/bin/python scripts/test_matrix.py $(ROWS)
 
-test-dagster-oldest:
-	./scripts/test-oldest.sh dagster
+# The suite with another Python, in a venv of its own: make test-python PYTHON=3.13. TESTS may name files.
+test-python:
+	PYTHON=$(PYTHON) VENV=.venv-$(PYTHON) ./scripts/setup.sh
+	.venv-$(PYTHON)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TESTS)
+
+# constraints/3.12.txt and 3.13.txt, from 3.11.txt.
+locks: setup
+	./scripts/lock.sh
 
 # Lightning, Hugging Face, Accelerate and torchdata in ranks: they are installed beside .venv, not into it.
 test-frameworks: setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --target .frameworks \
+	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target .frameworks \
 		lightning transformers accelerate torchdata
 	rm -rf .frameworks/torch .frameworks/torch-* .frameworks/numpy .frameworks/numpy-*
 	PYTHONPATH=.frameworks .venv/bin/python -m pytest tests/frameworks
@@ -56,4 +65,4 @@ reference: setup
 	.venv/bin/python scripts/reference.py
 
 clean:
-	rm -rf .venv .frameworks .venv-airflow-oldest .venv-dagster-oldest .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache

@@ -1,26 +1,73 @@
 #!/usr/bin/env bash
-# Makes .venv with everything locked in constraints.txt, and finds or installs Java. Safe to run again.
+# Makes .venv with everything locked for its Python in constraints/, and finds or installs Java. Safe to run again.
+# PYTHON=3.12 asks for one Python, VENV for another folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+venv=${VENV:-.venv}
+supported="3.13 3.12 3.11"
+
 die() { echo "setup: $*" >&2; exit 1; }
 
-stamp=.venv/.installed
-want=$(cat constraints.txt pyproject.toml | cksum)
-if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
-  python=""
-  for candidate in python3.11 python3; do
-    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
-      python=$candidate
-      break
-    fi
+is_python() { "$1" -c "import sys; sys.exit(sys.version_info[:2] != tuple(map(int, '$2'.split('.'))))" 2>/dev/null; }
+
+# The newest supported Python of the PATH. One that was asked for may also be pyenv's.
+find_python() {
+  local version candidate
+  for version in ${PYTHON:-$supported}; do
+    for candidate in "python$version" python3 ${PYTHON:+"$HOME/.pyenv/versions/$version".*/bin/python3}; do
+      if is_python "$candidate" "$version"; then echo "$candidate"; return; fi
+    done
   done
-  [ -n "$python" ] || die "Python 3.11 is needed (the versions in constraints.txt are locked for it); install python3.11"
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
-  echo "setup: installing $(grep -c == constraints.txt) locked packages into .venv (a few minutes the first time)"
-  # The lock names every package, so nothing is left to resolve.
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints.txt
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+  die "Python ${PYTHON:-3.11, 3.12 or 3.13} is needed and was not found; install it, for example python3.11"
+}
+
+# uv installs in parallel; without it (nor a wheel of it) pip does the same, one after the other.
+find_uv() {
+  command -v uv && return
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^uv==' "$lock")" >/dev/null 2>&1 &&
+    echo "$venv/bin/uv"
+}
+
+# uv reads nothing of pip's configuration, but a mirror or a folder of wheels counts for it, too.
+tell_uv_what_pip_knows() {
+  local line value
+  while IFS= read -r line; do
+    value=${line#*=}; value=${value//\'/}; value=${value//\\n/ }
+    case ${line%%=*} in
+      *.index-url) export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$value}" ;;
+      *.extra-index-url) export UV_INDEX="${UV_INDEX:-$value}" ;;
+      *.find-links) export UV_FIND_LINKS="${UV_FIND_LINKS:-${value// /,}}" ;;
+    esac
+  done < <("$venv/bin/python" -m pip config list)
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+}
+
+install() {
+  if [ -n "$uv" ]; then
+    "$uv" pip install --quiet --python "$venv/bin/python" "$@" && return
+    echo "setup: uv failed; pip tries it" >&2
+  fi
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+if [ ! -x "$venv/bin/python" ]; then
+  python=$(find_python)
+  "$python" -m venv "$venv"
+fi
+lock=constraints/$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")').txt
+[ -f "$lock" ] || die "$venv has a Python without a lock in constraints/; remove $venv and run this again"
+stamp=$venv/.installed
+want=$(cat "$lock" pyproject.toml | cksum)
+if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
+  echo "setup: installing $(grep -c == "$lock") locked packages into $venv"
+  uv=$(find_uv || true)
+  [ -z "$uv" ] || tell_uv_what_pip_knows
+  # The lock names every package, so nothing is left to resolve but torch's CUDA libraries, which a CPU build has not.
+  grep -v '^torch==' "$lock" > "$venv/without-torch.txt"
+  install --no-deps -r "$venv/without-torch.txt"
+  install --constraint "$lock" "$(grep '^torch==' "$lock")"
+  install --no-deps --no-build-isolation -e .
   echo "$want" > "$stamp"
 fi
 

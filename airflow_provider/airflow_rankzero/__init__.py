@@ -24,7 +24,12 @@ _HOMES = {"TorchDistributorOperator": "operators", "torch_distributor": "decorat
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'airflow_rankzero' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"airflow_rankzero.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"airflow_rankzero.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("airflow", "airflow.sdk"):
+            raise
+        raise ImportError(f"{name} needs Airflow 3.1 or newer: pip install 'rankzero[airflow]'") from error
     globals()[name] = value
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -43,6 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """The options as Airflow's provider information describes them."""
+
+
+def is_airflow_3() -> bool:
+    """False in an Airflow 2, which this package may lie beside: there it offers nothing, and says nothing."""
+    return importlib.util.find_spec("airflow.sdk") is not None
 
 
 def store() -> str | None:
@@ -105,6 +111,6 @@ def warn_if_container_ends_with_task(log: Any) -> bool:
 
 
 def _text(option: str) -> str:
-    from airflow.sdk import conf
+    from airflow_rankzero._compat import conf
 
     return str(conf.get(SECTION, option, fallback=OPTIONS[option]["default"]) or "").strip()

@@ -8,15 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from airflow.sdk import BaseOperator, conf
-from airflow.sdk.exceptions import (
+from airflow.sdk import BaseOperator
+
+from airflow_rankzero import config, log_groups, outlets, templates, tries
+from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
     TaskDeferralError,
     TaskDeferralTimeout,
+    conf,
 )
-
-from airflow_rankzero import config, log_groups, outlets, templates, tries
 from airflow_rankzero.call import beside, keyword, positional
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target

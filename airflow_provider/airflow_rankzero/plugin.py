@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from airflow.sdk.plugins_manager import AirflowPlugin
+from airflow_rankzero import config
 
-from airflow_rankzero import delivery
+if TYPE_CHECKING or config.is_airflow_3():
+    from airflow_rankzero import delivery
+    from airflow_rankzero._compat import AirflowPlugin, allow_class
+
+    LISTENERS: list[Any] = [delivery]
+else:
+    # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
+    from airflow.plugins_manager import AirflowPlugin
+
+    LISTENERS = []
 
 
 class RankZeroPlugin(AirflowPlugin):
     """Loaded by Airflow in every task process, by its entry point."""
 
     name = "rankzero"
-    listeners = [delivery]  # noqa: RUF012 - as the base class has it
+    listeners = LISTENERS
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:
@@ -21,8 +30,8 @@ class RankZeroPlugin(AirflowPlugin):
 
         By default Airflow gives back only its own (``[core] allowed_deserialization_classes``).
         """
-        from airflow.sdk.serde import allow_class
-
+        if not LISTENERS:
+            return
         from rankzero.values.ref import ResultRef
 
         allow_class(ResultRef)

@@ -16,11 +16,16 @@ def get_provider_info() -> dict[str, Any]:
 
     The plugin is not in it: Airflow loads it by its entry point, also in task processes, and would warn of a second.
     """
-    return {
+    named = {
         "package-name": "rankzero",
         "name": "rankzero",
         "description": "Distributed PyTorch as barrier Spark jobs; rank 0's result goes to the next task.",
         "versions": [__version__],
+    }
+    if not config.is_airflow_3():
+        return named
+    return {
+        **named,
         "integrations": [{"integration-name": _INTEGRATION, "tags": ["apache", "ml"]}],
         "operators": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.operators"]}],
         "hooks": [{"integration-name": _INTEGRATION, "python-modules": ["airflow_rankzero.hooks.rankzero"]}],

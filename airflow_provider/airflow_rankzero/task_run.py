@@ -8,8 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from airflow.sdk.exceptions import AirflowException, AirflowRescheduleException
-
+from airflow_rankzero._compat import AirflowException, AirflowRescheduleException
 from airflow_rankzero.links import push_links
 from airflow_rankzero.tries import TaskTry
 from rankzero.errors import RunCancelledError

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import conf
-from airflow.sdk.exceptions import AirflowRescheduleException, TaskDeferred
-
+from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred, conf
 from rankzero.run import lease as leases
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.airflow import versions
 from tests.conftest import ROOT, restore_signal_handlers, signal_handlers
 
 EXAMPLES = ROOT / "example_dags"
@@ -78,10 +79,8 @@ class DagOutcome:
         return str(self._dag_run.get_task_instance(task_id).state)
 
     def xcom(self, task_id: str, key: str = "return_value") -> Any:
-        from airflow.sdk.serde import deserialize
-
         encoded = self._dag_run.get_task_instance(task_id).xcom_pull(task_ids=task_id, key=key)
-        return deserialize(encoded)
+        return versions.deserialize(encoded)
 
     def mapped_xcoms(self, task_id: str) -> list[Any]:
         tis = sorted(
@@ -96,6 +95,7 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
 
     def run(dag: Any, **kwargs: Any) -> DagOutcome:
         register(dag)
+        versions.give_callbacks_the_exception()
         errors: dict[str, BaseException] = {}
 
         def remember(context: Any) -> None:
@@ -115,13 +115,6 @@ def run_dag(airflow_home: Path) -> Callable[..., DagOutcome]:
 def register(dag: Any) -> None:
     """Airflow runs only DAGs that it knows in serialized form."""
     from airflow.dag_processing.bundles.manager import DagBundlesManager
-    from airflow.models.serialized_dag import SerializedDagModel
-    from airflow.serialization.definitions.dag import SerializedDAG
-    from airflow.serialization.serialized_objects import LazyDeserializedDAG
-    from airflow.utils.session import create_session
 
     DagBundlesManager().sync_bundles_to_db()
-    lazy = LazyDeserializedDAG.from_dag(dag)
-    with create_session() as session:
-        SerializedDAG.bulk_write_to_db("dags-folder", None, [lazy], session=session)
-        SerializedDagModel.write_dag(lazy, bundle_name="dags-folder", session=session)
+    versions.write(dag)

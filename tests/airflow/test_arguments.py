@@ -72,9 +72,8 @@ def test_a_connection_and_a_master_at_once_are_refused(dag: Any) -> None:
 
 
 def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow.sdk.exceptions import AirflowFailException
-
     from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
 
     def train() -> bool:
         return True

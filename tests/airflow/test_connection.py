@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import pytest
+from tests.airflow import versions
 
 from rankzero import InvalidJobError, LocalEngine, SparkEngine
 
@@ -118,8 +119,7 @@ def test_configuration_of_the_task_wins() -> None:
 
 
 def test_secrets_of_the_configuration_are_masked_in_logs() -> None:
-    from airflow.sdk.log import redact
-
+    redact = versions.secrets_masker().redact
     found = rankzero(conf={"spark.hadoop.fs.s3a.secret.key": "geheimnis-eins"})
     assert "geheimnis" not in repr(found)
     assert "geheimnis" not in redact("the key is geheimnis-eins")

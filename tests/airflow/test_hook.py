@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.airflow import versions
 
 
 @pytest.fixture
@@ -16,12 +17,12 @@ def tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def test(host: str | None = None, **extra: Any) -> tuple[bool, str]:
-        from airflow.sdk import Connection
-
         extra = {"store": str(tmp_path), **extra}
         given = {"conn_type": "rankzero", "host": host, "extra": extra}
         monkeypatch.setenv("AIRFLOW_CONN_CLUSTER", json.dumps(given))
-        connection = Connection(conn_id="cluster", conn_type="rankzero", host=host, extra=json.dumps(extra))
+        connection = versions.tested_connection()(
+            conn_id="cluster", conn_type="rankzero", host=host, extra=json.dumps(extra)
+        )
         return connection.test_connection()
 
     return test

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.airflow import versions
 
 RunDag = Callable[..., Any]
 
@@ -39,8 +40,6 @@ def test_they_are_masked_before_the_fields_are_stored(
     capfd: pytest.CaptureFixture[str],
     mapped: bool,
 ) -> None:
-    from airflow.sdk._shared.secrets_masker import redact
-
     from airflow_rankzero import TorchDistributorOperator
 
     token, key = f"{TOKEN}-{mapped}", f"{STORE_KEY}-{mapped}"
@@ -70,13 +69,11 @@ def test_they_are_masked_before_the_fields_are_stored(
     assert key not in json.dumps(fields)
     (line,) = (line for line in capfd.readouterr().out.splitlines() if "[0] given" in line)
     # The supervisor of a real task does it.
-    assert "[0] given *** with *** in it ***" in redact(line)
+    assert "[0] given *** with *** in it ***" in versions.secrets_masker().redact(line)
 
 
 def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that has never seen the task: what it registers is what Airflow replaces."""
-    from airflow.sdk._shared.secrets_masker import redact, reset_secrets_masker
-
     from airflow_rankzero.triggers import RunTrigger
     from rankzero import Launcher
 
@@ -87,7 +84,7 @@ def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: py
     trigger = RunTrigger(handle.directory, handle.submission, conn_id="with_key")
     trigger = RunTrigger(**trigger.serialize()[1])
 
-    reset_secrets_masker()
+    versions.secrets_masker().reset_secrets_masker()
 
     async def follow() -> None:
         async for _ in trigger.run():
@@ -97,5 +94,5 @@ def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: py
     (line,) = handle.logs(rank=0)
     # Of the run's own secrets nothing is in any file; the connection's are masked by this process.
     assert line == f"given {CONNECTION_KEY} ***"
-    assert redact(line) == "given *** ***"
+    assert versions.secrets_masker().redact(line) == "given *** ***"
     assert token not in json.dumps(trigger.serialize())

@@ -112,9 +112,8 @@ def test_an_elastic_world_and_restart_on_may_be_templates(dag: Any, run_dag: Run
 def test_what_renders_to_nonsense_fails_for_good(
     dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
-    from airflow.sdk.exceptions import AirflowFailException
-
     from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     TorchDistributorOperator(task_id="train", train=print, store=str(tmp_path), retries=3, **arguments)

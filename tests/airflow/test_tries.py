@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.airflow import versions
 
 
 def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
@@ -70,6 +71,7 @@ def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) 
 
 
 def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
+    versions.needs(3, 3, "retry policies")
     from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
 
     from airflow_rankzero import tries
@@ -83,8 +85,7 @@ def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
 
 
 def test_what_interrupts_a_try_and_leaves_its_training() -> None:
-    from airflow.sdk.exceptions import AirflowRescheduleException, AirflowTaskTimeout, TaskDeferred
-
+    from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred
     from airflow_rankzero.tries import TaskTry
 
     _, retried = make(1, 1)
@@ -94,7 +95,7 @@ def test_what_interrupts_a_try_and_leaves_its_training() -> None:
     deferred = TaskDeferred.__new__(TaskDeferred)
     for error, after_retried, after_last in [
         (away, True, False),
-        (AirflowTaskTimeout(), False, False),
+        (versions.exception("AirflowTaskTimeout")(), False, False),
         (KeyboardInterrupt(), False, False),
         # The task comes back without a try.
         (rescheduled, True, True),

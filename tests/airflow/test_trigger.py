@@ -1,6 +1,7 @@
 """The trigger follows a run of this machine: its lines, its end, a user's kill, a directory that was deleted."""
 
 import asyncio
+import importlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +28,11 @@ def train(folder: str) -> int:
 
 def make_trigger(directory: str, submission: int = 0) -> Any:
     """As the triggerer makes it: from what was stored in the database."""
-    from airflow.sdk._shared.module_loading import import_string
-
     from airflow_rankzero.triggers import RunTrigger
 
     path, arguments = RunTrigger(directory, submission, {"0": [0, 0]}).serialize()
-    return import_string(path)(**arguments)
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)(**arguments)
 
 
 async def first(trigger: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rankzero import (
     RunHandle,
     WorkerFailedError,
 )
+from rankzero.run.checkpoints import Manifest
 
 WAIT = 90.0
 STEPS = 6
@@ -221,6 +222,28 @@ def test_checkpoints_pass_through_the_channel_where_the_store_is_out_of_sight(la
     assert launcher.run(far) == [4, 4e6]
     handle = RunHandle.attach("memory://bucket/checkpoints/far")
     assert [manifest.index for manifest in handle.checkpoints()] == [3, 4]
+
+
+def test_a_part_of_another_rank_is_found_where_the_store_is_out_of_sight(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if every rank had a task of its own: of the others' parts none is told.
+    of_task = Manifest.for_ranks
+    monkeypatch.setattr(Manifest, "for_ranks", lambda manifest, ranks: of_task(manifest, []))
+
+    def shards() -> list[int]:
+        import rankzero.train as rt
+
+        rank, checkpoint = rt.get_context().rank, rt.get_checkpoint()
+        if checkpoint is None:
+            rt.report({}, checkpoint={"rank": rank}, sharded=True)
+            while rt.get_checkpoint() is None:
+                time.sleep(0.02)
+            raise RetryableError("again")
+        return [checkpoint.load()["rank"], *(checkpoint.load(rank=other)["rank"] for other in (2, 1))]
+
+    launcher = launcher.options(num_processes=3, max_restarts=1, store="memory://bucket/apart", run_id="apart")
+    assert launcher.run(shards) == [0, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ WRITERS = 2
 def checkpoint_of(directory: str) -> Any:
     """The newest checkpoint of another run, as a rank of this one would get it."""
     import rankzero.train as rt
+    from rankzero.run.checkpoints import Manifest
     from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
 
@@ -25,7 +26,7 @@ def checkpoint_of(directory: str) -> Any:
     manifest = max(Path(directory, "checkpoints").glob("*/checkpoint.json"))
     start = {"shared": True, "run_directory": directory, "run_token": "", "scratch": "", "checkpoint": None}
     writer = CheckpointWriter(Parts(start, str), -1, context.rank, context.world_size, print)
-    writer.committed(json.loads(manifest.read_text()))
+    writer.committed(Manifest(**json.loads(manifest.read_text())).for_ranks([context.rank]))
     return writer.last
 
 

@@ -71,7 +71,8 @@ class Target:
         if conn_id is None:
             return Target()
         from airflow.sdk import BaseHook
-        from airflow.sdk.exceptions import AirflowNotFoundException
+
+        from airflow_rankzero._compat import AirflowNotFoundException
 
         try:
             connection = BaseHook.get_connection(conn_id)

@@ -63,7 +63,7 @@ def is_installed() -> bool:
 
 
 def _is_on(option: str) -> bool:
-    from airflow.sdk import conf
+    from airflow_rankzero._compat import conf
 
     return bool(conf.getboolean("openlineage", option, fallback=False))
 

@@ -58,8 +58,7 @@ class Inputs:
             fetch(name, path)
 
     def path_for(self, name: str) -> str:
-        """Where a file goes that a worker asks for. Raises KeyError if the driver offers no such file."""
-        self._start["files"][name]
+        """Where a file goes that a worker asks for."""
         return os.path.join(self._scratch, name)
 
     def message(self) -> Message:

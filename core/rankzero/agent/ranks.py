@@ -21,7 +21,7 @@ from rankzero.host import forked
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
-"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many."""
+"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many (macOS: no)."""
 
 # rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
 _BOOTSTRAP = (
@@ -54,7 +54,7 @@ class Rank:
         self._untold = bytearray()
         self.control, control = socket.socketpair()
         read, write = os.pipe()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             # A burst after few lines is fetched up to `DELIVERY_INTERVAL` later: it should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()

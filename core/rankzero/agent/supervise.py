@@ -356,7 +356,7 @@ class Agent:
 
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
-        descendants.kill_all()
+        descendants.kill_all(groups=[rank.pid for rank in self._ranks])
         for rank in self._ranks:
             # A child that held the pipe has exited; what is in it can be read to the end.
             with contextlib.suppress(Exception):

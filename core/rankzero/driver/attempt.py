@@ -25,7 +25,7 @@ from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.checkpoints import FOLDER, CheckpointConfig, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
@@ -104,13 +104,12 @@ class Attempt:
         self._remove_leftovers()
         self._resume = self._committer.newest()
         self._token = self._run.token()
-        self._files = {**self._job.files, **self._resume_files()}
         secret = new_secret()
         self._server = ChannelServer(
             secret,
             self._session.bind_host,
             lambda task, message: self._messages.put((task, message)),
-            served={name: file["location"] for name, file in self._files.items()},
+            served={name: file["location"] for name, file in self._job.files.items()} | self._resume_files(),
             upload_directory=self._scratch.name if self._scratch else self._run.path("result"),
             ports=(self._job.ports[0], self._job.ports[1]) if self._job.ports else None,
             can_take=lambda: self._messages.qsize() < BACKLOG,
@@ -150,14 +149,12 @@ class Attempt:
         except OSError as error:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
-    def _resume_files(self) -> dict[str, dict[str, Any]]:
-        """The parts of the checkpoint to start from, as files that agents may fetch."""
+    def _resume_files(self) -> dict[str, str]:
+        """Where the parts of the checkpoint to start from lie, and its manifest, by the names that agents ask for."""
         if self._resume is None:
             return {}
-        return {
-            f"checkpoint-{rank}": {**part, "location": self._run.path(FOLDER, self._resume.id, part["file"])}
-            for rank, part in self._resume.parts.items()
-        }
+        files = {rank: part["file"] for rank, part in self._resume.parts.items()} | {"manifest": MANIFEST}
+        return {f"checkpoint-{name}": self._run.path(FOLDER, self._resume.id, file) for name, file in files.items()}
 
     def _on_engine_end(self, error: BaseException | None) -> None:
         self._send({"type": ENGINE_ENDED, "error": error})
@@ -284,7 +281,8 @@ class Attempt:
             event = {"type": "checkpoint", "id": manifest.id, "metrics": manifest.metrics}
             self._recorder.event(event)
             self._recorder.update(checkpoint=manifest.id)
-            self._server.broadcast({"type": "checkpoint", "manifest": manifest.to_json()})
+            for member in self._roster.numbered():
+                self._server.send(member.task, {"type": "checkpoint", "manifest": manifest.for_ranks(member.ranks)})
         elif kind == CHECKPOINT_LOST:
             self._server.broadcast(message)
         elif kind == SUCCESS_RECORDED:
@@ -363,8 +361,7 @@ class Attempt:
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
             "run_directory": self._run.directory,
             "run_token": self._token,
-            "files": self._files,
-            "checkpoint": self._resume.to_json() if self._resume else None,
+            "files": self._job.files,
             "beat_interval": policy.beat_interval(self._job.hang_timeout),
             "context": {
                 "world_size": self._job.num_processes,
@@ -374,7 +371,9 @@ class Attempt:
             },
         }
         for node_rank, member in enumerate(members):
-            self._server.send(member.task, {**same, "first_rank": member.first_rank, "node_rank": node_rank})
+            resume = self._resume.for_ranks(member.ranks) if self._resume else None
+            own = {"first_rank": member.first_rank, "node_rank": node_rank, "checkpoint": resume}
+            self._server.send(member.task, {**same, **own})
 
     def _on_rendezvous(self, member: Member, message: Message) -> None:
         hosts, one_host = self._roster.rendezvous_hosts(member), self._roster.is_on_one_host()

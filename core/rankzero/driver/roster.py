@@ -44,6 +44,11 @@ class Member:
     restart_cause: str = LOST
 
     @property
+    def ranks(self) -> range:
+        """Its ranks; none before all agents have joined."""
+        return range(self.first_rank, self.first_rank + self.workers) if self.first_rank is not None else range(0)
+
+    @property
     def is_gone(self) -> bool:
         """True if it went, or its connection is broken."""
         return self.left_at is not None or self.disconnected_at is not None
@@ -146,10 +151,11 @@ class Roster:
 
     def host_of(self, rank: int) -> str | None:
         """The host of a rank, as its engine knows it; None before ranks are numbered."""
-        for member in self._members.values():
-            if member.first_rank is not None and 0 <= rank - member.first_rank < member.workers:
-                return member.host
-        return None
+        return next((member.host for member in self._members.values() if rank in member.ranks), None)
+
+    def numbered(self) -> list[Member]:
+        """Those that have ranks."""
+        return [member for member in self._members.values() if member.first_rank is not None]
 
     def rank(self, member: Member, local_rank: int) -> int:
         """The rank of a worker; before all have joined, the one it would have if tasks were in order."""

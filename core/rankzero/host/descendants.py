@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -58,16 +59,9 @@ def die_with_parent(parent: int) -> None:
 def find(but: Collection[int] = ()) -> list[int]:
     """Process ids of all descendants of this process, without some children of it and what is below them.
 
-    Empty where there is no /proc.
+    Without /proc (macOS) they are those that ``ps`` lists, without those whose parent has exited (see `kill_all`).
     """
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
-                # The command in parentheses may hold spaces and parentheses itself.
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    parents[int(name)] = int(parent)
+    parents = _parents() if os.path.isdir("/proc/self") else _listed_parents()
     family = {os.getpid()}
     while True:
         more = {pid for pid, parent in parents.items() if parent in family and pid not in but} - family
@@ -76,13 +70,45 @@ def find(but: Collection[int] = ()) -> list[int]:
         family |= more
 
 
-def kill_all(but: Collection[int] = ()) -> None:
+def _parents() -> dict[int, int]:
+    """The parent of every live process."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+                # The command in parentheses may hold spaces and parentheses itself.
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(name)] = int(parent)
+    return parents
+
+
+def _listed_parents() -> dict[int, int]:
+    """The same, by POSIX's own means."""
+    columns = ["-o", "pid=", "-o", "ppid=", "-o", "state="]
+    try:
+        listing = subprocess.Popen(["ps", "-A", *columns], stdout=subprocess.PIPE, text=True)
+    except OSError:
+        return {}
+    lines = [line.split() for line in listing.communicate()[0].splitlines()]
+    live = {int(pid): int(parent) for pid, parent, state, *_ in lines if not state.startswith("Z")}
+    live.pop(listing.pid, None)
+    return live
+
+
+def kill_all(but: Collection[int] = (), groups: Collection[int] = ()) -> None:
     """SIGKILL for every descendant, until none is left, apart from the children ``but`` and what is below them.
 
     Processes that clean up after others (Python's resource tracker, torch's shared memory manager) come last and
     get `CLEANERS_TIMEOUT` to do it: they end by themselves when their clients have. Gives up after `KILL_TIMEOUT`:
     only a process stuck in the kernel survives that.
+
+    Where orphans do not come to this process (macOS), the process groups of its children end, too: ``groups``.
     """
+    if not os.path.isdir("/proc/self"):
+        for leader in groups:
+            with contextlib.suppress(OSError):
+                os.killpg(leader, signal.SIGKILL)
     start = time.monotonic()
     while time.monotonic() < start + KILL_TIMEOUT:
         if not but and not _reap():

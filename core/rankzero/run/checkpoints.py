@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,6 +84,21 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+    def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
+        """Plain JSON values for the ranks of one task: their parts and rank 0's, and the formats of all.
+
+        A thousand tasks get a thousand messages: with all parts in each of them a world of 1,024 ranks would send half
+        a gigabyte. Who needs others reads `MANIFEST`.
+        """
+        wanted = {"0", *map(str, ranks)}
+        formats = sorted({part["format"] for part in self.parts.values()})
+        parts = {rank: part for rank, part in self.parts.items() if rank in wanted}
+        return {
+            **{name: value for name, value in vars(self).items() if name != "parts"},
+            "parts": parts,
+            "formats": formats,
+        }
 
 
 def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:

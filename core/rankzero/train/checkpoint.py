@@ -13,7 +13,7 @@ from rankzero.errors import ResultError
 from rankzero.values import formats, resharding
 
 if TYPE_CHECKING:
-    from rankzero.train.parts import Parts
+    from rankzero.train.parts import ListedParts, Part, Parts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Checkpoint:
     sharded: bool
     _rank: int = field(repr=False)
     _present_world_size: int = field(repr=False)
-    _parts: dict[str, dict[str, Any]] = field(repr=False)
+    _parts: ListedParts = field(repr=False)
     _files: Parts = field(repr=False)
 
     def load(self, rank: int | None = None, *, into: dict[Any, Any] | None = None) -> Any:
@@ -122,9 +122,9 @@ class Checkpoint:
     @property
     def _is_cut_anew(self) -> bool:
         """A world of any size can read it."""
-        return any(part["format"] in (formats.SHARDS, formats.DISTRIBUTED) for part in self._parts.values())
+        return not self._parts.formats.isdisjoint((formats.SHARDS, formats.DISTRIBUTED))
 
-    def _part(self, rank: int | None) -> tuple[str, dict[str, Any]]:
+    def _part(self, rank: int | None) -> tuple[str, Part]:
         """Rank, as text, and facts of the part that is asked for."""
         if not self.sharded:
             return "0", self._parts["0"]

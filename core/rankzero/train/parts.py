@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any
 
 from rankzero import store
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER
+from rankzero.run.checkpoints import FOLDER, MANIFEST
 from rankzero.store import remote
 from rankzero.values.formats import Writable
 
@@ -24,6 +26,41 @@ STORE_INTERVAL = 0.5
 Part = Mapping[str, Any]
 Message = dict[str, Any]
 Produce = Callable[[Writable], tuple[int, str]]
+
+
+class ListedParts(Mapping[str, Part]):
+    """The parts of a checkpoint by rank, as text: some are known, all are read once another is asked for.
+
+    Attributes:
+        formats: Those of all parts.
+    """
+
+    def __init__(
+        self, known: Mapping[str, Part], formats: Collection[str], read: Callable[[], Mapping[str, Part]]
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            known: The parts that the driver told this task of.
+            formats: Those of all parts.
+            read: Gives all parts.
+        """
+        self.formats = frozenset(formats)
+        self._known = known
+        self._read = read
+
+    @functools.cached_property
+    def _all(self) -> Mapping[str, Part]:
+        return self._read()
+
+    def __getitem__(self, rank: str) -> Part:
+        return self._known[rank] if rank in self._known else self._all[rank]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
 
 
 class NotTakenError(Exception):
@@ -140,6 +177,24 @@ class Parts:
         finally:
             with self._lock:
                 self._readers -= 1
+
+    def listed(self, manifest: Mapping[str, Any]) -> ListedParts:
+        """The parts of a checkpoint of which the driver told this task those of its own ranks."""
+        known, formats = manifest["parts"], manifest["formats"]
+        if not manifest["sharded"]:
+            return ListedParts(known, formats, lambda: known)
+
+        def read() -> Mapping[str, Part]:
+            try:
+                with self.open(manifest["id"], "manifest", {"file": MANIFEST}) as file:
+                    parts: Mapping[str, Part] = json.load(file)["parts"]
+            except FileNotFoundError:
+                raise ResultError(
+                    f"checkpoint {manifest['id']} is not kept any more: ask get_checkpoint() for the newest"
+                ) from None
+            return parts
+
+        return ListedParts(known, formats, read)
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """A local path of a part, fetched to this host if need be.

@@ -245,7 +245,7 @@ class CheckpointWriter:
         A rank that has given none in this attempt keeps the one it started from: all ranks resume from the same.
 
         Args:
-            manifest: The fields of `rankzero.run.checkpoints.Manifest`.
+            manifest: What `rankzero.run.checkpoints.Manifest.for_ranks` gave for this task.
         """
         own = manifest["attempt"] == self._attempt
         if own:
@@ -259,7 +259,7 @@ class CheckpointWriter:
             manifest["sharded"],
             self._rank,
             self._world_size,
-            manifest["parts"],
+            self._parts.listed(manifest),
             self._parts,
         )
 

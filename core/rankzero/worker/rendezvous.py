@@ -54,9 +54,17 @@ def bind(start: Message) -> int:
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listener.detach(),
+        # Before 2.8 only the older of torch's two servers takes a socket.
+        use_libuv=_torch_version() >= (2, 8),
     )
     _store = store
     return int(store.port)
+
+
+def _torch_version() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def meet(go: Message, rank: int) -> None:

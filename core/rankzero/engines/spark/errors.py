@@ -15,8 +15,9 @@ ERROR_LIMIT = 2000
 def explain(text: str) -> RankZeroError:
     """The typed error for the text of an exception of Spark."""
     if "PYTHON_VERSION_MISMATCH" in text:
-        found = re.search(r"different version: ([\d.]+) than that in driver: ([\d.]+)", text)
-        versions = f" (executor {found[1]}, driver {found[2]})" if found else ""
+        found = re.search(r"different version:? (\S+|\(.+?\)) than that in driver:? ([\d.]+)", text)
+        # Spark 3.5 has (3, 12).
+        versions = f" (executor {'.'.join(re.findall(r'[0-9]+', found[1]))}, driver {found[2]})" if found else ""
         return EngineError(
             f"driver and executors run different Python minor versions{versions}: "
             "set spark.pyspark.python to a Python of the driver's version on the executors"

@@ -1,0 +1,55 @@
+"""What has another place in another Airflow: one name for each, for Airflow 3.1 to 3.3."""
+
+from __future__ import annotations
+
+try:
+    from airflow.sdk import conf
+    from airflow.sdk.exceptions import (
+        AirflowException,
+        AirflowFailException,
+        AirflowNotFoundException,
+        AirflowRescheduleException,
+        TaskDeferralError,
+        TaskDeferralTimeout,
+        TaskDeferred,
+    )
+    from airflow.sdk.plugins_manager import AirflowPlugin
+except ImportError:
+    # 3.1
+    from airflow.configuration import conf  # type: ignore[assignment]
+    from airflow.exceptions import (  # type: ignore[attr-defined, no-redef]
+        AirflowException,
+        AirflowFailException,
+        AirflowNotFoundException,
+        AirflowRescheduleException,
+        TaskDeferralError,
+        TaskDeferralTimeout,
+        TaskDeferred,
+    )
+    from airflow.plugins_manager import AirflowPlugin  # type: ignore[assignment]
+
+__all__ = [
+    "AirflowException",
+    "AirflowFailException",
+    "AirflowNotFoundException",
+    "AirflowPlugin",
+    "AirflowRescheduleException",
+    "TaskDeferralError",
+    "TaskDeferralTimeout",
+    "TaskDeferred",
+    "allow_class",
+    "conf",
+]
+
+
+def allow_class(cls: type) -> None:
+    """Adds a class to those that XCom may give back in this process. Only Airflow 3.3 has a function for it."""
+    try:
+        from airflow.sdk import serde
+    except ImportError:
+        # 3.1
+        from airflow.serialization import serde  # type: ignore[attr-defined, no-redef]
+    if hasattr(serde, "allow_class"):
+        serde.allow_class(cls)
+    else:
+        serde._extra_allowed.add(f"{cls.__module__}.{cls.__qualname__}")

@@ -1,0 +1,77 @@
+"""A macOS machine, simulated as far as Linux can (`macos/sitecustomize.py`): what submits and trains there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankzero.host import descendants
+
+MACOS = Path(__file__).parent / "macos"
+
+TRAINING = """
+import sys
+from rankzero import Launcher, WorkerFailedError
+
+def train(folder):
+    import os, subprocess, sys
+    import torch, torch.distributed as dist
+    assert not hasattr(os, "sched_getaffinity") and not os.path.isdir("/proc/self"), "not simulated"
+    dist.init_process_group("gloo")
+    if not dist.get_rank():
+        # A child that would live for ever.
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with open(os.path.join(folder, "child"), "w") as file:
+            file.write(str(child.pid))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("of", int(total.item()))
+    return {"weights": torch.full((1 << 20,), total.item())}
+
+def fail():
+    raise ZeroDivisionError("on purpose")
+
+folder = sys.argv[1]
+launcher = Launcher(2, store=folder + "/runs", env={"GLOO_SOCKET_IFNAME": "lo"})
+handle = launcher.submit(train, folder)
+weights = handle.result(120)["weights"]
+lines = sorted(handle.logs())
+try:
+    Launcher(1, store=folder + "/runs").run(fail)
+    raise AssertionError("it did not fail")
+except WorkerFailedError as error:
+    cause = error.exception_type
+print(weights.sum().item() / (1 << 20), lines, cause, sys.platform)
+"""
+
+
+@pytest.fixture
+def macos() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(MACOS), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_it_submits_and_trains(tmp_path: Path, macos: dict[str, str]) -> None:
+    """Cold, and what a rank started ends with the run."""
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=macos, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2.0 ['[0] of 2', '[1] of 2'] ZeroDivisionError darwin"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "child").read_text()), 0)
+
+
+def test_descendants_are_found_by_ps(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        by_proc = descendants.find()
+        monkeypatch.setattr(os.path, "isdir", lambda _: False)
+        assert descendants.find() == by_proc
+        assert parent.pid in by_proc
+        parent.communicate(b"\n")

@@ -1,0 +1,188 @@
+"""What is released: the wheel and the sdist, installed into a bare environment, with each extra alone."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from tests.conftest import ROOT
+
+LOCK = ROOT / "constraints" / "{}.{}.txt".format(*sys.version_info)
+
+QUICK_START = """
+from rankzero import Launcher{engine}
+
+def train(lr: float) -> dict:
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    dist.init_process_group("gloo")
+    model = DDP(torch.nn.Linear(8, 1))
+    return {{"of": dist.get_world_size(), **model.module.state_dict()}}
+
+value = Launcher(2, store={store!r}{use}).run(train, lr=1e-3)
+print(value["of"], tuple(value["weight"].shape))
+"""
+
+NO_TORCH = """
+from rankzero import Launcher, RankZeroError
+
+try:
+    Launcher(1, store={store!r}).run(lambda: 1)
+except RankZeroError as error:
+    print(type(error).__name__, "torch" in str(error))
+"""
+
+DAG = """
+from airflow.sdk import DAG
+from airflow_rankzero import TorchDistributorOperator
+from airflow.providers_manager import ProvidersManager
+
+with DAG("quick_start"):
+    TorchDistributorOperator(task_id="train", train=print)
+print("rankzero" in ProvidersManager().providers)
+"""
+
+DEFINITIONS = """
+import dagster as dg
+from dagster_rankzero import TorchDistributorResource, torch_asset
+
+@torch_asset
+def model() -> int:
+    return 7
+
+dg.Definitions(assets=[model], resources={{"torch_distributor": TorchDistributorResource()}})
+print(model.key.path)
+"""
+
+
+@dataclass(frozen=True)
+class Built:
+    wheel: Path
+    sdist: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The sdist, and the wheel that is made of it and of nothing else."""
+    folder = tmp_path_factory.mktemp("dist")
+    build(ROOT, "sdist", folder)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    build(next(path for path in folder.iterdir() if path.is_dir()), "wheel", folder)
+    return Built(next(folder.glob("*.whl")), sdist)
+
+
+def build(source: Path, target: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+
+
+class Environment:
+    """A bare virtual environment."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, symlinks=True)
+        self.python = folder / "bin" / "python"
+        (self.site,) = folder.glob("lib/python*/site-packages")
+
+    def run(self, program: str, folder: Path) -> str:
+        """What a program prints last that lies in a folder of its own."""
+        script = folder / "quick_start.py"
+        script.write_text(program)
+        # Nothing of the suite's own environment.
+        java = os.path.dirname(shutil.which("java") or "")
+        path = os.pathsep.join([str(self.python.parent), java, "/usr/bin", "/bin"])
+        env = {"PATH": path, "HOME": str(folder), "AIRFLOW_HOME": str(folder / "airflow")}
+        done = subprocess.run([self.python, script], cwd=folder, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().splitlines()[-1]
+
+
+def needed(wheel: Path, extra: str) -> Iterator[importlib.metadata.Distribution]:
+    """The installed distributions that the wheel says it needs, and those that they need in turn."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(name).decode()
+    waiting = [(line.partition(": ")[2], extra) for line in text.splitlines() if line.startswith("Requires-Dist: ")]
+    seen = set()
+    while waiting:
+        line, wanted = waiting.pop()
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": wanted}):
+            continue
+        for part in requirement.extras or {""}:
+            if (requirement.name, part) not in seen:
+                seen.add((requirement.name, part))
+                found = importlib.metadata.distribution(requirement.name)
+                waiting += [(other, part) for other in found.requires or ()]
+                yield found
+
+
+def link(distribution: importlib.metadata.Distribution, site: Path) -> None:
+    """Makes an installed distribution one of another environment, too."""
+    for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        place = site / top
+        if not place.exists():
+            place.symlink_to(Path(str(distribution.locate_file(top))))
+
+
+def test_the_wheel_holds_what_is_used_and_no_more(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = archive.namelist()
+    packages = {"rankzero", "airflow_rankzero", "dagster_rankzero"}
+    tops = {name.partition("/")[0] for name in names}
+    (info,) = tops - packages
+    assert packages <= tops
+    assert {f"{package}/py.typed" for package in packages} <= set(names)
+    assert {f"{info}/{name}" for name in ("entry_points.txt", "licenses/LICENSE")} <= set(names)
+    assert not [name for name in names if "test_" in name or "__pycache__" in name]
+
+
+def test_the_sdist_holds_what_the_repository_does(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    assert {name for name in tracked if name.endswith((".py", ".md", ".toml"))} <= names
+
+
+def test_the_quick_start_of_a_bare_environment(built: Built, tmp_path: Path) -> None:
+    """With what the wheel names and no more; the packages themselves are those of this environment."""
+    bare = Environment(tmp_path / "venv")
+    with zipfile.ZipFile(built.wheel) as archive:
+        archive.extractall(bare.site)
+    for distribution in needed(built.wheel, "torch"):
+        link(distribution, bare.site)
+    assert bare.run(QUICK_START.format(engine="", use="", store=str(tmp_path / "runs")), tmp_path) == "2 (1, 8)"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("extras", "program", "said"),
+    [
+        pytest.param("", NO_TORCH, "EngineError True", id="no extra"),
+        pytest.param("[torch]", QUICK_START, "2 (1, 8)", id="torch"),
+        pytest.param("[spark,torch]", QUICK_START, "2 (1, 8)", id="spark"),
+        pytest.param("[airflow]", DAG, "True", id="airflow"),
+        pytest.param("[dagster]", DEFINITIONS, "['model']", id="dagster"),
+    ],
+)
+def test_each_extra_installs_alone(built: Built, tmp_path: Path, extras: str, program: str, said: str) -> None:
+    """From a package index, as after a release."""
+    bare = Environment(tmp_path / "venv")
+    uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
+    release = f"rankzero{extras} @ {built.wheel.as_uri()}"
+    subprocess.run([uv, "pip", "install", "--quiet", "--python", bare.python, "-c", LOCK, release], check=True)
+    engine, use = (", SparkEngine", ', engine=SparkEngine("local[2]")') if "spark" in extras else ("", "")
+    assert bare.run(program.format(engine=engine, use=use, store=str(tmp_path / "runs")), tmp_path) == said

@@ -1,0 +1,43 @@
+"""What a task is sent of a checkpoint does not grow with the number of ranks."""
+
+import json
+
+import pytest
+
+from rankzero.run.checkpoints import Manifest
+from rankzero.train.parts import ListedParts
+
+RANKS = 1024
+
+
+def manifest(sharded: bool) -> Manifest:
+    part = {"format": "safetensors", "size": 1 << 30, "sha256": "0" * 64}
+    ranks = range(RANKS if sharded else 1)
+    parts = {str(rank): {**part, "file": f"rank-{rank}.safetensors"} for rank in ranks}
+    return Manifest("0000-000000", 0, 0, 0.0, {}, RANKS, sharded, parts)
+
+
+@pytest.mark.parametrize(("sharded", "told"), [(True, {"0", "8", "9"}), (False, {"0"})])
+def test_a_task_is_sent_the_parts_of_its_ranks_and_rank_0s(sharded: bool, told: set[str]) -> None:
+    message = manifest(sharded).for_ranks(range(8, 10))
+    assert set(message["parts"]) == told
+    assert message["formats"] == ["safetensors"]
+    # All of them, for each of 1,024 tasks, were half a gigabyte.
+    assert RANKS * len(json.dumps(message)) < 1 << 20
+
+
+def test_other_parts_are_read_when_they_are_asked_for() -> None:
+    reads: list[int] = []
+
+    def read() -> dict[str, dict[str, str]]:
+        reads.append(1)
+        return {"0": {"file": "a"}, "1": {"file": "b"}}
+
+    parts = ListedParts({"0": {"file": "a"}}, ["safetensors"], read)
+    assert parts["0"] == {"file": "a"}
+    assert "0" in parts
+    assert reads == []
+    assert parts["1"] == {"file": "b"}
+    assert "2" not in parts
+    assert list(parts) == ["0", "1"]
+    assert reads == [1]
