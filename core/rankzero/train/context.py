@@ -106,7 +106,7 @@ class _Session:
     at_return: list[Callable[[], None]] = field(default_factory=list)
 
     def count_progress(self) -> int:
-        """How far this rank is; writing a checkpoint is progress, however long it takes."""
+        """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
         if self.writer and self.writer.busy:
             self.progress += 1
         return self.progress
