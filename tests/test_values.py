@@ -47,6 +47,15 @@ def test_it_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
 
 def test_the_whole_table_crosses_by_a_launch(launcher: Launcher) -> None:
     def turn(table: dict[str, Any]) -> dict[str, Any]:
+        import time
+
+        import rankzero.train as rt
+
+        rt.report({}, checkpoint={"table": table})
+        while (checkpoint := rt.get_checkpoint()) is None:
+            time.sleep(0.01)
+        kept = checkpoint.load()["table"]
+        assert [name for name in table if not same(kept[name], table[name])] == []
         return table
 
     table = {name: make() for name, make in KINDS.items()}

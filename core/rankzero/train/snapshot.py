@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
 from rankzero.values import pickled, shards
+from rankzero.values.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +31,24 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
 
     tensors: list[Any] = []
     numbers: dict[int, int] = {}
+    memory = Tensors()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> int | None:
             if not (isinstance(obj, torch.Tensor) or hasattr(obj, "local_shards")):
                 return None
+            if torch.nn.parameter.is_lazy(obj):
+                # It has no numbers yet, and pickles without.
+                return None
             if id(obj) not in numbers:
                 numbers[id(obj)] = len(tensors)
                 tensors.append(obj)
             return numbers[id(obj)]
+
+        def reducer_override(self, obj: Any) -> Any:
+            # Storages on their own, and tensors without numbers.
+            reduced = memory.reduce(obj)
+            return super().reducer_override(obj) if reduced is None else reduced
 
     class Unpickler(pickled.Prover):
         def persistent_load(self, number: Any) -> Any:
@@ -75,8 +85,10 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
             found = shards.pieces_of(tensor)
             pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
             return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
-        is_shared = _is_plain(tensor) and uses[_storage(tensor)] > 1
-        copied = _view(tensor, storages) if is_shared else _copy(tensor)
+        if _is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
+            copied = _view(tensor, storages)
+        else:
+            copied = _copy(tensor)
         if type(tensor) is torch.nn.Parameter:
             copied = torch.nn.Parameter(copied, tensor.requires_grad)
         copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -93,6 +105,19 @@ def _is_plain(tensor: Any) -> bool:
     return ours and tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
+def _is_larger_than_its_storage(tensor: torch.Tensor) -> bool:
+    """Expanded: a copy of its numbers would be larger than what it takes."""
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def _without_copy() -> set[torch.dtype]:
+    """Types of less than a byte, which torch cannot copy."""
+    import torch
+
+    names = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
+    return {getattr(torch, name) for name in names if hasattr(torch, name)}
+
+
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
@@ -100,6 +125,8 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "meta":
         return tensor
+    if _is_plain(tensor) and tensor.dtype in _without_copy():
+        return _view(tensor, {})
     return tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
 
 
