@@ -132,7 +132,7 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
 
 
 def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
-    from rankzero.values.shards import ShardedState
+    from rankzero.values.resharding import ShardedState
 
     handle, _ = written
     (manifest,) = handle.checkpoints()
@@ -145,7 +145,7 @@ def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any
 def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path) -> None:
     import io
 
-    from rankzero.values.shards import ShardedState
+    from rankzero.values.resharding import ShardedState
 
     handle, _ = written
     (manifest,) = handle.checkpoints()

@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,6 +11,9 @@ import torch
 
 from rankzero import ResultError
 from rankzero.train import snapshot
+from rankzero.train.parts import Parts
+from rankzero.train.writer import CheckpointWriter
+from rankzero.values import formats
 
 
 def test_later_changes_are_no_part_of_it() -> None:
@@ -80,3 +84,21 @@ def test_a_state_that_holds_itself_is_copied() -> None:
 def test_what_cannot_be_pickled_is_refused_at_once() -> None:
     with pytest.raises(ResultError, match="cannot pickle '_thread.lock' object"):
         snapshot.take({"lock": threading.Lock()})
+
+
+def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = {"shared": True, "run_directory": str(tmp_path), "run_token": "", "scratch": "", "checkpoint": None}
+    parts = Parts(start, str)
+    writer = CheckpointWriter(parts, 1, 0, 1, print)
+    part = {"file": "rank-0.json", "format": "json", "size": 2, "sha256": ""}
+    facts: dict[str, Any] = {"id": "0000-000000", "attempt": 0, "metrics": {}, "world_size": 1, "sharded": False}
+    facts |= {"parts": {"0": part}, "formats": ["json"]}
+    writer.committed(facts)
+    assert writer.last
+    busy = []
+    monkeypatch.setattr(formats, "read", lambda *_: busy.append(writer.busy))
+    (tmp_path / "checkpoints" / "0000-000000").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "0000-000000" / "rank-0.json").write_text("{}")
+    writer.last.load()
+    assert busy == [True]
+    assert not writer.busy

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
-from rankzero.values import formats, shards
+from rankzero.values import formats, resharding
 
 if TYPE_CHECKING:
     from rankzero.train.parts import ListedParts, Part, Parts
@@ -70,10 +70,10 @@ class Checkpoint:
             raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
         with self._still_there():
             if part["format"] == formats.SHARDS:
-                with shards.ShardedState(self._parts, self._open) as state:
+                with resharding.ShardedState(self._parts, self._open) as state:
                     return state.load(name) if into is None else state.load_into(name, into)
             found = formats.read(self._path(name), part["format"], part["sha256"])
-        return found if into is None else shards.fill(into, found)
+        return found if into is None else resharding.fill(into, found)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
         """Copies a checkpoint that was given as a directory to ``path``, which is made if need be.
@@ -112,7 +112,8 @@ class Checkpoint:
     @contextlib.contextmanager
     def _still_there(self) -> Iterator[None]:
         try:
-            yield
+            with self._files.reading():
+                yield
         except FileNotFoundError:
             raise ResultError(
                 f"checkpoint {self.id} is not kept any more: ask get_checkpoint() for the newest"

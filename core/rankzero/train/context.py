@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.values.plain import MAX_BITS
@@ -103,9 +103,10 @@ class _Session:
     writer: CheckpointWriter | None = None
     result: object = None
     progress: int = 0
+    at_return: list[Callable[[], None]] = field(default_factory=list)
 
     def count_progress(self) -> int:
-        """How far this rank is; writing a checkpoint is progress, however long it takes."""
+        """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
         if self.writer and self.writer.busy:
             self.progress += 1
         return self.progress
@@ -232,6 +233,11 @@ def set_result(value: object) -> None:
     function returns takes precedence.
     """
     _current().result = value
+
+
+def at_return(function: Callable[[], None]) -> None:
+    """Calls a function when the training function has returned, before its value is stored. Not after a failure."""
+    _current().at_return.append(function)
 
 
 def count_progress() -> None:

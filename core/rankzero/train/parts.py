@@ -92,6 +92,7 @@ class Parts:
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
         self._has_looked = False
+        self._readers = 0
 
     def client(self) -> remote.Client | None:
         """This rank's way to the object store; None if there is none."""
@@ -160,6 +161,22 @@ class Parts:
             threading.Event().wait(STORE_INTERVAL)
 
     # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def is_being_read(self) -> bool:
+        """True while training waits for a part."""
+        return self._readers > 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The block reads parts: slow, but no hang."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
 
     def listed(self, manifest: Mapping[str, Any]) -> ListedParts:
         """The parts of a checkpoint of which the driver told this task those of its own ranks."""

@@ -78,10 +78,14 @@ class CheckpointWriter:
         self._writing = 0
         self._failure: ResultError | None = None
         self._thread: threading.Thread | None = None
-        self.busy = False
-        """Training waits for a checkpoint: slow, but no hang."""
+        self._busy = False
         self._changed = threading.Condition()
         self._last: Checkpoint | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Training waits for a checkpoint to be written or read: slow, but no hang."""
+        return self._busy or self._parts.is_being_read
 
     @property
     def last(self) -> Checkpoint | None:
@@ -108,7 +112,7 @@ class CheckpointWriter:
                 self._next = 1
             return
         index, self._next = self._next, self._next + 1
-        self.busy = True
+        self._busy = True
         try:
             self._await_room()
             taken = self._take(index, value, directory, {"sharded": sharded, "metrics": metrics, "time": when})
@@ -120,16 +124,16 @@ class CheckpointWriter:
                 f"checkpoint {self._name(index)} of rank {self._rank} cannot be written: {error}"
             ) from error
         finally:
-            self.busy = False
+            self._busy = False
         self._start(taken)
 
     def finish(self) -> None:
         """Waits until what was taken is written. Raises ResultError if the disk has refused it."""
-        self.busy = True
+        self._busy = True
         try:
             self._await_written()
         finally:
-            self.busy = False
+            self._busy = False
 
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"

@@ -41,6 +41,10 @@ INLINE_LIMIT = 64 << 10
 """Bytes of JSON up to which a value travels in the commit itself."""
 
 
+HOROVOD = "RANKZERO_HOROVOD"
+"""Variable of the user's environment: makes ``import horovod.torch`` find `rankzero.compat.horovod`."""
+
+
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     die_with_parent(agent_pid)
@@ -106,8 +110,12 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
         )
     _count_optimizer_steps(session)
     control.beat(start["beat_interval"], session.count_progress)
+    if os.environ.get(HOROVOD) == "1":
+        importlib.import_module("rankzero.compat.horovod.install").install()
     ending.callback(writer.finish)
     value, exited = call(start, control.fetch)
+    for function in session.at_return:
+        function()
     writer.finish()
     if value is None:
         value = session.result

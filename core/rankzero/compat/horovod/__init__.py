@@ -1,0 +1,22 @@
+"""Horovod's front doors, on rankzero's launcher: ``from rankzero.compat.horovod import HorovodRunner``.
+
+`rankzero.compat.horovod.torch` is ``horovod.torch``, on torch.distributed. There is no second launch path.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rankzero.compat.horovod.install import install
+
+if TYPE_CHECKING:
+    from rankzero.compat.horovod.runner import HorovodRunner, log_to_driver, run
+
+__all__ = ["HorovodRunner", "install", "log_to_driver", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    # A rank imports this package, and launches nothing.
+    if name in ("HorovodRunner", "log_to_driver", "run"):
+        from rankzero.compat.horovod import runner
+
+        return getattr(runner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,15 @@
+"""What goes wrong in a collective."""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed: a rank has died, or ranks do not agree. `elastic.run` restores the state after it."""
+
+
+class MismatchError(HorovodInternalError, ValueError):
+    """Ranks issued the same name for different things; names them."""
+
+
+class StallError(HorovodInternalError, TimeoutError):
+    """Ranks wait for something that another one does not issue; names it, and the ranks."""

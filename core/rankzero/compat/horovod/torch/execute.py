@@ -1,0 +1,154 @@
+"""What ranks do once they have agreed on an operation, by torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rankzero.compat.horovod.torch.messages import Meta, Request, tensor_of
+
+if TYPE_CHECKING:
+    from rankzero.compat.horovod.torch.coordinator import Coordinator
+
+FUSION_LIMIT = 64 << 20
+"""Bytes of tensors that are reduced together."""
+
+AVERAGE, SUM, MIN, MAX, PRODUCT = "Average", "Sum", "Min", "Max", "Product"
+
+_REDUCE = {
+    AVERAGE: dist.ReduceOp.SUM,
+    SUM: dist.ReduceOp.SUM,
+    MIN: dist.ReduceOp.MIN,
+    MAX: dist.ReduceOp.MAX,
+    PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+def neutral(meta: Meta) -> torch.Tensor:
+    """What a rank that has joined gives to a reduction."""
+    return torch.zeros(meta.shape, dtype=_dtype(meta))
+
+
+def _dtype(meta: Meta) -> torch.dtype:
+    found: torch.dtype = getattr(torch, meta.dtype.removeprefix("torch."))
+    return found
+
+
+def reduce_inline(meta: Meta, request: Request, parts: Sequence[bytes]) -> None:
+    """A reduction of tiny tensors, whose data is here already. Every rank adds in the same order."""
+    stacked = torch.stack([tensor_of(part, _dtype(meta)) for part in parts])
+    if meta.before != 1.0:
+        stacked = scaled(stacked, meta.before)
+    if meta.op in (AVERAGE, SUM):
+        total = stacked.sum(0, dtype=stacked.dtype)
+    elif meta.op == PRODUCT:
+        total = stacked.prod(0, dtype=stacked.dtype)
+    else:
+        total = stacked.amin(0) if meta.op == MIN else stacked.amax(0)
+    request.tensor.copy_(_after(total, meta, len(parts)).view(request.tensor.shape))
+    request.handle.finish(request.tensor)
+
+
+def allreduce(group: Coordinator, batch: Sequence[tuple[Meta, Request]]) -> None:
+    """Reductions, those of one kind together."""
+    kinds: dict[Any, list[tuple[Meta, Request]]] = {}
+    for meta, request in batch:
+        kind = meta.dtype, meta.op, meta.before, meta.after, request.tensor.device
+        kinds.setdefault(kind, []).append((meta, request))
+    for same in kinds.values():
+        while same:
+            size, count = 0, 0
+            while count < len(same) and (not count or size + same[count][1].tensor.nbytes <= FUSION_LIMIT):
+                size += same[count][1].tensor.nbytes
+                count += 1
+            _reduce_fused(group, same[0][0], [request for _, request in same[:count]])
+            same = same[count:]
+
+
+def _reduce_fused(group: Coordinator, meta: Meta, requests: Sequence[Request]) -> None:
+    tensors = [request.tensor for request in requests]
+    is_one = len(tensors) == 1 and tensors[0].is_contiguous()
+    flat = tensors[0].detach().view(-1) if is_one else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    if meta.before != 1.0:
+        flat.copy_(scaled(flat, meta.before))
+    if group.size > 1:
+        dist.all_reduce(flat, _REDUCE[meta.op], group=group.data)
+    total = _after(flat, meta, group.size)
+    if not is_one or total is not flat:
+        for tensor, part in zip(tensors, torch.split(total, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+    for request in requests:
+        request.handle.finish(request.tensor)
+
+
+def _after(total: torch.Tensor, meta: Meta, size: int) -> torch.Tensor:
+    if meta.op == AVERAGE and size > 1:
+        # Integers are cut off, as Horovod does.
+        total = total.div_(size) if total.is_floating_point() or total.is_complex() else _cut(total, size)
+    return scaled(total, meta.after) if meta.after != 1.0 else total
+
+
+def _cut(total: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.div(total, size, rounding_mode="trunc")
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Times a factor, in the tensor's own type."""
+    return (tensor * factor).to(tensor.dtype)
+
+
+def run(group: Coordinator, meta: Meta, request: Request) -> None:
+    """Any operation but a reduction."""
+    if meta.kind == "barrier":
+        request.handle.finish(request.tensor)
+    elif meta.kind == "broadcast":
+        request.handle.finish(_broadcast(group, meta, request.tensor))
+    elif meta.kind == "allgather":
+        request.handle.finish(_allgather(group, request.tensor))
+    else:
+        request.handle.finish(_alltoall(group, request.tensor, request.splits or []))
+
+
+def _broadcast(group: Coordinator, meta: Meta, tensor: torch.Tensor) -> torch.Tensor:
+    if group.size > 1:
+        whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+        dist.broadcast(whole, group.ranks[meta.root], group=group.data)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
+    return tensor
+
+
+def _counts(group: Coordinator, counts: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Every rank's numbers, by rank."""
+    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(group.size)]
+    dist.all_gather(found, mine, group=group.data)
+    return [part.tolist() for part in found]
+
+
+def _allgather(group: Coordinator, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensors of all ranks, one after the other; their first dimensions may differ."""
+    if group.size == 1:
+        return tensor.detach().clone()
+    rows = [count for [count] in _counts(group, [len(tensor)], tensor.device)]
+    mine = tensor.detach().contiguous()
+    if len(mine) < max(rows):
+        mine = torch.cat([mine, mine.new_zeros((max(rows) - len(mine), *mine.shape[1:]))])
+    found = [torch.empty_like(mine) for _ in rows]
+    if max(rows):
+        dist.all_gather(found, mine, group=group.data)
+    return torch.cat([part[:count] for part, count in zip(found, rows, strict=True)])
+
+
+def _alltoall(group: Coordinator, tensor: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to every rank, and those from every rank, with how many came from each."""
+    received = [counts[group.rank] for counts in _counts(group, splits, tensor.device)] if group.size > 1 else splits
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    if group.size == 1:
+        output.copy_(tensor.detach())
+    else:
+        dist.all_to_all_single(output, tensor.detach().contiguous(), received, splits, group=group.data)
+    return output, torch.tensor(received, dtype=torch.int32)

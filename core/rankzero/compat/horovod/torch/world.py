@@ -1,0 +1,275 @@
+"""Who a rank is, and the sets of ranks that communicate."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import rankzero.train as rt
+from rankzero.compat.horovod.torch.coordinator import Coordinator
+from rankzero.train.context import at_return
+
+logger = logging.getLogger(__name__)
+
+WARN_AFTER = 60.0
+"""Seconds; ``HOROVOD_STALL_CHECK_TIME_SECONDS``."""
+
+STALL_TIMEOUT = 1800.0
+"""Seconds; ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+class ProcessSet:
+    """Some of the ranks, which communicate among themselves.
+
+    Args:
+        ranks: Global ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = sorted(set(ranks))
+        self.process_set_id: int | None = None
+        self._coordinator: Coordinator | None = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """What carries its operations out. Raises ValueError before `add_process_set` or `init`."""
+        if self._coordinator is None:
+            raise ValueError(NOT_INITIALIZED if self is global_process_set else "give it to hvd.add_process_set first")
+        return self._coordinator
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.coordinator.size
+
+    def rank(self) -> int:
+        """Index of this rank in the set; -1 if it is no member."""
+        return self.coordinator.rank
+
+    def included(self) -> bool:
+        """True if this rank is a member."""
+        return self.coordinator.rank >= 0
+
+    def _open(self, number: int) -> None:
+        def seconds(name: str, default: float) -> float:
+            return float(os.environ.get(name) or default) or default
+
+        warn_after = seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", WARN_AFTER)
+        timeout = timedelta(seconds=seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT))
+        self.process_set_id = number
+        self._coordinator = Coordinator(self.ranks, timeout, warn_after)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+_sets: dict[int, ProcessSet] = {}
+_watcher: threading.Thread | None = None
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Makes this process a rank; again does nothing. Makes torch's process group, if nobody has.
+
+    Args:
+        comm: Must be None, or all ranks: subsets are `ProcessSet`.
+        process_sets: Further sets, as for `add_process_set`.
+
+    Raises:
+        ValueError: ``comm`` is an MPI communicator or a part of the ranks.
+    """
+    if is_initialized():
+        return
+    rt.ensure_process_group()
+    everybody = list(range(dist.get_world_size()))
+    if comm is not None and (not isinstance(comm, (list, tuple)) or sorted(comm) not in ([], everybody)):
+        raise ValueError(f"comm is {comm!r}; MPI communicators are not supported: use hvd.add_process_set(ranks)")
+    global_process_set.ranks = everybody
+    global_process_set._open(0)
+    _sets[0] = global_process_set
+    if not isinstance(process_sets, str):
+        for process_set in process_sets or ():
+            add_process_set(process_set)
+    at_return(shutdown)
+    _watch()
+
+
+def shutdown() -> None:
+    """Ends this rank's part, once all ranks do: what another one still expects of it fails there."""
+    for process_set in _sets.values():
+        process_set.coordinator.shut_down()
+        process_set._coordinator = None
+    _sets.clear()
+
+
+def is_initialized() -> bool:
+    """True between `init` and `shutdown`."""
+    return global_process_set._coordinator is not None
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Makes a set of ranks able to communicate. Called by every rank, with the same ranks in the same order.
+
+    Raises:
+        ValueError: a rank that does not exist, or a set that is there already.
+    """
+    everybody = global_process_set.coordinator.ranks
+    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if not found.ranks or not set(found.ranks) <= set(everybody):
+        raise ValueError(f"process set {found.ranks} has ranks that do not exist; there are {len(everybody)}")
+    if any(found.ranks == other.ranks for other in _sets.values()):
+        raise ValueError(f"a process set of the ranks {found.ranks} is there already")
+    found._open(max(_sets) + 1)
+    _sets[max(_sets) + 1] = found
+    return found
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Removes a set; False if it is not there, or the global one. Called by every rank."""
+    if process_set is global_process_set or process_set not in _sets.values():
+        return False
+    del _sets[process_set.process_set_id or 0]
+    process_set._coordinator = process_set.process_set_id = None
+    return True
+
+
+def process_set_ids() -> list[int]:
+    """The sets' ids."""
+    return list(_sets)
+
+
+def rank() -> int:
+    """Rank of this process."""
+    return global_process_set.coordinator.rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return global_process_set.coordinator.size
+
+
+def local_rank() -> int:
+    """Index of this rank in its task: ``cuda:{local_rank()}`` is its GPU, wherever ranks are placed."""
+    size()
+    return rt.get_context().local_rank
+
+
+def local_size() -> int:
+    """Ranks in this task."""
+    size()
+    return rt.get_context().local_world_size
+
+
+def cross_rank() -> int:
+    """Index of this rank's task."""
+    size()
+    return rt.get_context().node_rank
+
+
+def cross_size() -> int:
+    """Number of tasks."""
+    size()
+    return rt.get_context().num_nodes
+
+
+def is_homogeneous() -> bool:
+    """True: every task has as many ranks."""
+    size()
+    return True
+
+
+def gloo_built() -> bool:
+    """Whether torch has gloo."""
+    return dist.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """Whether torch has gloo."""
+    return dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """The version of NCCL that torch has, 0 for none."""
+    if not dist.is_nccl_available():
+        return 0
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return version if isinstance(version, int) else version[0] * 10000 + version[1] * 100 + version[2]
+
+
+def cuda_built() -> bool:
+    """Whether torch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch has ROCm."""
+    return torch.version.hip is not None
+
+
+def mpi_built() -> bool:
+    """False: ranks meet without MPI."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False: ranks meet without MPI."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """False: ranks meet without MPI."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Does nothing but warn: use `torch.profiler`."""
+    logger.warning("hvd.start_timeline(%r) writes no timeline: use torch.profiler.profile", file_path)
+
+
+def stop_timeline() -> None:
+    """Does nothing."""
+
+
+def _watch() -> None:
+    """Warns of what some ranks have not issued for long."""
+    global _watcher
+    if _watcher is None:
+        _watcher = threading.Thread(target=_warn_of_stalls, name="rankzero-horovod-stalls", daemon=True)
+        _watcher.start()
+
+
+def _warn_of_stalls() -> None:
+    warned: list[str] = []
+    while True:
+        _PAUSE.wait(1.0)
+        for process_set in list(_sets.values()):
+            group = process_set._coordinator
+            if group is None or group.stall() < group.warn_after:
+                warned = []
+            elif (names := group.waiting_names()) and names != warned:
+                warned = names
+                others = [other for other in group.ranks if other != group.ranks[group.rank]]
+                logger.warning(
+                    "rank %s has waited %.0f s for some of the ranks %s to issue %s",
+                    group.ranks[group.rank], group.stall(), others, ", ".join(names),
+                )  # fmt: skip
+
+
+_PAUSE = threading.Event()

@@ -1,0 +1,222 @@
+"""Reading what `rankzero.values.shards` wrote: whole tensors, or the pieces that a rank of another world needs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import IO, TYPE_CHECKING, Any
+
+from rankzero.errors import ResultError
+from rankzero.values.shards import LENGTH, Path, Stored, is_sharded, name_of, pieces_of, walk
+
+if TYPE_CHECKING:
+    import torch
+
+Copy = Callable[[Any, list[int], Any], None]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], tensors: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, name: Any) -> Stored:
+        import torch
+
+        entry = self._tensors[name]
+        return Stored(name, entry["shape"], getattr(torch, entry["dtype"]))
+
+
+class ShardedState:
+    """What all ranks wrote, open for reading."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Any]], open_part: Callable[[str], IO[bytes]]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            parts: By rank, as text: ``size`` and ``sha256``, as `write_to` gave them.
+            open_part: Opens a rank's file.
+        """
+        self._parts = parts
+        self._open_part = open_part
+        self._files: dict[str, _File] = {}
+
+    def __enter__(self) -> ShardedState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def load(self, rank: str) -> Any:
+        """The state with whole tensors; everything else as ``rank`` wrote it. Raises ResultError."""
+        return walk(self._plain(rank), lambda _, value: self._whole(value) if isinstance(value, Stored) else value)
+
+    def load_into(self, rank: str, target: Any) -> Any:
+        """The state with the tensors of ``target``, which are filled; as `fill`."""
+        return fill(target, self._plain(rank), self._copy)
+
+    def _plain(self, rank: str) -> Any:
+        file = self._file(rank)
+        return _Unpickler(io.BytesIO(file.read(file.index["rest"])), file.index["tensors"]).load()
+
+    def _file(self, rank: str) -> _File:
+        if rank not in self._files:
+            part = self._parts[rank]
+            self._files[rank] = _File(self._open_part(rank), part["size"], part["sha256"])
+        return self._files[rank]
+
+    def _pieces(self, stored: Stored) -> list[tuple[str, dict[str, Any]]]:
+        """Every piece of a tensor, with the rank that wrote it."""
+        found: dict[str, tuple[str, dict[str, Any]]] = {}
+        for rank in self._parts:
+            if entry := self._file(rank).index["tensors"].get(stored.name):
+                found |= {str([piece["offsets"], piece["sizes"]]): (rank, piece) for piece in entry["pieces"]}
+        if sum(prod(piece["sizes"]) for _, piece in found.values()) != prod(stored.shape):
+            raise ResultError(f"the pieces of {stored.name!r} in the checkpoint are not the whole tensor")
+        return list(found.values())
+
+    def _whole(self, stored: Stored) -> torch.Tensor:
+        import torch
+
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        self._copy(stored, [0] * len(stored.shape), whole)
+        return whole
+
+    def _copy(self, stored: Stored, offsets: list[int], local: torch.Tensor) -> None:
+        """Fills a local tensor, whose place in the whole one begins at ``offsets``."""
+        dtype = stored.dtype
+        for rank, piece in self._pieces(stored):
+            if overlap(piece["offsets"], piece["sizes"], offsets, list(local.shape)) is not None:
+                read = _tensor(self._file(rank).read(piece), dtype, piece["sizes"])
+                copy_box(read, piece["offsets"], local, offsets)
+
+
+class _File:
+    """One rank's open file."""
+
+    def __init__(self, file: IO[bytes], size: int, sha256: str) -> None:
+        self._file = file
+        length = LENGTH.unpack(self._read(size - LENGTH.size, LENGTH.size))[0]
+        if length > size - LENGTH.size:
+            raise ResultError("a part of the checkpoint is damaged: it has no index")
+        place = {"at": size - LENGTH.size - length, "length": length, "sha256": sha256}
+        self.index: dict[str, Any] = json.loads(self.read(place))
+
+    def read(self, place: Mapping[str, Any]) -> bytearray:
+        """Bytes of the file that are what was written. Raises ResultError if they are not."""
+        data = self._read(place["at"], place["length"])
+        if hashlib.sha256(data).hexdigest() != place["sha256"]:
+            raise ResultError("a part of the checkpoint was changed or damaged after it was committed")
+        return data
+
+    def _read(self, at: int, length: int) -> bytearray:
+        self._file.seek(at)
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            count = self._file.readinto(view)  # type: ignore[attr-defined]
+            if not count:
+                raise ResultError("a part of the checkpoint is shorter than what was committed")
+            view = view[count:]
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
+
+
+# -- filling -------------------------------------------------------------------------------------
+
+
+def fill(target: Any, state: Any, copy: Copy | None = None) -> Any:
+    """The state that was saved, with the tensors of ``target`` in it: each is filled, a sharded one with its pieces.
+
+    Args:
+        target: The state of a model that trains now, with the same names.
+        state: What was saved; sharded tensors as `Stored`.
+        copy: Fills a local tensor from one that was saved sharded; its offsets in the whole one are between the two.
+
+    Raises:
+        ResultError: a tensor that was saved sharded is not in ``target``, or has another shape.
+    """
+    tensors = {path: value for path, value in _leaves(target) if _is_tensor(value)}
+    skipped: set[Any] = set()
+
+    def place(path: Path, value: Any) -> Any:
+        found = tensors.get(path)
+        if found is not None and (isinstance(value, Stored) or _is_tensor(value)):
+            _fill_tensor(name_of(path), found, value, copy)
+            return found
+        if isinstance(value, Stored):
+            if path[0] in target:
+                raise ResultError(
+                    f"the checkpoint holds {value.name!r}, which the state to be filled has not: give the states of "
+                    "model and optimizer as torch.distributed.checkpoint.state_dict makes them, or load() whole tensors"
+                )
+            skipped.add(path[0])
+        return value
+
+    filled = walk(state, place)
+    return {key: value for key, value in filled.items() if key not in skipped}
+
+
+def _fill_tensor(name: str, target: Any, source: Any, copy: Copy | None) -> None:
+    import torch
+
+    shape = source.shape if isinstance(source, Stored) else list(source.shape)
+    if shape != list(target.size()):
+        raise ResultError(
+            f"{name!r} has the shape {shape} in the checkpoint, and {list(target.size())} in the state to be filled"
+        )
+    pieces = pieces_of(target).pieces if is_sharded(target) else [([0] * len(shape), target)]
+    with torch.no_grad():
+        for offsets, local in pieces:
+            if isinstance(source, Stored):
+                assert copy is not None
+                copy(source, offsets, local)
+            else:
+                copy_box(source, [0] * len(shape), local, offsets)
+
+
+def _leaves(value: Any) -> Iterator[tuple[Path, Any]]:
+    found: list[tuple[Path, Any]] = []
+    walk(value, lambda path, leaf: found.append((path, leaf)))
+    return iter(found)
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) or is_sharded(value)
+
+
+def overlap(
+    offsets: list[int], sizes: list[int], other_offsets: list[int], other_sizes: list[int]
+) -> list[tuple[int, int]] | None:
+    """Begin and end, in each dimension of the whole tensor, of what two boxes share; None if that is nothing."""
+    shared = [
+        (max(a, b), min(a + length, b + other))
+        for a, length, b, other in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    ]
+    return shared if all(begin < end for begin, end in shared) else None
+
+
+def copy_box(source: torch.Tensor, source_offsets: list[int], target: torch.Tensor, target_offsets: list[int]) -> None:
+    """Copies what two pieces of one tensor share."""
+    shared = overlap(source_offsets, list(source.shape), target_offsets, list(target.shape))
+    if shared is None:
+        return
+    for dim, (begin, end) in enumerate(shared):
+        source = source.narrow(dim, begin - source_offsets[dim], end - begin)
+        target = target.narrow(dim, begin - target_offsets[dim], end - begin)
+    target.copy_(source)

@@ -1,0 +1,180 @@
+"""Every collective against its formula, in whatever order the ranks issue them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import Launcher
+
+
+@pytest.fixture(params=[1, 2, 3])
+def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
+    return Launcher(request.param, store=tmp_path)
+
+
+def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        wrong = []
+
+        def check(what: Any, found: Any, expected: Any) -> None:
+            if not torch.equal(torch.as_tensor(found), torch.as_tensor(expected)):
+                wrong.append(f"{what}: {found} is not {expected}")
+
+        for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+                      torch.float64):  # fmt: skip
+            for rows in (1, 40):
+                mine = torch.full((rows, 2), rank + 1, dtype=dtype)
+                every = torch.stack([torch.full((rows, 2), other + 1, dtype=dtype) for other in range(size)])
+                total = every.sum(0, dtype=dtype)
+                mean = total / size if dtype.is_floating_point else torch.div(total, size, rounding_mode="trunc")
+                for _ in range(2):
+                    # The second time the data of small ones travels in the round.
+                    what = f"{dtype} {rows}"
+                    check(f"average {what}", hvd.allreduce(mine, name=f"a.{what}"), mean.to(dtype))
+                    check(f"sum {what}", hvd.allreduce(mine, op=hvd.Sum, name=f"s.{what}"), total)
+                    check(f"min {what}", hvd.allreduce(mine, op=hvd.Min, name=f"min.{what}"), every.amin(0))
+                    check(f"max {what}", hvd.allreduce(mine, op=hvd.Max, name=f"max.{what}"), every.amax(0))
+                    product = hvd.allreduce(mine, op=hvd.Product, name=f"p.{what}")
+                    check(f"product {what}", product, every.prod(0, dtype=dtype))
+                    check(f"broadcast {what}", hvd.broadcast(mine, size - 1), every[size - 1])
+                    check(f"allgather {what}", hvd.allgather(mine[: rank + 1]),
+                          torch.cat([every[other][: other + 1] for other in range(size)]))  # fmt: skip
+        check("scaled", hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+              torch.full((2,), 2.0 * size))  # fmt: skip
+        check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
+        check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
+
+        rows, came = hvd.alltoall(torch.full((sum(range(size + 1)),), rank), splits=list(range(1, size + 1)))
+        check("alltoall", rows, torch.arange(size).repeat_interleave(rank + 1))
+        check("alltoall splits", came, torch.full((size,), rank + 1, dtype=torch.int32))
+        check("alltoall even", hvd.alltoall(torch.full((size,), rank)), torch.arange(size))
+        share = hvd.reducescatter(torch.arange(5.0), op=hvd.Sum)
+        check("reducescatter", hvd.allgather(share), torch.arange(5.0) * size)
+
+        inplace = torch.full((4,), float(rank))
+        assert hvd.allreduce_(inplace, op=hvd.Sum) is inplace
+        check("in place", inplace, torch.full((4,), float(sum(range(size)))))
+        grouped = hvd.grouped_allreduce([torch.ones(3), torch.ones(2, 2)], op=hvd.Sum)
+        check("grouped", grouped[1], torch.full((2, 2), float(size)))
+        assert hvd.broadcast_object({"rank": rank} if rank == 0 else None) == {"rank": 0}
+        assert hvd.allgather_object("x" * rank) == ["x" * other for other in range(size)]
+        hvd.barrier()
+        assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
+        return wrong
+
+    assert launcher.run(train) == []
+
+
+def test_any_order_on_any_rank(launcher: Launcher) -> None:
+    def train() -> Any:
+        import random
+
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        order = random.Random(hvd.rank())
+        for step in range(5):
+            handles = {}
+            names = [f"t{index}" for index in range(30)]
+            order.shuffle(names)
+            for name in names:
+                number = int(name[1:])
+                tensor = torch.full((number * 50 + 1,), float(hvd.rank() + number))
+                kind = number % 3
+                if kind == 0:
+                    handles[name] = hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
+                elif kind == 1:
+                    handles[name] = hvd.broadcast_async(tensor, 0, name=name)
+                else:
+                    handles[name] = hvd.allgather_async(tensor[: hvd.rank() + 1], name=name)
+            order.shuffle(names)
+            for name in names:
+                number, size = int(name[1:]), hvd.size()
+                found = hvd.synchronize(handles[name])
+                assert hvd.poll(handles[name])
+                ranks = range(size)
+                expected = [
+                    torch.full((number * 50 + 1,), float(sum(rank + number for rank in ranks))),
+                    torch.full((number * 50 + 1,), float(number)),
+                    torch.cat([torch.full((rank + 1,), float(rank + number)) for rank in ranks]),
+                ][number % 3]
+                assert torch.equal(found, expected), (step, name, found, expected)
+        return True
+
+    assert launcher.run(train)
+
+
+def test_gradients_pass_through(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        x = torch.full((rank + 1, 2), 1.0, requires_grad=True)
+        (hvd.allgather(x, name="x") * torch.arange(1.0, sum(range(size + 1)) + 1)[:, None]).sum().backward()
+        start = sum(range(rank + 1))
+        assert torch.equal(x.grad[:, 0], torch.arange(start + 1.0, start + rank + 2) * size)
+        y = torch.ones(3, requires_grad=True)
+        (hvd.allreduce(y, op=hvd.Sum) * (rank + 1)).sum().backward()
+        assert torch.equal(y.grad, torch.full((3,), float(sum(range(size + 1)))))
+        z = torch.ones(2, requires_grad=True)
+        hvd.broadcast(z, 0, name="z").sum().backward()
+        assert torch.equal(z.grad, torch.full((2,), float(size if rank == 0 else 0)))
+        return True
+
+    assert launcher.run(train)
+
+
+def test_ranks_with_less_data_join(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        found = [
+            hvd.allreduce(torch.full((4,), 1.0), op=hvd.Sum, name=f"b{step}")[0].item()
+            for step in range(hvd.rank() + 1)
+        ]
+        last = hvd.join()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size(), "all are back"
+        return hvd.allgather_object((found, last))
+
+    size = launcher.num_processes
+    found = launcher.run(train)
+    assert isinstance(size, int)
+    for rank, (sums, last) in enumerate(found):
+        assert sums == [float(size - step) for step in range(rank + 1)]
+        assert last == size - 1
+
+
+def test_sets_of_ranks(tmp_path: Path) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        odd = hvd.ProcessSet([1])
+        hvd.init(process_sets=[odd])
+        pair = hvd.add_process_set([0, 2])
+        mine = odd if hvd.rank() == 1 else pair
+        total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum, process_set=mine)
+        from_two = hvd.broadcast(torch.tensor([hvd.rank()]), 2, process_set=pair) if mine is pair else None
+        with pytest.raises(ValueError, match="is no member of"):
+            hvd.allreduce(torch.ones(1), process_set=pair if mine is odd else odd)
+        with pytest.raises(ValueError, match="is there already"):
+            hvd.add_process_set([2, 0])
+        return hvd.allgather_object((total.item(), mine.size(), mine.rank(), from_two and from_two.item()))
+
+    assert Launcher(3, store=tmp_path).run(train) == [(4.0, 2, 0, 2), (2.0, 1, 0, None), (4.0, 2, 1, 2)]

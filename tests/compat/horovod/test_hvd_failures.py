@@ -1,0 +1,145 @@
+"""Ranks that disagree, skip, or die: the tensor and the ranks are named, at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import Launcher, WorkerFailedError
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(2, store=tmp_path)
+
+
+def test_shapes_types_and_operations_that_differ(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank, messages = hvd.rank(), []
+        for name, call in {
+            "shape": lambda: hvd.allreduce(torch.ones(2 + rank), name="x"),
+            "type": lambda: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank]), name="y"),
+            "op": lambda: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Min][rank], name="z"),
+            "root": lambda: hvd.broadcast(torch.ones(2), rank, name="w"),
+            "tail": lambda: hvd.allgather(torch.ones(2, 1 + rank), name="v"),
+        }.items():
+            try:
+                call()
+            except hvd.MismatchError as error:
+                messages.append(f"{name} {error}")
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2, "the rest goes on"
+        return hvd.allgather_object(messages)
+
+    ours, theirs = launcher.run(train)
+    assert ours == theirs
+    shape, dtype, op, root, tail = ours
+    assert shape == (
+        "shape 'allreduce.x' is not the same on all ranks: rank 0: allreduce Average torch.float32 [2]; "
+        "rank 1: allreduce Average torch.float32 [3]"
+    )
+    assert "torch.int64" in dtype
+    assert "Min" in op
+    assert "of rank 1" in root
+    assert "[2]" in tail
+
+
+def test_a_rank_that_skips_a_tensor_and_goes_on(launcher: Launcher) -> None:
+    def train() -> None:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        hvd.allreduce(torch.ones(2), name=["left", "right"][hvd.rank()])
+
+    with pytest.raises(
+        WorkerFailedError, match="'allreduce.left' was issued by rank .0., but rank .1. has not"
+    ) as failure:
+        launcher.run(train)
+    assert failure.value.exception_type is not None
+    assert failure.value.exception_type.endswith("StallError")
+
+
+def test_a_rank_that_returns_without_it(launcher: Launcher) -> None:
+    def train() -> None:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 0:
+            hvd.allreduce(torch.ones(2), name="gradient")
+
+    with pytest.raises(WorkerFailedError, match="'allreduce.gradient' was issued by rank .0., but rank .1. has ended"):
+        launcher.run(train)
+
+
+def test_a_rank_that_dies_is_the_first_cause(launcher: Launcher) -> None:
+    def train() -> None:
+        import os
+
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            os._exit(9)
+        hvd.allreduce(torch.ones(2), name="gradient")
+
+    with pytest.raises(WorkerFailedError) as failure:
+        launcher.run(train)
+    assert (failure.value.rank, failure.value.exit_code) == (1, 9)
+
+
+def test_bad_calls_are_refused(launcher: Launcher) -> None:
+    def train() -> None:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        with pytest.raises(ValueError, match="has not been initialized"):
+            hvd.rank()
+        hvd.init()
+        one = torch.ones(1)
+        with pytest.raises(NotImplementedError, match="Adasum is not supported"):
+            hvd.allreduce(one, op=hvd.Adasum)
+        with pytest.raises(ValueError, match="not both"):
+            hvd.allreduce(one, average=True, op=hvd.Sum)
+        with pytest.raises(TypeError, match="takes a torch.Tensor, not a list"):
+            hvd.allreduce([1.0])
+        with pytest.raises(ValueError, match="root_rank is 7"):
+            hvd.broadcast(one, 7)
+        with pytest.raises(ValueError, match="needs splits"):
+            hvd.alltoall(torch.ones(3))
+        with pytest.raises(ValueError, match="add up to 2 rows"):
+            hvd.alltoall(torch.ones(2), splits=[1, 2])
+        with pytest.raises(ValueError, match="not a scalar"):
+            hvd.allgather(torch.tensor(1.0))
+        handle = hvd.allreduce_async(one, name="twice")
+        hvd.synchronize(handle)
+        if hvd.rank() == 0:
+            # Its peer issues it only after the second call was refused.
+            late = hvd.allreduce_async(one, name="late")
+            with pytest.raises(ValueError, match="was issued again before"):
+                hvd.allreduce_async(one, name="late")
+        hvd.broadcast_object("refused")
+        hvd.synchronize(late if hvd.rank() == 0 else hvd.allreduce_async(one, name="late"))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="not named: 1 of"):
+            hvd.DistributedOptimizer(optimizer, list(model.named_parameters())[:1])
+        with pytest.raises(ValueError, match="Found duplicates: weight"):
+            hvd.DistributedOptimizer(optimizer, [("weight", parameter) for parameter in model.parameters()])
+        with pytest.raises(ValueError, match="cannot broadcast torch.optim.LBFGS"):
+            hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()))
+        assert not hvd.mpi_built()
+        assert hvd.gloo_built()
+        assert not hvd.cuda_built()
+
+    launcher.run(train)

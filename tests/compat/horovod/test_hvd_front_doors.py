@@ -1,0 +1,198 @@
+"""HorovodRunner, horovod.spark.run, elastic states, and names that third-party code imports."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero.compat.horovod import HorovodRunner, log_to_driver
+from rankzero.compat.horovod import run as horovod_run
+
+train_ds = torch.utils.data.TensorDataset(
+    torch.randn(80, 4, generator=torch.Generator().manual_seed(1)), torch.arange(80) % 3
+)
+
+
+class MyNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def train(model: Any, train_loader: Any, optimizer: Any) -> float:
+    total = 0.0
+    for data, target in train_loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(data), target)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    return total
+
+
+def train_hvd(model: Any, model_file: str) -> list[float]:
+    # The guide's function; where it saves its file, and that it returns its losses, are the test's.
+    from torch.utils.data.distributed import DistributedSampler
+
+    import rankzero.compat.horovod.torch as hvd
+
+    hvd.init()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(hvd.local_rank())
+    train_sampler = DistributedSampler(train_ds, num_replicas=hvd.size(), rank=hvd.rank())
+    train_loader = torch.utils.data.DataLoader(train_ds, batch_size=20, sampler=train_sampler)
+    learning_rate = 0.001 * hvd.size()
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    losses = []
+    epochs = 50
+    for epoch in range(1, epochs + 1):
+        log_to_driver(f"Epoch: {epoch}")
+        losses.append(train(model, train_loader, optimizer))
+    if hvd.rank() == 0:
+        torch.save(model.state_dict(), model_file)
+        print("model saved as", model_file)
+    return losses
+
+
+def train_ddp(model: Any) -> list[float]:
+    from torch.utils.data.distributed import DistributedSampler
+
+    import rankzero.train as rt
+
+    sampler = DistributedSampler(train_ds)  # type: ignore[var-annotated]
+    loader = torch.utils.data.DataLoader(train_ds, batch_size=20, sampler=sampler)
+    model = rt.prepare_model(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
+    return [train(model, loader, optimizer) for _ in range(50)]
+
+
+def test_the_guide_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher(2, store=tmp_path)
+    torch.manual_seed(0)
+    hvd_model = MyNet()
+    hr = HorovodRunner(np=-2, launcher=launcher)
+    losses = hr.run(train_hvd, model=hvd_model, model_file=str(tmp_path / "model.pkl"))
+    assert sorted(torch.load(tmp_path / "model.pkl")) == ["layer.bias", "layer.weight"]
+    shown = capsys.readouterr().out
+    assert "[1] Epoch: 50\n" in shown
+    assert "model saved as" not in shown, "only what is given to log_to_driver"
+
+    def ddp(model: Any) -> Any:
+        import rankzero.train as rt
+
+        rt.ensure_process_group()
+        return train_ddp(model)
+
+    assert losses == pytest.approx(launcher.run(ddp, hvd_model), abs=1e-5)
+
+
+def test_the_guide_on_spark(session: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hr = HorovodRunner(np=2, driver_log_verbosity="all")
+    assert len(hr.run(train_hvd, model=MyNet(), model_file=str(tmp_path / "model.pkl"))) == 50
+    assert "model saved as" in capsys.readouterr().out
+    ranks = horovod_run(lambda base: base + __import__("os").environ["RANK"], args=("rank ",), num_proc=2)
+    assert ranks == ["rank 0", "rank 1"]
+
+
+def test_scripts_that_import_horovod(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent(
+            """
+            import horovod.torch as hvd
+            from horovod.torch.mpi_ops import Sum
+            from sparkdl import HorovodRunner
+            import rankzero.train as rt, torch
+
+            hvd.init()
+            try:
+                import horovod.tensorflow
+            except ImportError as error:
+                refused = str(error)
+            rt.set_result([hvd.allreduce(torch.ones(1), op=Sum).item(), HorovodRunner.__module__, refused])
+            """
+        )
+    )
+    launcher = Launcher(2, store=tmp_path, env={"RANKZERO_HOROVOD": "1"})
+    total, module, refused = launcher.run(str(tmp_path / "train.py"))
+    assert (total, module) == (2.0, "rankzero.compat.horovod.runner")
+    assert refused == "horovod.tensorflow is not part of rankzero, which trains torch: use horovod.torch"
+
+
+def test_an_elastic_state_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    def main() -> Any:
+        import os
+        import time
+
+        import rankzero.compat.horovod.torch as hvd
+        import rankzero.train as rt
+
+        hvd.init()
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+        state = hvd.elastic.TorchState(model, optimizer, epoch=0, sampler=sampler)
+        resets: list[int] = []
+        state.register_reset_callbacks([lambda: resets.append(state.epoch)])
+
+        @hvd.elastic.run
+        def loop(state: Any) -> Any:
+            first = state.epoch
+            for epoch in range(state.epoch, 4):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                if epoch == 2 and rt.get_context().attempt == 0:
+                    while hvd.rank() == 0 and rt.get_checkpoint() is None:
+                        time.sleep(0.01)
+                    hvd.barrier()
+                    os.kill(os.getpid(), 9)
+                if epoch == 1:
+                    sampler.record_batch(0, 2)
+                    state.epoch = epoch + 1
+                    state.commit()
+            return first, resets, sorted(state.sampler.processed_indices), model.weight.item()
+
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        return loop(state)
+
+    first, resets, processed, weight = Launcher(2, store=tmp_path, max_restarts=1).run(main)
+    assert (first, resets) == (2, [2])
+    assert processed == [0, 2], "what rank 0 had recorded when it committed"
+    assert weight == pytest.approx(0.6), "no step is lost, none counts twice"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: HorovodRunner(np=0), InvalidJobError, "np is 0"),
+        (lambda: HorovodRunner(np="2"), InvalidJobError, "np is '2'"),
+        (lambda: HorovodRunner(np=1, driver_log_verbosity="none"), InvalidJobError, "driver_log_verbosity"),
+        (lambda: horovod_run(print, num_proc=2, use_mpi=True), InvalidJobError, "use_mpi"),
+        (lambda: log_to_driver(3), TypeError, "takes a text"),
+    ],
+)
+def test_bad_arguments_are_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_on_spark_without_a_session_says_what_to_do() -> None:
+    from pyspark.sql import SparkSession
+
+    if (active := SparkSession.getActiveSession()) is not None:
+        active.stop()
+    with pytest.raises(EngineError, match="np=-2 for processes on this machine"):
+        HorovodRunner(np=2).run(print)

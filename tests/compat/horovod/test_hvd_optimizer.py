@@ -1,0 +1,183 @@
+"""`DistributedOptimizer`: the losses of plain DDP, Horovod's rules about its calls."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import Launcher
+
+STEPS = 50
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(2, store=tmp_path)
+
+
+def digits(rank: int, size: int) -> Any:
+    """This rank's batches of real digits, in the order of the steps."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(data.target)
+    return [
+        (images[start + rank * 16 : start + rank * 16 + 16], labels[start + rank * 16 : start + rank * 16 + 16])
+        for start in range(0, STEPS * 16 * size, 16 * size)
+    ]
+
+
+def sentences(rank: int, size: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 50, (STEPS, size * 4, 6), generator=generator)
+    return [(step[rank * 4 : rank * 4 + 4], step[rank * 4 : rank * 4 + 4, 0] % 3) for step in tokens]
+
+
+def build(shape: str, sparse: bool) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    if shape == "lstm":
+
+        class Lstm(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(50, 8, sparse=sparse)
+                self.lstm = nn.LSTM(8, 8, batch_first=True)
+                self.head = nn.Linear(8, 3)
+
+            def forward(self, x: Any) -> Any:
+                return self.head(self.lstm(self.embedding(x))[0][:, -1])
+
+        return Lstm()
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+
+@pytest.mark.parametrize("shape", ["cnn", "accumulation", "lstm"])
+def test_the_losses_of_plain_ddp(launcher: Launcher, shape: str) -> None:
+    def train() -> Any:
+        import torch
+        from torch.nn.functional import cross_entropy
+        from torch.nn.parallel import DistributedDataParallel
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        batches = sentences(rank, size) if shape == "lstm" else digits(rank, size)
+        passes = 2 if shape == "accumulation" else 1
+
+        def losses(model: Any, optimizer: Any, *, ours: bool) -> list[float]:
+            found = []
+            for step, (x, y) in enumerate(batches):
+                loss = cross_entropy(model(x), y)
+                if ours or (step + 1) % passes == 0:
+                    loss.backward()
+                else:
+                    with model.no_sync():
+                        loss.backward()
+                if (step + 1) % passes == 0:
+                    if ours and passes > 1:
+                        optimizer.synchronize()
+                    if passes > 1:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    if ours and passes > 1:
+                        with optimizer.skip_synchronize():
+                            optimizer.step()
+                    else:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+        def make(model: Any) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=0.01 * size, momentum=0.0 if shape == "lstm" else 0.9)
+
+        model = build(shape, sparse=shape == "lstm")
+        optimizer = hvd.DistributedOptimizer(
+            make(model), named_parameters=model.named_parameters(), backward_passes_per_step=passes
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        mine = losses(model, optimizer, ours=True)
+        plain = DistributedDataParallel(build(shape, sparse=False))
+        return mine, losses(plain, make(plain), ours=False)
+
+    mine, plain = launcher.run(train)
+    assert mine == pytest.approx(plain, abs=1e-5)
+    assert mine[-1] < mine[0]
+
+
+def test_horovods_rules(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank = hvd.rank()
+        model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "unused": torch.nn.Linear(2, 1)})
+        plain = torch.optim.AdamW(model.parameters(), lr=0.1 * (rank + 1))
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=hvd.Compression.fp16)
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert type(optimizer).__name__ == "AdamW"
+        assert optimizer.param_groups is plain.param_groups
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        hvd.broadcast_parameters(model.state_dict())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        assert optimizer.param_groups[0]["lr"] == 0.2, "options are broadcast, too"
+
+        loss = model["used"](torch.full((1, 2), rank + 1.0)).sum()
+        loss.backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert torch.allclose(model["used"].weight.grad, torch.full((1, 2), 1.5)), "the mean of 1 and 2"
+        assert torch.equal(model["unused"].weight.grad, torch.zeros(1, 2)), "reduced as zeros"
+        with pytest.warns(UserWarning, match="skip_synchronize"):
+            optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+
+        fresh = torch.optim.AdamW(model.parameters(), lr=9.0)
+        hvd.broadcast_optimizer_state(optimizer if rank == 0 else fresh, root_rank=0)
+        if rank == 1:
+            assert fresh.param_groups[0]["lr"] == 0.1
+            assert fresh.state[model["used"].weight]["step"].item() == 1.0
+
+        other = torch.nn.Linear(2, 1)
+        twice = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+        other(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
+            other(torch.ones(1, 2)).sum().backward()
+        twice.synchronize()
+        return True
+
+    assert launcher.run(train)
+
+
+def test_batch_norm_over_all_ranks(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        whole = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
+        mine = whole[:3] if hvd.rank() == 0 else whole[3:]
+        ours, plain = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
+        found = torch.cat(hvd.allgather_object(ours(mine).detach()))
+        torch.testing.assert_close(found, plain(whole).detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.running_var, plain.running_var)
+        torch.testing.assert_close(ours.running_mean, plain.running_mean)
+        return True
+
+    assert launcher.run(train)
