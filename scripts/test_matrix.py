@@ -60,7 +60,7 @@ ROWS = (
     # Beside it the package is silent.
     Row("apache-airflow==2.11.0", date="2025-08-01"),
     Row("apache-airflow==3.1.0", _AIRFLOW, date="2025-10-15"),
-    Row("apache-airflow==3.2.0", _AIRFLOW, ("apache-airflow", "aiosqlite")),
+    Row("apache-airflow==3.2.0", _AIRFLOW, date="2026-05-15"),
     # Before it a partition key like "../x" could leave its asset's folder.
     Row("dagster==1.13.6", _DAGSTER, ("dagster",)),
     Row("pyspark==3.5.0", _SPARK, ("pyspark", "py4j")),

@@ -75,7 +75,7 @@ def test_airflow_knows_the_options_and_their_defaults(airflow_home: Path) -> Non
 
 
 def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) -> None:
-    versions.needs(3, 2, "descriptions of connection types that need no hook")
+    versions.needs(3, 3, "descriptions of connection types that need no hook")
     code = (
         "from airflow.providers_manager import ProvidersManager\n"
         "manager = ProvidersManager()\n"

@@ -127,9 +127,8 @@ def test_what_renders_to_nonsense_fails_for_good(
 
 
 def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow.sdk.exceptions import AirflowFailException
-
     from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero._compat import AirflowFailException
     from rankzero import InvalidJobError
 
     made = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path), retries=3)
