@@ -193,8 +193,30 @@ NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE
 def test_with_what_an_attempt_starts(
     slots: int, least: int, most: int, unchanged: float, on_bad: dict[str, int], placed: tuple[int, int, str] | None
 ) -> None:
-    found = policy.place(slots, least, most, unchanged, on_bad)
+    found = policy.place(slots, least, most, unchanged, NOW, 600.0, on_bad)
     assert (found and (found.num_tasks, found.spare, "".join(sorted(found.left_out)))) == placed
+
+
+@pytest.mark.parametrize(
+    ("slots", "unchanged", "waited", "bound", "starts"),
+    [
+        # A quarter of the bound without a new slot, where that is less than the patience.
+        (5, 4.9, 4.9, 20.0, False),
+        (5, 5.0, 5.0, 20.0, True),
+        (5, 29.9, 29.9, 600.0, False),
+        # Slots come and come, but the ranks need time to start.
+        (5, NOW, 9.9, 20.0, False),
+        (5, NOW, 10.0, 20.0, True),
+        (5, NOW, 299.9, 600.0, False),
+        (5, NOW, 300.0, 600.0, True),
+        # Not enough is not enough.
+        (1, 19.9, 19.9, 20.0, False),
+    ],
+)
+def test_an_elastic_attempt_leaves_its_ranks_time_to_start(
+    slots: int, unchanged: float, waited: float, bound: float, starts: bool
+) -> None:
+    assert (policy.place(slots, 2, 8, unchanged, waited, bound) is not None) is starts
 
 
 @pytest.mark.parametrize(

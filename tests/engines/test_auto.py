@@ -8,13 +8,15 @@ import pytest
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, LocalEngine, SparkEngine
 from rankzero.engines import local
+from rankzero.engines.spark import conf
 
 YARN = {"spark.executor.instances": "3", "spark.executor.cores": "4", "spark.task.cpus": "2"}
 
 
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "available_cores", lambda: 3)
+    for module in (local, conf):
+        monkeypatch.setattr(module, "available_cores", lambda: 3)
 
 
 def test_a_run_has_a_rank_for_each_place(launcher: Launcher) -> None:
@@ -33,6 +35,8 @@ def test_a_run_has_a_rank_for_each_place(launcher: Launcher) -> None:
         (LocalEngine(), 8, 8),
         (SparkEngine(), 2, 2),
         (SparkEngine(master="local[4]"), 2, 8),
+        # What this process may use of the machine, as the JVM counts.
+        (SparkEngine(master="local[*]"), 1, 3),
         (SparkEngine(master="local-cluster[2,3,512]"), 1, 6),
         (SparkEngine(master="yarn", conf=YARN), 1, 6),
     ],

@@ -1,19 +1,31 @@
 """Attempts start when their cluster has room, and an elastic one with what there is."""
 
+import contextlib
 import os
 import pickle
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import until
-from tests.faults.kit import SlotsEngine
+from tests.faults.kit import SlotsEngine, SlotsSession
 
-from rankzero import InvalidJobError, Launcher, RetryableError, RunCancelledError, StartTimeoutError, WorkerFailedError
+from rankzero import (
+    EngineError,
+    InvalidJobError,
+    Launcher,
+    RetryableError,
+    RunCancelledError,
+    RunTimeoutError,
+    StartTimeoutError,
+    WorkerFailedError,
+)
 from rankzero import job as jobs
 from rankzero.driver import policy
+from rankzero.job import Job
 from rankzero.worker import restarts as worker
 from rankzero.worker.command import CommandError
 from rankzero.worker.failures import describe
@@ -154,6 +166,64 @@ def test_a_world_that_is_too_small_is_waited_for(growing: Launcher, slots: Path)
     slots.write_text("1")
     with pytest.raises(StartTimeoutError, match="offers 1 of the 2 to 4 task slots"):
         growing.options(num_processes=(2, 4), start_timeout=0.5).run(len, "ab")
+
+
+def test_a_world_that_is_large_enough_starts_within_the_bound(
+    growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "GROWTH_PATIENCE", WAIT)
+    slots.write_text("3")
+    # Whether the ranks of a slow machine start in the time that is left is another matter.
+    with contextlib.suppress(StartTimeoutError):
+        growing.options(num_processes=(2, 4), start_timeout=2.0).run(len, "ab")
+    assert await_event(growing, "world")["world_size"] == 3
+
+
+def fail_and_leave(slots: str) -> None:
+    """Leaves no slots for the next attempt."""
+    Path(slots).write_text("0")
+    raise RetryableError("another try")
+
+
+def test_a_wait_between_two_attempts_counts_for_the_timeout(growing: Launcher, slots: Path) -> None:
+    slots.write_text("1")
+    brief = growing.options(num_processes=1, max_restarts=1, timeout=2.0, start_timeout=30.0)
+    with pytest.raises(RunTimeoutError, match=r"timeout=2.0 s and was ended between two attempts"):
+        brief.run(fail_and_leave, str(slots))
+
+
+@dataclass(frozen=True)
+class EndingEngine(SlotsEngine):
+    """Its sessions end while they are waited for, until one was replaced."""
+
+    def open(self, job: Job) -> SlotsSession:
+        """A session that lives if there is a slot."""
+        return EndingSession(job, self.file)
+
+
+class EndingSession(SlotsSession):
+    """As one whose JVM dies: it says nothing, or that there are no slots."""
+
+    def is_usable(self) -> bool:
+        """By the file."""
+        return self._file.read_text() == "2"
+
+    def close(self) -> None:
+        """The next one lives."""
+        self._file.write_text("2")
+        super().close()
+
+
+@pytest.mark.parametrize("answer", ["nothing", "0"])
+def test_an_engine_that_ends_while_it_is_waited_for_is_replaced(growing: Launcher, slots: Path, answer: str) -> None:
+    ending = growing.options(engine=EndingEngine(str(slots)), start_timeout=30.0)
+    slots.write_text(answer)
+    with pytest.raises(EngineError, match="the SparkContext or its JVM ended while the run waited") as caught:
+        ending.options(run_id="given-up").run(len, "ab")
+    assert caught.value.cause == "lost"
+    slots.write_text(answer)
+    assert ending.options(max_restarts=1).run(len, "ab") == 2
+    assert await_event(ending, "restart")["cause"] == "lost"
 
 
 def test_the_bounds_of_an_elastic_world_are_a_part_of_its_identity(launcher: Launcher) -> None:

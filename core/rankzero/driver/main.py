@@ -29,10 +29,12 @@ from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
     HANG,
+    LOST,
     EngineError,
     HangError,
     RankZeroError,
     RunCancelledError,
+    RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
 )
@@ -157,15 +159,22 @@ class Driver:
             self._close_session()
 
     def _pause(self, seconds: float) -> None:
-        """Waits within the reach of a cancel."""
+        """Waits within the reach of a cancel and of the run's timeout."""
         end = time.monotonic() + seconds
         while True:
-            self._watch.check()
+            self._check()
             left = end - time.monotonic()
             if left <= 0:
                 return
             with contextlib.suppress(queue.Empty):
                 self.inbox.queue.get(timeout=min(left, TICK))
+
+    def _check(self) -> None:
+        """Raises the typed error if the run is to end while no attempt of it runs."""
+        self._watch.check()
+        timeout, started_at = self._job.timeout, self._started_at
+        if timeout and started_at is not None and time.monotonic() - started_at > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
 
     def _close_session(self) -> None:
         session, self._session = self._session, None
@@ -192,25 +201,26 @@ class Driver:
 
         Raises:
             StartTimeoutError: there were not enough before the deadline.
+            RunTimeoutError: the run had started, and took longer than its timeout.
+            EngineError: the session ended meanwhile.
         """
         job, began = self._job, time.monotonic()
         changed, say_at, before = began, began + policy.WAITING_INTERVAL, -1
         least = job.least_tasks
-        # What is there counts more than what was thought to be provable.
-        most = max(least, min(job.num_tasks, session.most_slots or job.num_tasks))
         while True:
-            slots, by_host = self._in_thread(
-                lambda: (session.slots(), session.slots_by_host() if bad else {}), deadline
-            )
+            slots, provable, by_host = self._in_thread(lambda: _look(session, by_host=bool(bad)), deadline)
+            # What is there counts more than what was thought to be provable.
+            most = max(least, min(job.num_tasks, provable or job.num_tasks))
             now = time.monotonic()
             if slots != before:
                 before, changed = slots, now
             on_bad = {host: count for host, count in by_host.items() if host in bad}
-            placement = policy.place(slots, least, most, now - changed, on_bad)
+            waited = job.start_timeout - (deadline - now)
+            placement = policy.place(slots, least, most, now - changed, waited, job.start_timeout, on_bad)
             if placement and session.reserve(placement.num_tasks + placement.spare):
                 return placement
             what = policy.waiting_message(session.place, slots, least, most, now - began, job.start_timeout)
-            if now > deadline:
+            if now > deadline and slots < least:
                 missing = [f"task {task}" for task in range(slots, least)]
                 raise StartTimeoutError(f"{what}: add what is missing, or lower num_processes", missing=missing)
             if now > say_at:
@@ -260,12 +270,32 @@ class Driver:
                     if failure:
                         raise EngineError(f"the engine could not be opened: {failure}") from failure
                     return cast(T, message["result"])
-            self._watch.check()
+            self._check()
             if time.monotonic() > deadline:
                 raise StartTimeoutError(
                     f"the engine {self._job.engine} did not answer within start_timeout={self._job.start_timeout} s",
                     missing=["engine"],
                 )
+
+
+def _look(session: EngineSession, *, by_host: bool) -> tuple[int, int | None, dict[str, int]]:
+    """The slots of a session, the most that it can have, and those of each host.
+
+    Raises:
+        EngineError: the session has ended; with another one the run can go on.
+    """
+    ended = EngineError(
+        f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}", cause=LOST
+    )
+    try:
+        found = session.slots(), session.most_slots, session.slots_by_host() if by_host else {}
+    except Exception as error:
+        if session.is_usable():
+            raise
+        raise ended from error
+    if not found[0] and not session.is_usable():
+        raise ended
+    return found
 
 
 def _restart_cause(error: BaseException) -> str | None:

@@ -37,7 +37,7 @@ MIN_CONNECT_TIMEOUT = 1.0
 
 GROWTH_PATIENCE = 30.0
 """Seconds without a new slot after which an elastic attempt starts with those that are there. As long as the last call
-of torchrun's rendezvous."""
+of torchrun's rendezvous. A quarter of ``start_timeout`` where that is less."""
 
 WAITING_INTERVAL = 30.0
 """Seconds between two messages of what an attempt waits for."""
@@ -217,24 +217,34 @@ class Placement:
 
 
 def place(
-    slots: int, least: int, most: int, unchanged: float, on_bad_hosts: Mapping[str, int] | None = None
+    slots: int,
+    least: int,
+    most: int,
+    unchanged: float,
+    waited: float,
+    bound: float,
+    on_bad_hosts: Mapping[str, int] | None = None,
 ) -> Placement | None:
     """With what an attempt starts now; None to wait for more slots.
 
     A host that is to be left out is, where there are slots enough without it. An elastic attempt (``least < most``)
-    waits for ``most`` while slots come, then takes what is there.
+    waits for ``most`` while slots come, then takes what is there. It waits for half of the bound at most, since what is
+    left is for the ranks to start.
 
     Args:
         slots: That there are.
         least: Tasks without which no attempt starts.
         most: Tasks of the largest world.
         unchanged: Seconds since the number of slots last changed.
+        waited: Seconds since the attempt began.
+        bound: Seconds within which its ranks must have started.
         on_bad_hosts: How many of the slots lie on each host that is to be left out.
     """
     bad = dict(on_bad_hosts or {})
     good = slots - sum(bad.values())
     usable, left_out = (good, bad) if good >= least else (slots, {})
-    if usable < least or (usable < most and unchanged < GROWTH_PATIENCE):
+    is_patient = unchanged < min(GROWTH_PATIENCE, bound / 4) and waited < bound / 2
+    if usable < least or (usable < most and is_patient):
         return None
     return Placement(min(usable, most), sum(left_out.values()), frozenset(left_out))
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from rankzero.errors import InsufficientSlotsError, InvalidJobError
+from rankzero.host.processes import available_cores
 from rankzero.job import Job
 
 LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:\s*,\s*\d+)?\])?")
@@ -36,7 +37,8 @@ def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
     """Task slots, where the master's name tells."""
     cpus = int(conf.get(TASK_CPUS, "1"))
     if found := LOCAL.fullmatch(master):
-        cores = (os.cpu_count() or 1) if found[1] == "*" else int(found[1] or 1)
+        # As the JVM counts, too: what this process may use, not what the machine has.
+        cores = available_cores() if found[1] == "*" else int(found[1] or 1)
         return cores // cpus
     if found := _LOCAL_CLUSTER.fullmatch(master):
         return int(found[1]) * (int(found[2]) // cpus)
