@@ -24,6 +24,10 @@ ROOT = Path(__file__).parents[1]
 # Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job, which would pass it on: programs of users are interrupted by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ORPHAN_TIMEOUT = 6.0
 
 LOOK = 0.02

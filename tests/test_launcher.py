@@ -591,3 +591,19 @@ class TamperingEngine(LocalEngine):
 def test_a_payload_that_was_changed_is_not_unpickled(launcher: Launcher) -> None:
     with pytest.raises(EngineError, match=r"payload\.pkl does not carry the digest that the driver recorded"):
         launcher.options(engine=TamperingEngine()).run(int)
+
+
+@pytest.mark.parametrize("what", ["function", "command"])
+def test_a_polite_end_of_a_stopped_run_is_no_success(launcher: Launcher, what: str) -> None:
+    def polite() -> None:
+        import signal
+        import sys
+        import time
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        while True:
+            time.sleep(0.05)
+
+    train: Any = polite if what == "function" else ["bash", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done"]
+    with pytest.raises(RunTimeoutError):
+        launcher.options(timeout=1.0).run(train)

@@ -36,6 +36,7 @@ from tests.faults.kit import Proxy
 from tests.faults.trainings import expected
 
 from rankzero import RunHandle, RunNotFoundError
+from rankzero.task.start import OWNER
 
 RANKS = 2
 MAX_RESTARTS = 1
@@ -183,6 +184,11 @@ class Round:
 
     # -- the orchestrator ----------------------------------------------------------------------
 
+    def _env(self) -> dict[str, str]:
+        # With a warm server of its own, which is looked for at its end.
+        shared = {name: value for name, value in os.environ.items() if name != OWNER}
+        return {**shared, "MARK": self.marker, "TMPDIR": str(self.temp)}
+
     def submit(self) -> subprocess.Popen[bytes]:
         """Starts a process that submits the run id and waits for the value."""
         options = {
@@ -203,7 +209,7 @@ class Round:
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "MARK": self.marker, "TMPDIR": str(self.temp)},
+                env=self._env(),
             )
         self.submitters.append(submitter)
         return submitter

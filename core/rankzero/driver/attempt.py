@@ -327,7 +327,7 @@ class Attempt:
             self._outcome.note_returned(rank)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
-        elif kind == "commit" and message.get("exited") and member.left_at is not None:
+        elif kind == "commit" and message.get("exited") and (self._stopping or member.left_at is not None):
             # It was told to go, and did so politely.
             self._on_failure(rank, member, {"type": "failure", "exit_code": 0})
         elif kind == "commit":

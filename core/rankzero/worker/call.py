@@ -60,6 +60,8 @@ def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
             for position, file in payload["files"].items():
                 line[position] = _place(file["path"], file["data"], file["mode"])
             run_command(line)
+            # Its code 0 may be the answer to a signal.
+            return None, True
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise

@@ -130,9 +130,9 @@ def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | 
 
 def _dump(start: Message) -> None:
     """This rank hangs: what its collectives do, beside its stacks in the log."""
-    context, shared = start["context"], start["shared"]
-    run_directory = os.path.dirname(start["checkpoint_directory"])
-    directory = os.path.join(run_directory, "flight", f"attempt-{context['attempt']}") if shared else None
+    context = start["context"]
+    place = context["storage_path"]
+    directory = os.path.join(place, "flight", f"attempt-{context['attempt']}") if place else None
     try:
         lines = flight.dump(directory, context["rank"])
     except Exception as error:

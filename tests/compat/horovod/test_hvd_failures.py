@@ -143,3 +143,33 @@ def test_bad_calls_are_refused(launcher: Launcher) -> None:
         assert not hvd.cuda_built()
 
     launcher.run(train)
+
+
+def test_what_torch_cannot_do_is_an_error_on_every_rank(launcher: Launcher) -> None:
+    def train() -> None:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        hvd.allreduce(torch.ones(1000, dtype=torch.int16), name="short")
+
+    with pytest.raises(WorkerFailedError, match="(?i)scalar type"):
+        launcher.run(train)
+
+
+def test_a_rank_that_has_joined_has_nothing_to_gather(launcher: Launcher) -> None:
+    def train() -> None:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            with pytest.raises(hvd.MismatchError, match="needs something of rank .0., which has joined"):
+                hvd.allgather(torch.ones(3), name="x")
+            with pytest.raises(hvd.MismatchError, match="only sums and averages"):
+                hvd.allreduce(torch.ones(300), name="y", op=hvd.Min)
+        hvd.join()
+
+    launcher.run(train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import re
@@ -140,9 +141,17 @@ def require_task_gpus(job: Job, amount: str | None) -> None:
         )
 
 
+def _spark_home() -> str:
+    """``SPARK_HOME``, else the folder of the installed pyspark."""
+    if home := os.environ.get("SPARK_HOME"):
+        return home
+    found = importlib.util.find_spec("pyspark")
+    return os.path.dirname(found.origin) if found and found.origin else os.devnull
+
+
 def spark_defaults() -> dict[str, str]:
     """What spark-defaults.conf of this host says: settings that a session has and its conf does not show."""
-    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(os.environ.get("SPARK_HOME", ""), "conf")
+    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(_spark_home(), "conf")
     with contextlib.suppress(OSError), open(os.path.join(place, "spark-defaults.conf"), errors="replace") as file:
         return dict(filter(None, map(_setting, file)))
     return {}

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,10 @@ class Coordinator:
             warn_after: Seconds after which it is a warning.
         """
         self._control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-        self.data = dist.new_group(list(ranks), timeout=timeout)
+        # One for tensors on the CPU, and where there are GPUs another one for theirs.
+        self._data = {"cpu": dist.new_group(list(ranks), timeout=timeout, backend="gloo")}
+        if dist.get_backend() != "gloo":
+            self._data["gpu"] = dist.new_group(list(ranks), timeout=timeout)
         self.ranks = list(ranks)
         me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
@@ -76,6 +80,10 @@ class Coordinator:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def process_group(self, device: torch.device) -> Any:
+        """torch's, for tensors of a device."""
+        return self._data["cpu"] if device.type == "cpu" else self._data.get("gpu", self._data["cpu"])
 
     # -- what callers do -----------------------------------------------------------------------
 
@@ -113,8 +121,11 @@ class Coordinator:
         try:
             while not handle.is_done:
                 with self._turn:
-                    if not handle.is_done:
+                    if not (handle.is_done or self._failed):
                         self._round()
+                if self._failed and not handle.is_done:
+                    # It failed while it was carried out.
+                    handle.finish(error=self._failed)
         finally:
             with self._mutex:
                 self._waiters -= 1
@@ -238,8 +249,8 @@ class Coordinator:
         for name, numbers in ready.items():
             meta = self._numbers[numbers[0]][1]
             request = self._taken(name, meta)
-            if len(set(numbers)) > 1:
-                request.handle.finish(error=MismatchError(self._mismatch(name, numbers)))
+            if error := self._refusal(name, meta, numbers):
+                request.handle.finish(error=error)
                 continue
             inline = [message.inline.get(numbers[0]) for message in said]
             if meta.kind == "allreduce" and None not in inline:
@@ -252,6 +263,18 @@ class Coordinator:
                 batch = []
                 execute.run(self, meta, request)
         execute.allreduce(self, batch)
+
+    def _refusal(self, name: str, meta: Meta, numbers: Sequence[int]) -> MismatchError | None:
+        """Why the ranks cannot carry it out; the same on all of them."""
+        if len(set(numbers)) > 1:
+            return MismatchError(self._mismatch(name, numbers))
+        joined = [rank for rank, flags in zip(self.ranks, self._flags, strict=True) if flags & _JOINED]
+        fits = meta.kind == "barrier" or meta.op in (execute.AVERAGE, execute.SUM)
+        if joined and not fits:
+            return MismatchError(
+                f"{name!r} needs something of rank {joined}, which has joined: only sums and averages go on"
+            )
+        return None
 
     def _taken(self, name: str, meta: Meta) -> Request:
         """This rank's part; zeros of a rank that has joined."""

@@ -44,7 +44,8 @@ class State:
     def commit(self) -> None:
         """Saves the state, and makes it the checkpoint that the next attempt begins with."""
         self.save()
-        rt.report({}, checkpoint={"elastic": self.saved()} if world.rank() == 0 else None)
+        saved = self.of_all_ranks(self.saved())
+        rt.report({}, checkpoint={"elastic": saved} if world.rank() == 0 else None)
 
     def check_host_updates(self) -> None:
         """Nothing: the world changes between attempts only."""
@@ -64,6 +65,10 @@ class State:
     def saved(self) -> Any:
         """What `save` remembered, for a checkpoint."""
         raise NotImplementedError
+
+    def of_all_ranks(self, saved: Any) -> Any:
+        """What `saved` gave, with what only other ranks know."""
+        return saved
 
     def load(self, saved: Any) -> None:
         """Takes what `saved` gave, in a later attempt."""
@@ -154,6 +159,16 @@ class TorchState(ObjectState):
     def saved(self) -> Any:
         """Everything."""
         return {**super().saved(), "parts": self._saved}
+
+    def of_all_ranks(self, saved: Any) -> Any:
+        """The indices that all ranks have processed."""
+        parts = dict(saved["parts"])
+        for name, part in self._parts.items():
+            if isinstance(part, ElasticSampler):
+                states = allgather_object(part.state_dict(), f"elastic.commit.{name}")
+                done = sorted({index for state in states for index in state["processed_indices"]})
+                parts[name] = {**parts[name], "processed_indices": done}
+        return {**saved, "parts": parts}
 
     def load(self, saved: Any) -> None:
         """Sets everything."""

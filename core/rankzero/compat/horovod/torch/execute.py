@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from rankzero.compat.horovod.torch.messages import Meta, Request, tensor_of
-
-if TYPE_CHECKING:
-    from rankzero.compat.horovod.torch.coordinator import Coordinator
 
 FUSION_LIMIT = 64 << 20
 """Bytes of tensors that are reduced together."""
@@ -27,9 +24,25 @@ _REDUCE = {
 }
 
 
+class Group(Protocol):
+    """The ranks that carry something out."""
+
+    ranks: list[int]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def process_group(self, device: torch.device) -> Any:
+        """torch's, for tensors of a device."""
+        ...
+
+
 def neutral(meta: Meta) -> torch.Tensor:
-    """What a rank that has joined gives to a reduction."""
-    return torch.zeros(meta.shape, dtype=_dtype(meta))
+    """What a rank that has joined gives to a sum or an average."""
+    return torch.zeros(meta.shape, dtype=_dtype(meta), device=meta.device)
 
 
 def _dtype(meta: Meta) -> torch.dtype:
@@ -52,7 +65,7 @@ def reduce_inline(meta: Meta, request: Request, parts: Sequence[bytes]) -> None:
     request.handle.finish(request.tensor)
 
 
-def allreduce(group: Coordinator, batch: Sequence[tuple[Meta, Request]]) -> None:
+def allreduce(group: Group, batch: Sequence[tuple[Meta, Request]]) -> None:
     """Reductions, those of one kind together."""
     kinds: dict[Any, list[tuple[Meta, Request]]] = {}
     for meta, request in batch:
@@ -68,14 +81,14 @@ def allreduce(group: Coordinator, batch: Sequence[tuple[Meta, Request]]) -> None
             same = same[count:]
 
 
-def _reduce_fused(group: Coordinator, meta: Meta, requests: Sequence[Request]) -> None:
+def _reduce_fused(group: Group, meta: Meta, requests: Sequence[Request]) -> None:
     tensors = [request.tensor for request in requests]
     is_one = len(tensors) == 1 and tensors[0].is_contiguous()
     flat = tensors[0].detach().view(-1) if is_one else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     if meta.before != 1.0:
         flat.copy_(scaled(flat, meta.before))
     if group.size > 1:
-        dist.all_reduce(flat, _REDUCE[meta.op], group=group.data)
+        dist.all_reduce(flat, _REDUCE[meta.op], group=group.process_group(flat.device))
     total = _after(flat, meta, group.size)
     if not is_one or total is not flat:
         for tensor, part in zip(tensors, torch.split(total, [tensor.numel() for tensor in tensors]), strict=True):
@@ -100,7 +113,7 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor * factor).to(tensor.dtype)
 
 
-def run(group: Coordinator, meta: Meta, request: Request) -> None:
+def run(group: Group, meta: Meta, request: Request) -> None:
     """Any operation but a reduction."""
     if meta.kind == "barrier":
         request.handle.finish(request.tensor)
@@ -112,24 +125,24 @@ def run(group: Coordinator, meta: Meta, request: Request) -> None:
         request.handle.finish(_alltoall(group, request.tensor, request.splits or []))
 
 
-def _broadcast(group: Coordinator, meta: Meta, tensor: torch.Tensor) -> torch.Tensor:
+def _broadcast(group: Group, meta: Meta, tensor: torch.Tensor) -> torch.Tensor:
     if group.size > 1:
         whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        dist.broadcast(whole, group.ranks[meta.root], group=group.data)
+        dist.broadcast(whole, group.ranks[meta.root], group=group.process_group(whole.device))
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
     return tensor
 
 
-def _counts(group: Coordinator, counts: Sequence[int], device: torch.device) -> list[list[int]]:
+def _counts(group: Group, counts: Sequence[int], device: torch.device) -> list[list[int]]:
     """Every rank's numbers, by rank."""
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(group.size)]
-    dist.all_gather(found, mine, group=group.data)
+    dist.all_gather(found, mine, group=group.process_group(device))
     return [part.tolist() for part in found]
 
 
-def _allgather(group: Coordinator, tensor: torch.Tensor) -> torch.Tensor:
+def _allgather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """The tensors of all ranks, one after the other; their first dimensions may differ."""
     if group.size == 1:
         return tensor.detach().clone()
@@ -139,16 +152,17 @@ def _allgather(group: Coordinator, tensor: torch.Tensor) -> torch.Tensor:
         mine = torch.cat([mine, mine.new_zeros((max(rows) - len(mine), *mine.shape[1:]))])
     found = [torch.empty_like(mine) for _ in rows]
     if max(rows):
-        dist.all_gather(found, mine, group=group.data)
+        dist.all_gather(found, mine, group=group.process_group(mine.device))
     return torch.cat([part[:count] for part, count in zip(found, rows, strict=True)])
 
 
-def _alltoall(group: Coordinator, tensor: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _alltoall(group: Group, tensor: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to every rank, and those from every rank, with how many came from each."""
     received = [counts[group.rank] for counts in _counts(group, splits, tensor.device)] if group.size > 1 else splits
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     if group.size == 1:
         output.copy_(tensor.detach())
     else:
-        dist.all_to_all_single(output, tensor.detach().contiguous(), received, splits, group=group.data)
+        mine = tensor.detach().contiguous()
+        dist.all_to_all_single(output, mine, received, splits, group=group.process_group(mine.device))
     return output, torch.tensor(received, dtype=torch.int32)

@@ -33,6 +33,7 @@ class Meta:
         root: Rank within the set that broadcasts.
         before: Factor before a reduction.
         after: Factor after a reduction.
+        device: Type of the tensor's device.
     """
 
     kind: str
@@ -42,10 +43,11 @@ class Meta:
     root: int = 0
     before: float = 1.0
     after: float = 1.0
+    device: str = "cpu"
 
     def describe(self) -> str:
         """For a message."""
-        words = [self.kind, self.op, self.dtype, str(list(self.shape))]
+        words = [self.kind, self.op, self.dtype, str(list(self.shape)), "" if self.device == "cpu" else self.device]
         if self.kind == "broadcast":
             words.append(f"of rank {self.root}")
         return " ".join(word for word in words if word)
@@ -133,7 +135,17 @@ class Numbers:
             if number is None:
                 meta = request.meta
                 fresh.append(
-                    [request.name, meta.kind, meta.dtype, meta.shape, meta.op, meta.root, meta.before, meta.after]
+                    [
+                        request.name,
+                        meta.kind,
+                        meta.dtype,
+                        meta.shape,
+                        meta.op,
+                        meta.root,
+                        meta.before,
+                        meta.after,
+                        meta.device,
+                    ]
                 )
                 continue
             numbers.append(number)
@@ -156,8 +168,8 @@ class Numbers:
             offset += _INLINE.size
             inline[number] = message[offset : offset + size]
             offset += size
-        for name, kind, dtype, shape, op, root, before, after in json.loads(message[offset : offset + length] or "[]"):
-            key = name, Meta(kind, dtype, tuple(shape), op, root, before, after)
+        for name, kind, dtype, shape, *others in json.loads(message[offset : offset + length] or "[]"):
+            key = name, Meta(kind, dtype, tuple(shape), *others)
             if key not in self._numbers:
                 self._numbers[key] = len(self._known)
                 self._known.append(key)

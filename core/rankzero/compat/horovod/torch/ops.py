@@ -82,7 +82,7 @@ def allreduce_async_(
     """Begins a reduction in place; `synchronize` gives the tensor."""
     op = _checked_op(op, average)
     dtype, shape = str(_tensor(tensor).dtype), tuple(tensor.shape)
-    meta = Meta("allreduce", dtype, shape, op, 0, float(prescale_factor), float(postscale_factor))
+    meta = Meta("allreduce", dtype, shape, op, 0, float(prescale_factor), float(postscale_factor), tensor.device.type)
     handle = _issue(Request(_named("allreduce", name, process_set), meta, tensor), process_set)
     if drive:
         process_set.coordinator.drive()
@@ -248,7 +248,7 @@ def allgather_async(
     """Begins `allgather`."""
     if not _tensor(tensor).dim():
         raise ValueError("allgather takes tensors with a first dimension, not a scalar")
-    meta = Meta("allgather", str(tensor.dtype), tuple(tensor.shape[1:]))
+    meta = Meta("allgather", str(tensor.dtype), tuple(tensor.shape[1:]), device=tensor.device.type)
     handle = _issue(Request(_named("allgather", name, process_set), meta, tensor.detach()), process_set)
     process_set.coordinator.drive()
     return _Pending(handle, process_set, lambda result: result)
@@ -294,7 +294,7 @@ def broadcast_async_(
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank is {root_rank}; the ranks are {process_set.ranks}")
     root = process_set.ranks.index(root_rank)
-    meta = Meta("broadcast", str(_tensor(tensor).dtype), tuple(tensor.shape), root=root)
+    meta = Meta("broadcast", str(_tensor(tensor).dtype), tuple(tensor.shape), root=root, device=tensor.device.type)
     handle = _issue(Request(_named("broadcast", name, process_set), meta, tensor.detach()), process_set)
     process_set.coordinator.drive()
     return _Pending(handle, process_set, lambda result: tensor)
@@ -350,7 +350,7 @@ def alltoall_async(
     counts = [rows // size] * size if splits is None else [int(count) for count in splits]
     if len(counts) != size or sum(counts) != rows or min(counts, default=0) < 0:
         raise ValueError(f"splits are {counts}; {size} counts are needed that add up to {rows} rows")
-    meta = Meta("alltoall", str(tensor.dtype), tuple(tensor.shape[1:]))
+    meta = Meta("alltoall", str(tensor.dtype), tuple(tensor.shape[1:]), device=tensor.device.type)
     request = Request(_named("alltoall", name, process_set), meta, tensor.detach(), counts)
     handle = _issue(request, process_set)
     process_set.coordinator.drive()
