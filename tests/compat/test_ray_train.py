@@ -1,13 +1,14 @@
 """Ray Train's guide and names, with only the imports changed."""
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.compat.ray_train import (
@@ -20,6 +21,7 @@ from rankzero.compat.ray_train import (
     TorchConfig,
     TorchTrainer,
     TrainingFailedError,
+    dataset,
     session,
     train,
 )
@@ -178,6 +180,30 @@ def test_a_share_of_a_data_set(run_config: RunConfig) -> None:
         run_config=run_config,
     ).fit()
     assert sorted(shares.return_value[0] + shares.return_value[1]) == list(range(10))
+
+
+def test_a_share_has_another_order_in_each_epoch() -> None:
+    dataset.install({"train": range(50), "test": range(50)})
+
+    def epoch(name: str) -> list[int]:
+        return next(dataset.shard(name).iter_torch_batches(local_shuffle_buffer_size=50)).tolist()
+
+    first, second = epoch("train"), epoch("train")
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert epoch("test") == first, "each data set has epochs of its own"
+    dataset.install({"train": range(50)})
+    assert epoch("train") == first, "the next training begins at the first"
+
+
+def test_a_stream_cannot_be_shuffled() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    dataset.install({"train": Stream()})
+    with pytest.raises(ValueError, match="local_shuffle_buffer_size is 9, but the data set 'train' is an Iterable"):
+        dataset.shard("train").iter_torch_batches(local_shuffle_buffer_size=9)
 
 
 def test_a_trainer_is_a_training_for_any_launcher(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_follower_reads_each_line_once_and_asks_for_nothing_in_vain(
         if number % 4:
             writer.flush()
             written += 1
-    writer.close()
+    writer.flush()
     lines, position = read_all(location, position, writer.written)
     assert [*seen, *lines] == [f"line {number}" for number in range(20)]
     assert read_all(location, position, writer.written) == ([], position)
@@ -97,12 +97,12 @@ def test_what_the_store_refuses_waits_and_an_answer_that_was_lost_doubles_nothin
 def test_a_second_driver_writes_behind_the_first(location: str) -> None:
     first = PieceWriter(location)
     first.append(["of the first"])
-    first.close()
+    first.flush()
     start = pieces.end_of(location)
     second = PieceWriter(location)
     assert pieces.read_lines(location, start, second.written) == ([], start)
     second.append(["of the second"])
-    second.close()
+    second.flush()
     assert read_all(location, start, second.written)[0] == ["of the second"]
     assert read_all(location, Position(), second.written)[0] == ["of the first", "of the second"]
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -41,6 +43,39 @@ class Numbers(Dataset[int]):
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(ROWS))
+
+
+class Range(IterableDataset[int]):
+    """The data set of torch's documentation, whose bounds a worker_init_fn sets."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+class Stateful(DataLoader[int]):
+    """A loader with a state as torchdata's has it: how many batches it gave itself."""
+
+    begin = given = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __iter__(self) -> Any:
+        begin, self.begin = self.begin, 0
+        self.given = begin
+        for batch in itertools.islice(super().__iter__(), begin, None):
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["given"]
 
 
 @pytest.fixture
@@ -106,6 +141,39 @@ def test_an_iterable_data_set_is_shared_out_in_each_process(as_rank: Any, pad: b
     assert [len(share) for share in shares] == ([8, 8, 8] if pad else [8, 8, 7])
 
 
+def test_loader_processes_share_a_stream_by_its_attributes_and_go_on_in_an_epoch(tmp_path: Path) -> None:
+    def take_part(worker: int) -> None:
+        data: Any = torch.utils.data.get_worker_info().dataset  # type: ignore[union-attr]
+        middle = (data.start + data.end) // 2
+        data.start, data.end = ((data.start, middle), (middle, data.end))[worker]
+
+    def train() -> Any:
+        import rankzero.train as rt
+
+        loader = DataLoader(Range(0, 16), 4, num_workers=2, worker_init_fn=take_part)
+        streamed = rows_of(rt.prepare_data_loader(loader))
+        numbers: Any = range(16)
+        first, again = (rt.prepare_data_loader(DataLoader(numbers, 2, shuffle=True, num_workers=1)) for _ in range(2))
+        batches = iter(first)
+        seen = next(batches).tolist()
+        again.load_state_dict(first.state_dict())
+        return rt.all_gather_object((streamed, seen + rows_of(again)))
+
+    for shares in zip(*Launcher(2, store=str(tmp_path)).run(train), strict=True):
+        assert Counter(row for share in shares for row in share) == Counter(range(16))
+
+
+def test_attributes_of_an_iterable_data_set_are_its_own(as_rank: Any) -> None:
+    as_rank(0, 2)
+    data = Range(0, 16)
+    prepared = rt.prepare_data_loader(DataLoader(data, 4))
+    prepared.dataset.end = 4
+    assert data.end == 4
+    assert rows_of(prepared) == [0, 2]
+    del prepared.dataset.end
+    assert not hasattr(data, "end")
+
+
 def test_what_is_a_share_already_stays(as_rank: Any) -> None:
     as_rank(1, 2)
     own = DistributedSampler(Numbers(), 2, 1, shuffle=True, seed=9)
@@ -116,6 +184,33 @@ def test_what_is_a_share_already_stays(as_rank: Any) -> None:
     assert loader.epoch == 6, "the training function's own epoch counts"
     assert rows_of(loader) != fifth
     assert rows_of(rt.prepare_data_loader(DataLoader(Numbers(), 4), shard=False)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("worlds", [(2, 2, 1), (2, 1, 1), (1, 2, 2), (2, 4, 2)])
+def test_a_stateful_loader_goes_on_in_other_world_sizes(as_rank: Any, worlds: tuple[int, ...]) -> None:
+    """Each world gives four batches, and the next one goes on."""
+
+    def loader() -> Any:
+        return rt.prepare_data_loader(Stateful(range(32), 2, shuffle=True))  # type: ignore[arg-type]
+
+    seen, state = Counter[int](), None
+    for world_size in worlds:
+        states = []
+        for rank in range(world_size):
+            as_rank(rank, world_size)
+            mine = loader()
+            if state:
+                mine.load_state_dict(state)
+            batches = iter(mine)
+            seen.update(int(row) for batch in itertools.islice(batches, 4 // world_size) for row in batch)
+            states.append(mine.state_dict())
+        state = states[0]
+    for rank in range(worlds[-1]):
+        as_rank(rank, worlds[-1])
+        mine = loader()
+        mine.load_state_dict(state)
+        seen.update(rows_of(mine))
+    assert seen == Counter(range(32))
 
 
 @pytest.mark.parametrize(("world_before", "world_after"), [(1, 1), (2, 2), (2, 3)])
@@ -167,6 +262,35 @@ def test_a_sampler_without_a_length(as_rank: Any) -> None:
     as_rank(0, 2)
     with pytest.raises(TypeError, match="a Endless without a length cannot be shared out"):
         rt.prepare_data_loader(loader)
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(len(self)))
+
+
+class Even(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return (index for index in super().__iter__() if index % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (SequentialSampler(range(4)), {0, 1, 2, 3}),
+        (RandomSampler(range(4)), {0, 1, 2, 3}),
+        (Even(range(10)), {0, 2, 4, 6, 8}),
+    ],
+)
+def test_a_sampler_of_a_part_stays_one(as_rank: Any, sampler: Any, expected: set[int]) -> None:
+    as_rank(0, 1)
+    assert set(rows_of(rt.prepare_data_loader(DataLoader(range(10), 2, sampler=sampler)))) == expected  # type: ignore[arg-type]
+
+
+def test_an_order_of_a_subclass_is_kept(as_rank: Any) -> None:
+    as_rank(0, 1)
+    loader = DataLoader(range(5), 2, sampler=Backwards(range(5)))  # type: ignore[arg-type]
+    assert rows_of(rt.prepare_data_loader(loader)) == [4, 3, 2, 1, 0]
 
 
 def test_an_epoch_that_was_left_early_is_over(as_rank: Any) -> None:
@@ -228,6 +352,17 @@ def test_nested_batches_keep_their_types() -> None:
     moved = _moved(batch, lambda tensor: tensor + 1)
     assert moved == pair({"a": torch.ones(1)}, [(torch.ones(1), "text"), None])
     assert type(moved) is pair
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_cpu() -> None:
+    from rankzero.train.data_loader import _moved
+
+    packed = pack_sequence([torch.zeros(1), torch.zeros(3)], enforce_sorted=False)
+    moved = _moved({"text": packed}, lambda tensor: tensor.to("meta"))["text"]
+    assert type(moved) is PackedSequence
+    assert moved.data.is_meta
+    assert moved.sorted_indices.is_meta
+    assert moved.batch_sizes.equal(packed.batch_sizes)
 
 
 @pytest.mark.gpu

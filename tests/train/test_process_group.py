@@ -45,15 +45,18 @@ def test_objects_and_turns_of_three_ranks(launcher: Launcher, tmp_path: Path) ->
     assert sorted(turns) == ["0", "1", "2"]
 
 
-def test_a_group_that_the_training_made_is_used(launcher: Launcher) -> None:
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_a_group_that_the_training_made_is_used(launcher: Launcher, backend: str | None) -> None:
     def train() -> bool:
         import torch.distributed as dist
 
         import rankzero.train as rt
 
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
         mine = dist.group.WORLD
         rt.barrier()
+        assert rt.broadcast_object(rt.get_context().rank) == 0
+        assert rt.all_gather_object(rt.get_context().rank) == [0, 1, 2]
         return dist.group.WORLD is mine
 
     assert launcher.run(train)

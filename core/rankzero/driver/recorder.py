@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
+from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
 from rankzero.errors import ResultError
@@ -26,8 +27,8 @@ from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
-FLUSH_TIMEOUT = 10.0
-"""Seconds at the end of a run for a piece of lines that is on its way to an object store."""
+_LAST_LINES_INTERVAL = 0.5
+"""Seconds between two tries to write the last lines to an object store."""
 
 
 class Recorder:
@@ -92,7 +93,10 @@ class Recorder:
         self._writer.change(result=result.to_json(), value=value, then=then)
 
     def _flush(self) -> None:
-        """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits."""
+        """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits.
+
+        Nobody else does: of two writes of one piece, the older one might come last.
+        """
         while not self._finished.wait(self.status.interval):
             for stream in self._streams.values():
                 try:
@@ -101,6 +105,14 @@ class Recorder:
                     logger.warning("lines wait for the store: %s", error)
             # With it one heartbeat, and how far followers may read.
             self._writer.change(**self._progress())
+        try:
+            store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self.superseded)
+        except Exception as error:
+            logger.warning("lines are lost: %s", error)
+
+    def _flush_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.flush()
 
     def _progress(self) -> dict[str, Any]:
         if not self._run.is_remote:
@@ -138,15 +150,21 @@ class Recorder:
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
 
+        Lines for an object store that is away are waited for, `STORE_OUTAGE` seconds at most.
+
         Raises:
             ResultError: the store refused the final status for `STORE_OUTAGE` seconds.
         """
         self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
-        self._finished.set()
-        if self._flusher.ident:
-            self._flusher.join(FLUSH_TIMEOUT)
         for lines in (self._events, *self._logs.values()):
             lines.close()
+        self._finished.set()
+        if self._run.is_remote:
+            if not self._flusher.ident:
+                self._flusher.start()
+            self._flusher.join(STORE_OUTAGE)
+            if self._flusher.is_alive():
+                logger.warning("lines are lost: the store has not taken them for %g s", STORE_OUTAGE)
         self._writer.change(**changes, **self._progress(), ended=time.time())
         if not self._writer.await_written(STORE_OUTAGE):
             problem = self._writer.problem
@@ -175,6 +193,7 @@ class _Lines:
         try:
             if self._lost:
                 self.append([])
-            self._appender.close()
+            if isinstance(self._appender, Appender):
+                self._appender.close()
         except Exception as error:
             logger.warning("lines are lost: %s", error)

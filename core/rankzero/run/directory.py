@@ -177,10 +177,15 @@ class RunDirectory:
             store.write_parts(self.submission_path(submission, name), parts)
 
     def write_submission(self, job: Job) -> None:
-        """Makes what `write_files` wrote the current submission; the last write does. Raises OSError."""
+        """Makes what `write_files` wrote the current submission; the last write does. Raises OSError.
+
+        Whoever finds that a later submission was claimed meanwhile leaves its status and job as they are.
+        """
         if not (store.exists(self.path("token")) and self.token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
         store.remove(self.path("lease"))
+        if self.newest_claim() > job.submission:
+            return
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
         store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())

@@ -44,7 +44,7 @@ class PieceWriter:
         self._waiting.append(data)
 
     def flush(self) -> None:
-        """Writes what waits, in one request. What the store refuses waits on."""
+        """Writes what waits, in one request; for one thread alone. What the store refuses waits on."""
         waiting = list(self._waiting)
         data = b"".join(waiting)
         if not data:
@@ -58,10 +58,6 @@ class PieceWriter:
         store.write_bytes(_name(self._location, piece), content + data)
         self._piece, self._content = piece, content + data
         del self._waiting[: len(waiting)]
-
-    def close(self) -> None:
-        """Writes what is left."""
-        self.flush()
 
 
 def read_lines(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -36,6 +37,8 @@ class PreparedDataLoader:
         self._next = 0
         self._device = device
         self._skip = 0
+        self._skipped = 0
+        self._start = 0
         self._done = 0
         self._sampled = getattr(loader.sampler, "epoch", None)
 
@@ -58,19 +61,20 @@ class PreparedDataLoader:
             self._next = sampler.epoch
         self.epoch = epoch = self._next
         self._next = epoch + 1
-        self._done, self._skip, skip = self._skip, 0, self._skip
+        self._done, self._start = self._start, 0
+        self._skipped, self._skip = self._skip, 0
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
         self._sampled = epoch
-        batches = self._from(skip)
+        batches = self._from(self._skipped)
         if self._device is not None:
             ahead = self._device.type == "cuda" and not self._is_stateful()
             batches = _on_device(batches, self._device, ahead=ahead)
         for batch in batches:
             self._done += 1
             yield batch
-        self.epoch, self._done = epoch + 1, 0
+        self.epoch, self._done, self._skipped = epoch + 1, 0, 0
 
     def _from(self, skip: int) -> Iterator[Batch]:
         batch_sampler = self.loader.batch_sampler
@@ -83,7 +87,8 @@ class PreparedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: put it into a checkpoint, to go on in the middle of an epoch."""
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
-        if self._is_stateful():
+        if self._is_stateful() and not self._skipped:
+            # The loader itself does not know of what was skipped.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
@@ -97,10 +102,11 @@ class PreparedDataLoader:
         After a change of the world size the ranks go on at the same place of the epoch, rounded down to whole batches.
         """
         self.set_epoch(state["epoch"])
-        if "loader" in state and self._is_stateful():
+        world_size = get_context().world_size
+        self._start = self._skip = state["batches"] * state["world_size"] // world_size
+        if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
+            self._skip = 0
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        else:
-            self._skip = state["batches"] * state["world_size"] // get_context().world_size
 
 
 def prepare_data_loader(
@@ -200,14 +206,22 @@ def _samplers(loader: DataLoader[Any], seed: int, share: Share) -> dict[str, Any
 
 def _share_of(loader: DataLoader[Any], seed: int, share: Share) -> Any:
     sampler: Any = loader.sampler
-    # torchdata's loader has a RandomSampler of its own.
-    shuffled = type(sampler).__name__ == RandomSampler.__name__ and not sampler.replacement
-    shuffled = shuffled and sampler.num_samples == len(sampler.data_source)
-    if not share.pad or not (shuffled or isinstance(sampler, SequentialSampler)):
+    shuffled = _is_random(sampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    if not share.pad or not (shuffled or type(sampler) is SequentialSampler) or not _is_of_all(sampler, loader.dataset):
         return _drawn(sampler, seed, share, drop=loader.drop_last)
     return DistributedSampler(
         loader.dataset, share.world_size, share.rank, shuffle=shuffled, seed=seed, drop_last=loader.drop_last
     )
+
+
+def _is_random(sampler: Any) -> bool:
+    """A RandomSampler of torch, or the one that torchdata's loader has of its own; not what somebody made of it."""
+    kind = type(sampler)
+    return kind is RandomSampler or (kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata."))
+
+
+def _is_of_all(sampler: Any, data: Any) -> bool:
+    return hasattr(data, "__len__") and len(sampler.data_source) == len(data)
 
 
 def _drawn(sampler: Any, seed: int, share: Share, *, drop: bool) -> Any:
@@ -262,7 +276,7 @@ class _DrawnByRankZero(Sampler[Any]):
 
 
 class _ShardedIterable(IterableDataset[Any]):
-    """Every n-th item of a data set, in each loader process."""
+    """Every n-th item of a data set, in each loader process. Else it is that data set, for a `worker_init_fn`, too."""
 
     def __init__(self, data: IterableDataset[Any], share: Share) -> None:
         self._data = data
@@ -272,6 +286,18 @@ class _ShardedIterable(IterableDataset[Any]):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._data, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._data, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            super().__delattr__(name)
+        else:
+            delattr(self._data, name)
 
     def __len__(self) -> int:
         return self._share.count(len(cast(Any, self._data)))
@@ -298,8 +324,9 @@ class _Skipping(Sampler[Any]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
+        # Of two iterators that a loader with processes makes, it reads one: a generator skips where it is read.
         skip, self.skip = self.skip, 0
-        return islice(iter(self._batches), skip, None)
+        yield from islice(iter(self._batches), skip, None)
 
 
 def _on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) -> Iterator[Batch]:
@@ -330,6 +357,9 @@ def _moved(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """The batch with each tensor in it moved; tuples, named tuples, lists and mappings stay what they are."""
     if isinstance(batch, torch.Tensor):
         return move(batch)
+    if isinstance(batch, PackedSequence):
+        # A named tuple whose batch sizes must stay on the CPU.
+        return type(batch)(move(batch.data), batch.batch_sizes, *(_moved(indices, move) for indices in batch[2:]))
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_moved(part, move) for part in batch))
     if isinstance(batch, (list, tuple)):

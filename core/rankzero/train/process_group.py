@@ -66,8 +66,8 @@ def barrier() -> None:
         import torch.distributed as dist
 
         ensure_process_group()
-        device = get_context().device
-        dist.barrier(device_ids=None if dist.get_backend() == "gloo" else [device.index])
+        device = _object_device()
+        dist.barrier(device_ids=None if device is None else [device.index])
 
 
 def broadcast_object(value: R, source: int = 0) -> R:
@@ -161,12 +161,13 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def _object_device() -> Any:
-    """Where torch puts pickled objects on their way: without gloo on this rank's GPU."""
+    """Where torch puts pickled objects on their way: this rank's GPU; None with gloo, or without a GPU."""
     import torch
     import torch.distributed as dist
 
-    if dist.get_backend() == "gloo":
-        return None
     device = get_context().device
+    # A group that was made without a backend has one for each type of device, and no name for them.
+    if device.type == "cpu" or dist.get_backend() == "gloo":
+        return None
     torch.get_device_module(device).set_device(device)
     return device

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import rankzero.train as rt
 
 _datasets: dict[str, Any] = {}
+_epochs: Counter[str] = Counter()
 
 
 def install(datasets: Mapping[str, Any]) -> None:
     """Sets the data sets of this worker. Called before the training function."""
     _datasets.clear()
     _datasets.update(datasets)
+    _epochs.clear()
 
 
 def shard(name: str) -> DatasetShard:
@@ -21,14 +24,15 @@ def shard(name: str) -> DatasetShard:
     if name not in _datasets:
         known = ", ".join(sorted(_datasets)) or "none"
         raise KeyError(f"the trainer has no data set {name!r}; TorchTrainer(datasets=...) gave: {known}")
-    return DatasetShard(_datasets[name])
+    return DatasetShard(_datasets[name], name)
 
 
 class DatasetShard:
     """This worker's share of a torch data set."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, name: str) -> None:
         self._data = data
+        self._name = name
 
     def iter_torch_batches(
         self,
@@ -40,7 +44,7 @@ class DatasetShard:
         local_shuffle_seed: int | None = None,
         prefetch_batches: int = 1,
     ) -> Iterator[Any]:
-        """Batches of one epoch, on this worker's device; every worker gets as many.
+        """Batches of one epoch, on this worker's device; every worker gets as many. Each call is the next epoch.
 
         Args:
             batch_size: Rows of a batch.
@@ -49,9 +53,20 @@ class DatasetShard:
             local_shuffle_buffer_size: Anything but None shuffles the whole data set.
             local_shuffle_seed: Of the order.
             prefetch_batches: Ray's; one batch is always ahead on a GPU.
+
+        Raises:
+            ValueError: ``local_shuffle_buffer_size`` for a data set without indices.
         """
-        from torch.utils.data import DataLoader
+        from torch.utils.data import DataLoader, IterableDataset
 
         shuffle = local_shuffle_buffer_size is not None
+        if shuffle and isinstance(self._data, IterableDataset):
+            raise ValueError(
+                f"local_shuffle_buffer_size is {local_shuffle_buffer_size}, but the data set {self._name!r} is an "
+                "IterableDataset, which has no indices to shuffle: leave it out, and shuffle in the data set"
+            )
         loader = DataLoader(self._data, batch_size, shuffle=shuffle or None, drop_last=drop_last, collate_fn=collate_fn)
-        yield from rt.prepare_data_loader(loader, seed=local_shuffle_seed or 0)
+        prepared = rt.prepare_data_loader(loader, seed=local_shuffle_seed or 0)
+        prepared.set_epoch(_epochs[self._name])
+        _epochs[self._name] += 1
+        return iter(prepared)

@@ -1,0 +1,147 @@
+"""The last lines and events of a run, and its last status, on a store that is slow or away while the run ends."""
+
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.conftest import until
+
+from rankzero import store
+from rankzero.driver import recorder as recorders
+from rankzero.driver.recorder import Recorder
+from rankzero.job import Job
+from rankzero.run import pieces
+from rankzero.run.directory import EVENTS, LINES, RunDirectory
+from rankzero.run.growing import Position
+
+WAIT = 60.0
+
+
+class Store:
+    """Takes pieces of lines and events when it is told to."""
+
+    def __init__(self) -> None:
+        self._through = store.write_bytes
+        self.away = False
+        self.refused = 0
+        self.open = threading.Event()
+        self.open.set()
+        self.stalled = threading.Event()
+        self.landed = threading.Event()
+
+    def write_bytes(self, location: str, data: bytes, *, durable: bool = False) -> None:
+        if re.search(r"/\d{8}$", location) is None:
+            return self._through(location, data, durable=durable)
+        if self.away:
+            self.refused += 1
+            raise ConnectionResetError("the store cannot be reached")
+        if self.stalled.is_set() or self.open.is_set():
+            return self._through(location, data)
+        # Only the first request stalls.
+        self.stalled.set()
+        self.open.wait()
+        self._through(location, data)
+        self.landed.set()
+        return None
+
+
+@pytest.fixture
+def pieces_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    made = Store()
+    monkeypatch.setattr(store, "write_bytes", made.write_bytes)
+    monkeypatch.setattr(recorders, "_LAST_LINES_INTERVAL", 0.02)
+    monkeypatch.setattr(recorders, "pace", lambda _: 0.05)
+    yield made
+    made.away = False
+    made.open.set()
+
+
+def make_job(submission: int = 0) -> Job:
+    return Job("run", "train", 1, 1, False, None, None, 60.0, {}, submission=submission)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory(f"memory://{tmp_path.name}/run")
+    assert made.claim(0)
+    made.write_submission(make_job())
+    return made
+
+
+def read(run: RunDirectory, name: str) -> list[str]:
+    """Everything that can be read by the final status."""
+    end, position, found = Position(*run.status().written[name]), Position(), []
+    while lines := (answer := pieces.read_lines(run.path(name), position, end))[0]:
+        position = answer[1]
+        found += lines
+    return found
+
+
+def test_an_outage_while_a_run_ends_loses_no_lines(run: RunDirectory, pieces_store: Store) -> None:
+    recorder = Recorder(run, 0, 0)
+    recorder.log(0, ["the last line"])
+    pieces_store.away = True
+    with ThreadPoolExecutor(1) as executor:
+        end = executor.submit(recorder.finish, state="succeeded")
+        until(lambda: pieces_store.refused >= 4 or end.done(), WAIT, "tries that are refused")
+        pieces_store.away = False
+        end.result(WAIT)
+    assert run.status().state == "succeeded"
+    assert read(run, LINES) == ["[0] the last line"]
+    assert '"succeeded"' in read(run, EVENTS)[-1]
+
+
+def test_a_piece_that_lands_late_replaces_no_later_one(
+    run: RunDirectory, pieces_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorders, "STORE_OUTAGE", 2.0)
+    recorder = Recorder(run, 0, 0)
+    pieces_store.open.clear()
+    recorder.log(0, ["the first line"])
+    recorder.update(attempt=0)
+    assert pieces_store.stalled.wait(WAIT)
+    recorder.log(0, ["the last line"])
+    with caplog.at_level(logging.WARNING):
+        recorder.finish(state="succeeded")
+    promised = run.status().written[LINES]
+    pieces_store.open.set()
+    assert pieces_store.landed.wait(WAIT)
+    # The status promises nothing that the late piece could take away, and somebody was told.
+    assert sum(len(line) + 1 for line in read(run, LINES)) >= promised[1]
+    assert "lines are lost" in caplog.text
+
+
+def test_a_piece_that_lands_while_its_run_ends_is_waited_for(run: RunDirectory, pieces_store: Store) -> None:
+    recorder = Recorder(run, 0, 0)
+    pieces_store.open.clear()
+    recorder.log(0, ["the first line"])
+    recorder.update(attempt=0)
+    assert pieces_store.stalled.wait(WAIT)
+    recorder.log(0, ["the last line"])
+    with ThreadPoolExecutor(1) as executor:
+        end = executor.submit(recorder.finish, state="succeeded")
+        pieces_store.open.set()
+        end.result(WAIT)
+    assert read(run, LINES) == ["[0] the first line", "[0] the last line"]
+
+
+def test_a_submitter_that_was_held_up_leaves_the_status_of_its_successor(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through, successors = store.remove, [RunDirectory(run.directory)]
+
+    def remove(location: str) -> None:
+        through(location)
+        if location.endswith("/lease") and successors:
+            successor = successors.pop()
+            assert successor.claim(2)
+            successor.write_submission(make_job(2))
+
+    monkeypatch.setattr(store, "remove", remove)
+    assert run.claim(1)
+    run.write_submission(make_job(1))
+    assert (run.status().submission, run.job().submission) == (2, 2)
