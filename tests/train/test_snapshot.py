@@ -102,3 +102,19 @@ def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: p
     writer.last.load()
     assert busy == [True]
     assert not writer.busy
+
+
+def test_storages_that_begin_at_one_address_are_copied_as_far_as_the_longest_reaches() -> None:
+    array = numpy.arange(100_000.0)
+    copy, _ = snapshot.take({"begin": torch.from_numpy(array[:10]), "all": torch.from_numpy(array)})
+    assert numpy.array_equal(copy["all"].numpy(), array)
+    assert numpy.array_equal(copy["begin"].numpy(), array[:10])
+    copy["all"][3] = -1.0
+    assert copy["begin"][3] == -1.0
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+    freed = torch.ones(10)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ResultError, match=r"shape \(10,\) ends at byte 40 of a storage of 0 bytes"):
+        snapshot.take({"w": freed})

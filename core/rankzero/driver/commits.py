@@ -65,6 +65,7 @@ class Committer:
         self._on_commit = on_commit
         self._on_loss = on_loss
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
+        self._newest: dict[int, dict[str, Any]] | None = None
         self._closed = False
         self._given = self._done = 0
         self._in_use: str | None = None
@@ -111,6 +112,7 @@ class Committer:
             for index in sorted(index for index in self._incoming if index < part["index"]):
                 self.drop(index)
             del self._incoming[part["index"]]
+            self._newest = parts
             self.do(lambda: self._commit_parts(parts))
 
     def drop(self, index: int) -> None:
@@ -153,8 +155,8 @@ class Committer:
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
         def is_outdated(_: Exception) -> bool:
-            # A newer checkpoint is worth more than this one.
-            return self._closed or not self._queue.empty()
+            # A newer checkpoint is worth more than this one; other things that wait are not.
+            return self._closed or self._newest is not parts
 
         try:
             manifest = store.patiently(lambda: self._commit(parts), STORE_PATIENCE, _STORE_INTERVAL, is_outdated)

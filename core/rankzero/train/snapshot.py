@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
 from rankzero.values import pickled, shards
-from rankzero.values.tensors import Tensors
+from rankzero.values.tensors import Tensors, reach
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,18 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
 
     plain = [tensor for tensor in tensors if _is_plain(tensor)]
     uses = Counter(_storage(tensor) for tensor in plain)
-    storages: dict[Any, torch.Tensor] = {}
+    longest: dict[Any, torch.UntypedStorage] = {}
+    for tensor in plain:
+        # Arrays that begin at one address have storages of their own, of other lengths.
+        storage = tensor.untyped_storage()
+        longest[_storage(tensor)] = max(longest.get(_storage(tensor), storage), storage, key=lambda each: each.nbytes())
+    copied_storages: dict[Any, torch.UntypedStorage] = {}
+
+    def view(tensor: Any) -> Any:
+        key = _storage(tensor)
+        if key not in copied_storages:
+            copied_storages[key] = _copy_storage(longest[key])
+        return _view(tensor, copied_storages[key])
 
     def copy(tensor: Any) -> Any:
         if shards.is_sharded(tensor):
@@ -86,7 +97,7 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
             pieces = [(offsets, _copy(local)) for offsets, local in found.pieces]
             return shards.Pieces(found.shape, found.dtype, pieces, found.replicas)
         if _is_plain(tensor) and (uses[_storage(tensor)] > 1 or _is_larger_than_its_storage(tensor)):
-            copied = _view(tensor, storages)
+            copied = view(tensor)
         else:
             copied = _copy(tensor)
         if type(tensor) is torch.nn.Parameter:
@@ -126,20 +137,30 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "meta":
         return tensor
     if _is_plain(tensor) and tensor.dtype in _without_copy():
-        return _view(tensor, {})
+        return _view(tensor, _copy_storage(tensor.untyped_storage()))
     return tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
 
 
-def _view(tensor: torch.Tensor, storages: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """A copy that shares its storage with the copies of those that shared one."""
+def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     import torch
 
-    key = _storage(tensor)
-    if key not in storages:
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        storages[key] = whole.to("cpu", copy=True)
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.to("cpu", copy=True).untyped_storage()
+
+
+def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A copy of a tensor, in a copy of its storage."""
+    import torch
+
+    end = (tensor.storage_offset() + reach(tensor.size(), tensor.stride())) * tensor.element_size()
+    if tensor.numel() and end > storage.nbytes():
+        # torch would let the storage grow, and read what happens to be there.
+        raise ResultError(
+            f"a tensor of a checkpoint with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of "
+            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give one that has its numbers"
+        )
     viewed = torch.empty(0, dtype=tensor.dtype)
-    viewed.set_(storages[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    viewed.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         viewed = viewed.conj()
     return viewed._neg_view() if tensor.is_neg() else viewed

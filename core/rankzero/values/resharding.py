@@ -11,6 +11,7 @@ from math import prod
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
+from rankzero.values import pickled
 from rankzero.values.shards import LENGTH, Path, Stored, is_sharded, name_of, pieces_of, walk
 
 if TYPE_CHECKING:
@@ -62,7 +63,13 @@ class ShardedState:
 
     def _plain(self, rank: str) -> Any:
         file = self._file(rank)
-        return _Unpickler(io.BytesIO(file.read(file.index["rest"])), file.index["tensors"]).load()
+        rest = io.BytesIO(file.read(file.index["rest"]))
+        try:
+            return _Unpickler(rest, file.index["tensors"]).load()
+        except Exception as error:
+            do = pickled.advice(error) or "Give plain values and state dicts"
+            what = f"{type(error).__name__}: {error}"
+            raise ResultError(f"what rank {rank} wrote is whole, but cannot be loaded here: {what}. {do}") from error
 
     def _file(self, rank: str) -> _File:
         if rank not in self._files:

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero.errors import ResultError
+from rankzero.values import pickled
 from rankzero.values.formats import Writable
+from rankzero.values.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +122,8 @@ def write_to(state: Any, file: Writable) -> tuple[int, str]:
         The file's size in bytes, and the sha256 of its index, hex.
 
     Raises:
-        ResultError: two sharded tensors have one name, or one lies within an object.
+        ResultError: two sharded tensors have one name, one lies within an object, or the rest cannot be pickled, or
+            not be read again.
     """
     writer = _Writer(file)
     tensors: dict[str, Any] = {}
@@ -139,10 +142,8 @@ def write_to(state: Any, file: Writable) -> tuple[int, str]:
         tensors[name] = {"shape": value.shape, "dtype": dtype, "pieces": pieces}
         return Stored(name, value.shape, value.dtype)
 
-    plain = walk(state, place)
-    rest = io.BytesIO()
-    _Pickler(rest, protocol=pickle.HIGHEST_PROTOCOL).dump(plain)
-    index = json.dumps({"tensors": tensors, "rest": writer.bytes(rest.getbuffer())}, separators=(",", ":")).encode()
+    rest = _pickle(walk(state, place))
+    index = json.dumps({"tensors": tensors, "rest": writer.bytes(rest)}, separators=(",", ":")).encode()
     writer.bytes(index)
     writer.bytes(LENGTH.pack(len(index)))
     return writer.size, hashlib.sha256(index).hexdigest()
@@ -175,7 +176,31 @@ class Stored:
     dtype: torch.dtype
 
 
-def _Pickler(file: IO[bytes], protocol: int) -> Any:
+def _pickle(plain: Any) -> memoryview:
+    """The pickle of everything but sharded tensors, which was loaded once."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, Tensors(plain)).dump(plain)
+        file.seek(0)
+        _Prover(file).load()
+    except (OSError, ResultError, MemoryError):
+        raise
+    except pickled.NotHere:
+        pass
+    except Exception as error:
+        raise ResultError(
+            f"a sharded checkpoint holds what cannot be pickled, or not be read back: {type(error).__name__}: {error}. "
+            "Give plain values and state dicts"
+        ) from error
+    return file.getbuffer()
+
+
+class _Prover(pickled.Prover):
+    def persistent_load(self, name: Any) -> Any:
+        return name
+
+
+def _Pickler(file: IO[bytes], memory: Tensors) -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -184,4 +209,7 @@ def _Pickler(file: IO[bytes], protocol: int) -> Any:
                 raise ResultError("a sharded tensor lies within an object: a checkpoint has them in dicts and lists")
             return obj.name if isinstance(obj, Stored) else None
 
-    return Pickler(file, protocol=protocol)
+        def reducer_override(self, obj: Any) -> Any:
+            return memory.reduce(obj) or super().reducer_override(obj)
+
+    return Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)

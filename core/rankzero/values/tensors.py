@@ -73,7 +73,7 @@ class Tensors:
         else:
             return function, arguments
         width, total = dtype.itemsize, storage.nbytes()
-        low, high = offset * width, (offset + _reach(size, stride)) * width
+        low, high = offset * width, (offset + reach(size, stride)) * width
         if function is utils._rebuild_qtensor or high > total:
             low, high = 0, total
         place, begin = self._part(storage, low, high, dtype)
@@ -105,8 +105,13 @@ class Tensors:
         return self._memories[key]
 
 
-def _reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from a tensor's first to its last in memory."""
+def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from a tensor's first to its last in memory.
+
+    Example:
+        >>> reach((2, 3), (10, 1))
+        13
+    """
     if 0 in size:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))

@@ -1,0 +1,70 @@
+"""Which checkpoint is tried again while the store fails, and which gives way to a newer one."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import store
+from rankzero.driver import commits
+from rankzero.driver.commits import Committer
+from rankzero.run.checkpoints import CheckpointConfig, Manifest
+from rankzero.run.directory import RunDirectory
+
+
+class Commits:
+    """A committer whose store fails once, and what came of what it was given."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.committed: list[int] = []
+        self.lost: list[int] = []
+        self._run = RunDirectory(str(directory))
+        sizes, errors = store.sizes, [OSError("for a moment")]
+
+        def fail_once(folder: str) -> dict[str, int]:
+            if errors:
+                raise errors.pop()
+            return sizes(folder)
+
+        monkeypatch.setattr(store, "sizes", fail_once)
+        monkeypatch.setattr(commits, "_STORE_INTERVAL", 0.01)
+
+        def note(manifest: Manifest) -> None:
+            self.committed.append(manifest.index)
+
+        self._gate = threading.Event()
+        self.committer = Committer(self._run, 0, 1, CheckpointConfig(), 0, note, self.lost.append)
+        # Everything else waits behind it.
+        self.committer.do(self._gate.wait)
+
+    def add(self, index: int) -> None:
+        folder = Path(self._run.path("checkpoints", f"0000-{index:06d}"))
+        folder.mkdir(parents=True)
+        (folder / "rank-0.json").write_text("{}")
+        part: dict[str, Any] = {"file": "rank-0.json", "format": "json", "size": 2, "sha256": ""}
+        facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": False}
+        self.committer.add(0, facts | part)
+
+    def finish(self) -> None:
+        self._gate.set()
+        self.committer.close(60.0)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commits:
+    return Commits(tmp_path, monkeypatch)
+
+
+def test_the_last_checkpoint_is_tried_again_whatever_else_waits(work: Commits) -> None:
+    work.add(0)
+    work.committer.sweep()
+    work.finish()
+    assert (work.committed, work.lost) == ([0], [])
+
+
+def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
+    work.add(0)
+    work.add(1)
+    work.finish()
+    assert (work.committed, work.lost) == ([1], [0])
