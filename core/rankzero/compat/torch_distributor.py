@@ -72,7 +72,7 @@ class TorchDistributor:
         self.local_mode = _flag("local_mode", local_mode)
         self.use_gpu = _flag("use_gpu", use_gpu)
         self.ssl_conf = _ssl_conf
-        self.spark = _active_session()
+        self.spark = active_session()
         if self.spark is None and not self.local_mode:
             raise EngineError(
                 "local_mode=False needs an active SparkSession: create one with SparkSession.builder, "
@@ -198,7 +198,7 @@ def _driver_gpus(session: Any) -> list[str]:
     return local_gpus()
 
 
-def _active_session() -> Any:
+def active_session() -> Any:
     """The SparkSession of this thread or process; None if there is none, or no pyspark."""
     import sys
 

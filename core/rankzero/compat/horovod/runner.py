@@ -67,10 +67,10 @@ class HorovodRunner:
 
 
 def _spark(np: int) -> Any:
-    from rankzero.compat.torch_distributor import _active_session
+    from rankzero.compat.torch_distributor import active_session
     from rankzero.engines.spark.engine import SparkEngine
 
-    session = _active_session()
+    session = active_session()
     if session is None:
         raise EngineError(
             f"HorovodRunner(np={np}) needs an active SparkSession: create one with SparkSession.builder, or give "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import rankzero.train as rt
-from rankzero.compat.ray_train.train import get_checkpoint, get_dataset_shard, report
+from rankzero.compat.ray_train.train import TrainContext, get_checkpoint, get_dataset_shard, report
 
 __all__ = [
     "get_checkpoint",
@@ -18,31 +17,10 @@ __all__ = [
 ]
 
 
-def get_world_size() -> int:
-    """Number of workers."""
-    return rt.get_context().world_size
-
-
-def get_world_rank() -> int:
-    """Rank of this worker."""
-    return rt.get_context().rank
-
-
-def get_local_rank() -> int:
-    """Index of this worker in its task."""
-    return rt.get_context().local_rank
-
-
-def get_local_world_size() -> int:
-    """Workers in this task."""
-    return rt.get_context().local_world_size
-
-
-def get_node_rank() -> int:
-    """Index of the task."""
-    return rt.get_context().node_rank
-
-
-def get_experiment_name() -> str:
-    """Name of the run."""
-    return rt.get_context().run_id
+_context = TrainContext()
+get_world_size = _context.get_world_size
+get_world_rank = _context.get_world_rank
+get_local_rank = _context.get_local_rank
+get_local_world_size = _context.get_local_world_size
+get_node_rank = _context.get_node_rank
+get_experiment_name = _context.get_experiment_name

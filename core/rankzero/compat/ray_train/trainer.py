@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -112,11 +111,12 @@ class TorchTrainer:
         return result_of(handle, value)
 
     def _base(self) -> Launcher:
+        from rankzero.compat.torch_distributor import active_session
         from rankzero.launcher import Launcher
 
         if self._launcher is not None:
             return self._launcher
-        session = _active_session() if self.scaling_config.num_workers else None
+        session = active_session() if self.scaling_config.num_workers else None
         if session is None:
             return Launcher()
         from rankzero.engines.spark.engine import SparkEngine
@@ -182,12 +182,3 @@ def _wants_config(function: Callable[..., Any]) -> bool:
     if len([p for p in positional if p.default is p.empty]) > 1:
         raise InvalidJobError(f"{function!r} has several arguments; a training function has none, or the configuration")
     return bool(positional)
-
-
-def _active_session() -> Any:
-    """The SparkSession of this process, if it has one."""
-    if "pyspark.sql" not in sys.modules:
-        return None
-    from pyspark.sql import SparkSession
-
-    return SparkSession.getActiveSession()
