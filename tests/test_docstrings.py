@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,3 +15,7 @@ def test_the_examples_are_true(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     # Some write files beside them.
     monkeypatch.chdir(tmp_path)
     run_examples(name)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        # Else other tests of this process would have a group, too.
+        dist.destroy_process_group()

@@ -50,6 +50,8 @@ def ensure_process_group(timeout: timedelta = GROUP_TIMEOUT) -> None:
     if context.world_size == 1 and "MASTER_ADDR" not in os.environ:
         more |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(context.backend, timeout=timeout, **more)
+    # A rank that returned before the others have connected would break their connections.
+    barrier()
 
 
 def barrier() -> None:
