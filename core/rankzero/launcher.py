@@ -235,9 +235,7 @@ class Launcher:
 
         request = self._for(train)._request()
         run, started = prepare(request, train, args, kwargs, detached=True)
-        if not started:
-            return RunHandle.attach(run.directory)
-        return RunHandle(run.directory, drivers.start_driver(run, request.private()))
+        return drivers.start(run, request) if started else RunHandle.attach(run.directory)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
