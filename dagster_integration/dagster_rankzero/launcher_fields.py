@@ -39,6 +39,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
         "Left out: an embedded local[N] with as many slots as there are tasks.",
     )
+    deploy_mode: Literal["client", "cluster"] = Field(
+        default="client",
+        description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
+        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees.",
+    )
     spark_conf: dict[str, str] = Field(
         default_factory=dict, description="Spark configuration of the session that a run starts."
     )
@@ -168,6 +173,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             from rankzero import LocalEngine
 
             return LocalEngine()
-        from rankzero import SparkEngine
+        from rankzero import SparkEngine, SparkSubmitEngine
 
-        return SparkEngine(master=self.master, conf=self.spark_conf)
+        engine = SparkSubmitEngine if self.deploy_mode == "cluster" else SparkEngine
+        return engine(master=self.master, conf=self.spark_conf)

@@ -167,6 +167,10 @@ class RunDirectory:
         """True for the one driver of this submission."""
         return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
 
+    def has_driver(self, submission: int) -> bool:
+        """True if a driver has claimed this submission."""
+        return store.exists(self.submission_path(submission, "driver"))
+
     def newest_claim(self) -> int:
         """Number of the newest submission that somebody claimed; -1 if there is none."""
         return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)

@@ -145,8 +145,3 @@ def _run(what: Submitted, private: str) -> list[str]:
 def _shown(conf: Mapping[str, str]) -> dict[str, str]:
     """Without what may hold credentials, which the driver's SparkContext gets from what is private."""
     return {name: value for name, value in conf.items() if not (name.startswith(_LATE) or is_secret(name))}
-
-
-def mask_settings(conf: Mapping[str, str]) -> list[str]:
-    """Names of settings that travel privately."""
-    return sorted(set(conf) - set(_shown(conf)))

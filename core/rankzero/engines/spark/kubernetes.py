@@ -94,8 +94,13 @@ def _connect(master: str, conf: Mapping[str, str]) -> Any:
     import kubernetes
 
     settings = kubernetes.client.Configuration()
-    with contextlib.suppress(kubernetes.config.ConfigException):
-        kubernetes.config.load_config(context=conf.get("spark.kubernetes.context"), client_configuration=settings)
+    config = kubernetes.config
+    try:
+        config.load_kube_config(context=conf.get("spark.kubernetes.context"), client_configuration=settings)
+    except config.ConfigException:
+        # In a pod; anywhere else the settings below must do.
+        with contextlib.suppress(config.ConfigException):
+            config.load_incluster_config(client_configuration=settings)
     address = master.removeprefix("k8s://")
     settings.host = address if "://" in address else f"https://{address}"
     if ca := conf.get(f"{_SUBMISSION}caCertFile"):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ CLUSTER = "cluster"
 
 SUBMIT_TIMEOUT = 180.0
 """Seconds for ``spark-submit`` to deliver a driver to its cluster: a JVM, an upload."""
+
+_LOOK = 0.5
+"""Seconds between two looks whether the driver has begun."""
 
 _TAIL = 12
 """Lines of what ``spark-submit`` wrote that an error shows."""
@@ -143,15 +147,27 @@ class SparkSubmitEngine(SparkEngine):
             start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
             try:
-                code = process.wait(bound)
-            except BaseException as error:
-                process.kill()
-                process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                raise EngineError(_problem(self.master, f"did not answer within {bound:g} s", log, start)) from None
+                code = _await_driver(process, run, what.submission, bound)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            if code is None:
+                raise EngineError(_problem(self.master, f"did not answer within {bound:g} s", log, start))
             if code:
                 raise EngineError(_problem(self.master, "did not take the driver", log, start))
+
+
+def _await_driver(process: subprocess.Popen[bytes], run: RunDirectory, submission: int, bound: float) -> int | None:
+    """The exit code of spark-submit, 0 as soon as the driver has begun; None if neither comes in so many seconds."""
+    deadline = time.monotonic() + bound
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK)
+        # For a standalone cluster it waits for five seconds, to see whether the driver fails.
+        if run.has_driver(submission):
+            return 0
+    return None
 
 
 def _problem(master: str | None, what: str, log: IO[bytes], start: int) -> str:
