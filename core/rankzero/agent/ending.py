@@ -85,7 +85,7 @@ class Ending:
         self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
 
     def await_exits(self) -> None:
-        """All ranks have ended: lets them run their exit handlers, and rank 0 go; within the grace if they were asked."""
+        """All ranks have ended: lets them run their exit handlers, and rank 0 go; within the grace if there is one."""
         for rank in self._ranks:
             rank.tell({"type": "end"})
         self.has_begun = True
