@@ -1,4 +1,4 @@
-"""What a Kubernetes API server is given for a driver: by the real spark-submit and the real client, as it records it."""
+"""What a Kubernetes API server is given for a driver: by the real spark-submit and client."""
 
 import base64
 import io

@@ -110,7 +110,8 @@ def test_a_run_outlives_its_submitter_and_another_process_attaches_and_cancels(
         handle.result(timeout=WAIT)
 
 
-def test_run_returns_the_value_and_a_failed_rank_is_the_callers_error(detached: Launcher) -> None:
+@pytest.mark.soak
+def test_a_failed_rank_is_the_callers_error(detached: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="no such luck"):
         detached.run(fail)
 
