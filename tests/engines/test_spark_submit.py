@@ -21,7 +21,7 @@ from rankzero import (
     WorkerFailedError,
 )
 
-WAIT = 120.0
+WAIT = 240.0
 SECRET = "geheim-4711-nirgends"
 
 

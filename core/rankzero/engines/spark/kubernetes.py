@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import importlib.util
 import logging
 import re
@@ -91,8 +92,7 @@ class Secret:
 
 def _connect(master: str, conf: Mapping[str, str]) -> Any:
     """The API server of a master, as Spark itself would reach it."""
-    import kubernetes
-
+    kubernetes: Any = importlib.import_module("kubernetes")
     settings = kubernetes.client.Configuration()
     config = kubernetes.config
     try:
