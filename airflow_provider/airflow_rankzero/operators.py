@@ -98,6 +98,8 @@ class TorchDistributorOperator(BaseOperator):
             task's retries and their delays.
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
             outlive. False starts every rank as a new interpreter.
+        encrypt: Encrypt what crosses between the run's driver and its agents; None: where Spark's own connections are
+            encrypted.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
             task whose function, script or modules have changed begins from scratch.
         retry_user_errors: Let ``retries`` apply to exceptions of the training function, too.
@@ -163,6 +165,7 @@ class TorchDistributorOperator(BaseOperator):
         exit_timeout: float = EXIT_TIMEOUT,
         orphan_timeout: float | None = None,
         warm_start: bool = True,
+        encrypt: bool | None = None,
         code_version: str | None = None,
         retry_user_errors: bool = True,
         log_ranks: Sequence[int] | None = None,
@@ -194,6 +197,7 @@ class TorchDistributorOperator(BaseOperator):
         self.exit_timeout = exit_timeout
         self.orphan_timeout = orphan_timeout
         self.warm_start = warm_start
+        self.encrypt = encrypt
         self.code_version = code_version
         self.retry_user_errors = retry_user_errors
         self.log_ranks = None if log_ranks is None else list(log_ranks)

@@ -117,6 +117,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Fork ranks from a process that has torch loaded, one for each executor; false starts every "
         "rank as a new interpreter.",
     )
+    encrypt: bool | None = Field(
+        default=None,
+        description="Encrypt what crosses between a run's driver and its agents. Left out: where Spark's own "
+        "connections are encrypted.",
+    )
     code_version: str | None = Field(
         default=None,
         description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
@@ -175,6 +180,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             ports=None if self.ports is None else tuple(self.ports),  # type: ignore[arg-type]
             checkpoints=CheckpointConfig(**dict(self.checkpoints)),
             warm_start=self.warm_start,
+            encrypt=self.encrypt,
             code_version=self.code_version,
         )
 

@@ -47,7 +47,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
     _end_with(parent)
     try:
-        drive(run, arguments.submission, private)
+        drive(run, arguments.submission, lambda: private)
     except RunNotFoundError as error:
         sys.exit(str(error))
 

@@ -368,16 +368,18 @@ def main() -> None:
     parser.add_argument("--owner", type=int, help="file descriptor of a pipe; what comes there cancels the run")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    drive(RunDirectory(arguments.run_directory), arguments.submission, json.load(sys.stdin), arguments.owner)
+    drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
 
 
-def drive(run: RunDirectory, submission: int, private: Mapping[str, Any], owner: int | None = None) -> NoReturn:
+def drive(
+    run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
+) -> NoReturn:
     """Drives a submission, as the only one, and ends this process.
 
     Args:
         run: The run.
         submission: Which one.
-        private: `Request.private`.
+        read_private: Gives `Request.private`.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
     """
     from rankzero.engines.specs import engine_from_spec
@@ -391,6 +393,7 @@ def drive(run: RunDirectory, submission: int, private: Mapping[str, Any], owner:
     if not run.claim_driver(job.submission):
         sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
+    private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
     driver = Driver(run, engine, private["env"], leased=owner is None)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

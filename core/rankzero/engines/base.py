@@ -128,6 +128,11 @@ class EngineSession(abc.ABC):
         """Where people can look at the engine, if it shows itself."""
         return None
 
+    @property
+    def encrypts(self) -> bool:
+        """True if the engine encrypts its own connections, as those of the run then shall be."""
+        return False
+
     def reserve(self, num_tasks: int) -> bool:
         """Sees to it that nobody else takes the places of the next attempt; False if somebody was faster."""
         return True

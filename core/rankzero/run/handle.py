@@ -333,8 +333,8 @@ class RunHandle(Generic[R]):
         if not status.final and status.submission <= self._bound:
             self._run.request_cancel(self._bound)
             self._is_ending = True
-            if status.driver_pid is None and self._driver is None and self._run.claim_driver(self._bound):
-                # A cluster is yet to start its driver, which finds that it has one, and ends.
+            if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self._bound):
+                # The driver, when it comes, finds that there is one, and ends.
                 error = RunCancelledError("the run was cancelled before its driver started", requested=True)
                 ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
                 self._run.write_status(ended)
@@ -348,6 +348,11 @@ class RunHandle(Generic[R]):
         with contextlib.suppress(RunNotFoundError):
             bound = max(bound, self._run.status().submission)
         return bound
+
+    def _is_for_a_cluster(self) -> bool:
+        """True if a cluster is to start the driver of this submission, perhaps much later."""
+        job = self._run.job()
+        return job.submission == self._bound and "deploy_mode" in job.engine
 
     def _wake_driver(self, status: RunStatus) -> None:
         """Notifies a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""

@@ -24,6 +24,9 @@ INSTANCES = "spark.executor.instances"
 EXECUTOR_CORES = "spark.executor.cores"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 CORES_MAX = "spark.cores.max"
+ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled", "spark.ssl.enabled")
+"""Of Spark's connections between driver and executors, any of them."""
+
 THREADS = "spark.executorEnv.OMP_NUM_THREADS"
 
 
