@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,12 +21,20 @@ import torch.distributed as dist
 
 from rankzero.compat.horovod.torch import execute
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
-from rankzero.compat.horovod.torch.messages import Handle, Meta, Numbers, Request, Said, length_of
+from rankzero.compat.horovod.torch.messages import (
+    Handle,
+    Meta,
+    Numbers,
+    Operation,
+    Request,
+    Said,
+    aligned,
+    full_name,
+    inline_begin,
+)
+from rankzero.compat.horovod.torch.rounds import Received, Rounds
 
 logger = logging.getLogger(__name__)
-
-SMALL = 512
-"""Bytes of a round's first buffer; what is longer goes in a second one."""
 
 ROUND_PAUSE = 0.001
 """Seconds before the next round when one has agreed on nothing."""
@@ -47,7 +56,7 @@ class Coordinator:
             timeout: After which an operation that some rank has not issued is an error.
             warn_after: Seconds after which it is a warning.
         """
-        self._control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         # One for tensors on the CPU, and where there are GPUs another one for theirs.
         self._data = {"cpu": dist.new_group(list(ranks), timeout=timeout, backend="gloo")}
         if dist.get_backend() != "gloo":
@@ -56,9 +65,11 @@ class Coordinator:
         me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         """This rank's index in the set; -1 if it is no member."""
+        self._rounds = Rounds(control, self.rank, len(ranks))
         self.warn_after = warn_after
         self._numbers = Numbers()
-        self._issued: list[dict[str, int]] = [{} for _ in self.ranks]
+        self._calls: Counter[str] = Counter()
+        self._issued: list[dict[str, Operation]] = [{} for _ in self.ranks]
         self._flags = [0] * len(self.ranks)
         self._requests: dict[str, Request] = {}
         self._new: list[Request] = []
@@ -73,8 +84,6 @@ class Coordinator:
         self._wanted = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
         self._round_since: float | None = None
-        self._buffer = torch.zeros(SMALL, dtype=torch.uint8)
-        self._gathered = torch.zeros(SMALL * len(self.ranks), dtype=torch.uint8)
 
     @property
     def size(self) -> int:
@@ -84,6 +93,11 @@ class Coordinator:
     def process_group(self, device: torch.device) -> Any:
         """torch's, for tensors of a device."""
         return self._data["cpu"] if device.type == "cpu" else self._data.get("gpu", self._data["cpu"])
+
+    def count_call(self, kind: str) -> int:
+        """The number of a call without a name, from 1."""
+        self._calls[kind] += 1
+        return self._calls[kind]
 
     # -- what callers do -----------------------------------------------------------------------
 
@@ -97,12 +111,13 @@ class Coordinator:
         with self._mutex:
             if self._failed:
                 raise self._failed
-            if request.name in self._requests:
+            name = request.full_name
+            if name in self._requests:
                 raise ValueError(
-                    f"{request.meta.kind} of {request.name!r} was issued again before it had ended: synchronize it "
+                    f"{request.meta.kind} of {name!r} was issued again before it had ended: synchronize it "
                     "first, or give each tensor a name of its own"
                 )
-            self._requests[request.name] = request
+            self._requests[name] = request
             self._new.append(request)
         return request.handle
 
@@ -136,7 +151,7 @@ class Coordinator:
 
     def join(self) -> int:
         """Takes part in the others' allreduces, with zeros, until every rank is here; the rank that came last."""
-        handle = Handle("join")
+        handle = Handle()
         with self._mutex:
             self._joining = handle
             self._flag |= _JOINED
@@ -190,9 +205,13 @@ class Coordinator:
             with self._mutex:
                 new, self._new = self._new, []
                 flags = self._flag | (_WAITING if self._waiters else 0)
-            said = self._exchange(self._numbers.encode(flags, new))
+            message = self._numbers.encode(flags, new)
+            received = self._exchange(message)
+            if self._reduced_at_once(new, message, received):
+                return
+            said = [self._numbers.decode(message) for message in received.messages]
             ready = self._agree(said)
-            self._carry_out(ready, said)
+            self._carry_out(ready, said, received)
             self._end_joins()
             self._look_for_stalls(said, bool(ready))
         except Exception as error:
@@ -201,22 +220,10 @@ class Coordinator:
         if not ready and self._requests:
             time.sleep(ROUND_PAUSE)
 
-    def _exchange(self, message: bytes) -> list[Said]:
-        if self.size == 1:
-            return [self._numbers.decode(message)]
-        parts = self._gather(message, self._buffer, self._gathered)
-        longest = max(map(length_of, parts))
-        if longest > SMALL:
-            whole = torch.zeros(longest, dtype=torch.uint8)
-            parts = self._gather(message, whole, torch.zeros(longest * self.size, dtype=torch.uint8))
-        return [self._numbers.decode(part[: length_of(part)]) for part in parts]
-
-    def _gather(self, message: bytes, mine: torch.Tensor, all_of_them: torch.Tensor) -> list[bytes]:
-        size = min(len(message), len(mine))
-        mine[:size] = torch.frombuffer(bytearray(message[:size]), dtype=torch.uint8)
+    def _exchange(self, message: bytes) -> Received:
         self._round_since = time.monotonic()
         try:
-            dist.all_gather(list(all_of_them.view(self.size, -1)), mine, group=self._control)
+            return self._rounds.exchange(message)
         except RuntimeError as error:
             names = ", ".join(map(repr, self.waiting_names())) or "join()"
             raise StallError(
@@ -225,49 +232,61 @@ class Coordinator:
             ) from error
         finally:
             self._round_since = None
-        data = all_of_them.numpy().tobytes()
-        return [data[start : start + len(mine)] for start in range(0, len(data), len(mine))]
 
-    def _agree(self, said: Sequence[Said]) -> dict[str, list[int]]:
-        """Names that every rank has issued, with the number of each; in the same order on all ranks."""
+    def _reduced_at_once(self, new: Sequence[Request], message: bytes, received: Received) -> bool:
+        """What most rounds are: all ranks send tiny tensors of the same names, known to all, and nothing else."""
+        begin = inline_begin(message, (0, _WAITING))
+        if not begin or any(other[:begin] != message[:begin] for other in received.messages):
+            return False
+        with self._mutex:
+            for request in new:
+                del self._requests[request.full_name]
+        for request in new:
+            execute.reduce_inline(request.meta, request, received.tensors(request.meta, (begin,) * self.size))
+            begin += aligned(request.meta.inline_bytes)
+        self._stuck_rounds = 0
+        return True
+
+    def _agree(self, said: Sequence[Said]) -> dict[str, list[Operation]]:
+        """Names that every rank has issued, with what each rank issued; in the same order on all ranks."""
         touched: dict[str, None] = {}
         for index, message in enumerate(said):
             if message.flags & _JOINED and not self._flags[index] & _JOINED:
                 self._last_joined = index
                 touched.update(dict.fromkeys(name for issued in self._issued for name in issued))
             self._flags[index] = message.flags
-            for number in message.issued:
-                name, _ = self._numbers[number]
-                self._issued[index][name] = number
+            for operation in message.issued:
+                name = full_name(self._numbers[operation[0]][0], operation[1])
+                self._issued[index][name] = operation
                 touched[name] = None
         active = [issued for issued, flags in zip(self._issued, self._flags, strict=True) if not flags & _JOINED]
         ready = [name for name in touched if active and all(name in issued for issued in active)]
         return {name: [issued.pop(name) for issued in self._issued if name in issued] for name in ready}
 
-    def _carry_out(self, ready: dict[str, list[int]], said: Sequence[Said]) -> None:
+    def _carry_out(self, ready: dict[str, list[Operation]], said: Sequence[Said], received: Received) -> None:
         batch: list[tuple[Meta, Request]] = []
-        for name, numbers in ready.items():
-            meta = self._numbers[numbers[0]][1]
+        for name, operations in ready.items():
+            operation = operations[0]
+            meta = self._numbers[operation[0]][1]
             request = self._taken(name, meta)
-            if error := self._refusal(name, meta, numbers):
+            if error := self._refusal(name, meta, operations):
                 request.handle.finish(error=error)
-                continue
-            inline = [message.inline.get(numbers[0]) for message in said]
-            if meta.kind == "allreduce" and None not in inline:
-                execute.reduce_inline(meta, request, [part for part in inline if part is not None])
-            elif meta.kind == "allreduce":
-                batch.append((meta, request))
-            else:
+            elif meta.kind != "allreduce":
                 # The others' order is the order in which all ranks do it.
                 execute.allreduce(self, batch)
                 batch = []
                 execute.run(self, meta, request)
+            elif meta.inline_bytes and all(operation in message.inline for message in said):
+                begins = tuple(message.inline[operation] for message in said)
+                execute.reduce_inline(meta, request, received.tensors(meta, begins))
+            else:
+                batch.append((meta, request))
         execute.allreduce(self, batch)
 
-    def _refusal(self, name: str, meta: Meta, numbers: Sequence[int]) -> MismatchError | None:
+    def _refusal(self, name: str, meta: Meta, operations: Sequence[Operation]) -> MismatchError | None:
         """Why the ranks cannot carry it out; the same on all of them."""
-        if len(set(numbers)) > 1:
-            return MismatchError(self._mismatch(name, numbers))
+        if len(set(operations)) > 1:
+            return MismatchError(self._mismatch(name, operations))
         joined = [rank for rank, flags in zip(self.ranks, self._flags, strict=True) if flags & _JOINED]
         fits = meta.kind == "barrier" or meta.op in (execute.AVERAGE, execute.SUM)
         if joined and not fits:
@@ -280,12 +299,12 @@ class Coordinator:
         """This rank's part; zeros of a rank that has joined."""
         with self._mutex:
             request = self._requests.pop(name, None)
-        return request or Request(name, meta, execute.neutral(meta))
+        return request or Request(name, 0, meta, execute.neutral(meta))
 
-    def _mismatch(self, name: str, numbers: Sequence[int]) -> str:
+    def _mismatch(self, name: str, operations: Sequence[Operation]) -> str:
         parts = [
             f"rank {rank}: {self._numbers[number][1].describe()}"
-            for rank, number in zip(self.ranks, numbers, strict=False)
+            for rank, (number, _) in zip(self.ranks, operations, strict=False)
         ]
         return f"{name!r} is not the same on all ranks: {'; '.join(parts)}"
 

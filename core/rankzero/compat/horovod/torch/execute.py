@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rankzero.compat.horovod.torch.messages import Meta, Request, tensor_of
+from rankzero.compat.horovod.torch.messages import Meta, Request
 
 FUSION_LIMIT = 64 << 20
 """Bytes of tensors that are reduced together."""
@@ -42,26 +43,24 @@ class Group(Protocol):
 
 def neutral(meta: Meta) -> torch.Tensor:
     """What a rank that has joined gives to a sum or an average."""
-    return torch.zeros(meta.shape, dtype=_dtype(meta), device=meta.device)
+    return torch.zeros(meta.shape, dtype=meta.torch_dtype, device=meta.device)
 
 
-def _dtype(meta: Meta) -> torch.dtype:
-    found: torch.dtype = getattr(torch, meta.dtype.removeprefix("torch."))
-    return found
+_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    AVERAGE: torch.add,
+    SUM: torch.add,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    PRODUCT: torch.mul,
+}
 
 
-def reduce_inline(meta: Meta, request: Request, parts: Sequence[bytes]) -> None:
-    """A reduction of tiny tensors, whose data is here already. Every rank adds in the same order."""
-    stacked = torch.stack([tensor_of(part, _dtype(meta)) for part in parts])
+def reduce_inline(meta: Meta, request: Request, tensors: Sequence[torch.Tensor]) -> None:
+    """A reduction of tiny tensors, which every rank has, and reduces in the same order."""
     if meta.before != 1.0:
-        stacked = scaled(stacked, meta.before)
-    if meta.op in (AVERAGE, SUM):
-        total = stacked.sum(0, dtype=stacked.dtype)
-    elif meta.op == PRODUCT:
-        total = stacked.prod(0, dtype=stacked.dtype)
-    else:
-        total = stacked.amin(0) if meta.op == MIN else stacked.amax(0)
-    request.tensor.copy_(_after(total, meta, len(parts)).view(request.tensor.shape))
+        tensors = [scaled(tensor, meta.before) for tensor in tensors]
+    total = functools.reduce(_TWO[meta.op], tensors)
+    request.tensor.copy_(_after(total, meta, len(tensors)))
     request.handle.finish(request.tensor)
 
 
