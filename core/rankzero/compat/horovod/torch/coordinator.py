@@ -20,16 +20,15 @@ import torch
 import torch.distributed as dist
 
 from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
+from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued
+from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
 from rankzero.compat.horovod.torch.messages import (
     Handle,
     Meta,
     Numbers,
-    Operation,
     Request,
     Said,
     aligned,
-    full_name,
     inline_begin,
 )
 from rankzero.compat.horovod.torch.rounds import Received, Rounds
@@ -38,11 +37,6 @@ logger = logging.getLogger(__name__)
 
 ROUND_PAUSE = 0.001
 """Seconds before the next round when one has agreed on nothing."""
-
-DEADLOCK_ROUNDS = 2000
-"""Rounds in which every rank waits, and for nothing that all have issued, before that is an error: some seconds."""
-
-_JOINED, _SHUT_DOWN, _WAITING = 1, 2, 4
 
 
 class Coordinator:
@@ -69,15 +63,12 @@ class Coordinator:
         self.warn_after = warn_after
         self._numbers = Numbers()
         self._calls: Counter[str] = Counter()
-        self._issued: list[dict[str, Operation]] = [{} for _ in self.ranks]
-        self._flags = [0] * len(self.ranks)
+        self._agreement = Agreement(self.ranks, self._numbers)
         self._requests: dict[str, Request] = {}
         self._new: list[Request] = []
         self._flag = 0
         self._joining: Handle | None = None
-        self._last_joined = -1
         self._waiters = 0
-        self._stuck_rounds = 0
         self._failed: HorovodInternalError | None = None
         self._mutex = threading.Lock()
         self._turn = threading.Lock()
@@ -154,7 +145,7 @@ class Coordinator:
         handle = Handle()
         with self._mutex:
             self._joining = handle
-            self._flag |= _JOINED
+            self._flag |= JOINED
         return int(self.wait(handle))
 
     def shut_down(self) -> None:
@@ -165,14 +156,11 @@ class Coordinator:
         if self.rank < 0 or self.size == 1:
             return
         with self._mutex:
-            self._flag |= _SHUT_DOWN
-        while not (self._failed or self._is_over()):
+            self._flag |= SHUT_DOWN
+        while not (self._failed or self._agreement.is_over):
             with self._turn:
-                if not (self._failed or self._is_over()):
+                if not (self._failed or self._agreement.is_over):
                     self._round()
-
-    def _is_over(self) -> bool:
-        return all(flags & _SHUT_DOWN for flags in self._flags)
 
     def stall(self) -> float:
         """Seconds for which the present round has waited for a rank."""
@@ -190,7 +178,7 @@ class Coordinator:
         return bool(self._requests or self._joining)
 
     def _run(self) -> None:
-        while not (self._failed or self._is_over()):
+        while not (self._failed or self._agreement.is_over):
             with self._wanted:
                 self._wanted.wait_for(self._has_work)
             with self._turn:
@@ -204,16 +192,16 @@ class Coordinator:
                 raise self._failed
             with self._mutex:
                 new, self._new = self._new, []
-                flags = self._flag | (_WAITING if self._waiters else 0)
+                flags = self._flag | (WAITING if self._waiters else 0)
             message = self._numbers.encode(flags, new)
             received = self._exchange(message)
             if self._reduced_at_once(new, message, received):
                 return
             said = [self._numbers.decode(message) for message in received.messages]
-            ready = self._agree(said)
+            ready = self._agreement.hear(said)
             self._carry_out(ready, said, received)
             self._end_joins()
-            self._look_for_stalls(said, bool(ready))
+            self._agreement.look_for_stalls(said, agreed=bool(ready))
         except Exception as error:
             self._fail(error)
             return
@@ -235,7 +223,7 @@ class Coordinator:
 
     def _reduced_at_once(self, new: Sequence[Request], message: bytes, received: Received) -> bool:
         """What most rounds are: all ranks send tiny tensors of the same names, known to all, and nothing else."""
-        begin = inline_begin(message, (0, _WAITING))
+        begin = inline_begin(message, (0, WAITING))
         if not begin or any(other[:begin] != message[:begin] for other in received.messages):
             return False
         with self._mutex:
@@ -244,32 +232,15 @@ class Coordinator:
         for request in new:
             execute.reduce_inline(request.meta, request, received.tensors(request.meta, (begin,) * self.size))
             begin += aligned(request.meta.inline_bytes)
-        self._stuck_rounds = 0
         return True
 
-    def _agree(self, said: Sequence[Said]) -> dict[str, list[Operation]]:
-        """Names that every rank has issued, with what each rank issued; in the same order on all ranks."""
-        touched: dict[str, None] = {}
-        for index, message in enumerate(said):
-            if message.flags & _JOINED and not self._flags[index] & _JOINED:
-                self._last_joined = index
-                touched.update(dict.fromkeys(name for issued in self._issued for name in issued))
-            self._flags[index] = message.flags
-            for operation in message.issued:
-                name = full_name(self._numbers[operation[0]][0], operation[1])
-                self._issued[index][name] = operation
-                touched[name] = None
-        active = [issued for issued, flags in zip(self._issued, self._flags, strict=True) if not flags & _JOINED]
-        ready = [name for name in touched if active and all(name in issued for issued in active)]
-        return {name: [issued.pop(name) for issued in self._issued if name in issued] for name in ready}
-
-    def _carry_out(self, ready: dict[str, list[Operation]], said: Sequence[Said], received: Received) -> None:
+    def _carry_out(self, ready: dict[str, Issued], said: Sequence[Said], received: Received) -> None:
         batch: list[tuple[Meta, Request]] = []
-        for name, operations in ready.items():
-            operation = operations[0]
+        for name, issued in ready.items():
+            operation = next(iter(issued.values()))
             meta = self._numbers[operation[0]][1]
             request = self._taken(name, meta)
-            if error := self._refusal(name, meta, operations):
+            if error := self._agreement.refusal(name, meta, issued):
                 request.handle.finish(error=error)
             elif meta.kind != "allreduce":
                 # The others' order is the order in which all ranks do it.
@@ -283,68 +254,21 @@ class Coordinator:
                 batch.append((meta, request))
         execute.allreduce(self, batch)
 
-    def _refusal(self, name: str, meta: Meta, operations: Sequence[Operation]) -> MismatchError | None:
-        """Why the ranks cannot carry it out; the same on all of them."""
-        if len(set(operations)) > 1:
-            return MismatchError(self._mismatch(name, operations))
-        joined = [rank for rank, flags in zip(self.ranks, self._flags, strict=True) if flags & _JOINED]
-        fits = meta.kind == "barrier" or meta.op in (execute.AVERAGE, execute.SUM)
-        if joined and not fits:
-            return MismatchError(
-                f"{name!r} needs something of rank {joined}, which has joined: only sums and averages go on"
-            )
-        return None
-
     def _taken(self, name: str, meta: Meta) -> Request:
         """This rank's part; zeros of a rank that has joined."""
         with self._mutex:
             request = self._requests.pop(name, None)
         return request or Request(name, 0, meta, execute.neutral(meta))
 
-    def _mismatch(self, name: str, operations: Sequence[Operation]) -> str:
-        parts = [
-            f"rank {rank}: {self._numbers[number][1].describe()}"
-            for rank, (number, _) in zip(self.ranks, operations, strict=False)
-        ]
-        return f"{name!r} is not the same on all ranks: {'; '.join(parts)}"
-
     def _end_joins(self) -> None:
-        if all(flags & _JOINED for flags in self._flags):
-            with self._mutex:
-                joining, self._joining = self._joining, None
-                self._flag &= ~_JOINED
-                self._flags = [flags & ~_JOINED for flags in self._flags]
-            if joining:
-                joining.finish(self.ranks[self._last_joined])
-
-    def _look_for_stalls(self, said: Sequence[Said], agreed: bool) -> None:
-        """Raises StallError for what can never come; in the same round on every rank."""
-        waiting = list(dict.fromkeys(name for issued in self._issued for name in issued))
-        for name in waiting:
-            missing = self._missing(name)
-            ended = [self.ranks[index] for index in missing if self._flags[index] & _SHUT_DOWN]
-            if ended:
-                raise StallError(self._stalled(name, f"rank {ended} has ended without it"))
-        is_stuck = waiting and not agreed and all(message.flags & (_WAITING | _JOINED) for message in said)
-        self._stuck_rounds = self._stuck_rounds + 1 if is_stuck else 0
-        if self._stuck_rounds > DEADLOCK_ROUNDS:
-            raise StallError(
-                "; ".join(
-                    self._stalled(name, f"rank {[self.ranks[index] for index in self._missing(name)]} has not")
-                    for name in waiting
-                )
-            )
-
-    def _missing(self, name: str) -> list[int]:
-        return [
-            index
-            for index, issued in enumerate(self._issued)
-            if name not in issued and not self._flags[index] & _JOINED
-        ]
-
-    def _stalled(self, name: str, what: str) -> str:
-        having = [rank for rank, issued in zip(self.ranks, self._issued, strict=True) if name in issued]
-        return f"{name!r} was issued by rank {having}, but {what}"
+        last = self._agreement.end_joins()
+        if last is None:
+            return
+        with self._mutex:
+            joining, self._joining = self._joining, None
+            self._flag &= ~JOINED
+        if joining:
+            joining.finish(last)
 
     def _fail(self, error: Exception) -> None:
         with self._mutex:
