@@ -18,4 +18,8 @@ def engine_from_spec(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
         from rankzero.engines.spark.engine import SparkEngine
 
         return SparkEngine(master=spec["master"], conf=private["conf"])
+    if spec["kind"] == "spark-connect":
+        from rankzero.engines.connect.engine import SparkConnectEngine
+
+        return SparkConnectEngine(private["url"])
     raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")

@@ -40,7 +40,7 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.errors import first_lines
-from rankzero.engines.spark.stage import SparkGroup, make_task
+from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job, check_strings
@@ -97,7 +97,7 @@ class SparkEngine(Engine):
         if self.session is not None and not hasattr(self.session, "_jsparkSession"):
             raise InvalidJobError(
                 f"session is a {type(self.session).__module__}.{type(self.session).__name__}; a classic "
-                "SparkSession is needed, Spark Connect is not supported by this version"
+                "SparkSession is needed: give one of Spark Connect to SparkConnectEngine(session=...)"
             )
         if self.master is not None and not is_master(self.master):
             raise InvalidJobError(
@@ -306,11 +306,8 @@ class SparkEngineSession(EngineSession):
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._known.setting(TASK_CPUS) or "1"), self._job.processes_per_task
-        if self._known.setting(THREADS) is None:
-            # Spark sets it in every Python worker to the cores of the whole task.
-            config = {**config, "env": {"OMP_NUM_THREADS": str(max(1, cores // workers)), **config["env"]}}
         task = make_task(
-            {**config, "workers": workers, "cores": cores},
+            task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None),
             self._known.code,
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
