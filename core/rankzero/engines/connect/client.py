@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 REACH_TIMEOUT = 10.0
 """Seconds for a server to accept a TCP connection."""
 
+FIRST_RETRIES = 3
+"""Retries of the first request: 1 s, for a server that has just accepted a connection."""
+
 RETRIES = 8
 MAX_BACKOFF = 2000
 """Milliseconds between two of the `RETRIES` of a request: 11 s in all, less than agents wait for their driver (15 s).
@@ -67,16 +70,19 @@ def connect(url: ServerUrl) -> Any:
 
     for session_id in (url.shared_session(), str(uuid.uuid4())):
         session = SparkSession(url.in_session(session_id))
-        _limit_retries(session.client)
+        _limit_retries(session.client, FIRST_RETRIES)
         try:
             require_version(str(session.version), str(url))
+            _limit_retries(session.client, RETRIES)
             return session
         except Exception as error:
             session.client.close()
             if isinstance(error, EngineError):
                 raise
             if not any(words in str(error) for words in _ENDED):
-                raise EngineError(f"{url} does not answer as a Spark Connect server: {first_lines(str(error))}") from error
+                raise EngineError(
+                    f"{url} does not answer as a Spark Connect server: {first_lines(str(error))}"
+                ) from error
             logger.info("the session %s of %s has ended; a new one is used", session_id, url)
             ended = error
     raise EngineError(f"{url} refuses the session: {first_lines(str(ended))}; remove session_id from the URL")
@@ -84,17 +90,17 @@ def connect(url: ServerUrl) -> Any:
 
 def require_version(version: str, place: str) -> None:
     """Raises EngineError if a server of this Spark cannot run barrier stages."""
-    major, minor = (int(part) if part.isdecimal() else 0 for part in (version.split(".") + ["0"])[:2])
+    major, minor = (int(part) if part.isdecimal() else 0 for part in [*version.split("."), "0"][:2])
     if (major, minor) < OLDEST:
         raise EngineError(f"{place} runs Spark {version}; barrier stages of Spark Connect need 3.5 or newer")
 
 
-def _limit_retries(client: Any) -> None:
+def _limit_retries(client: Any, count: int) -> None:
     from pyspark.sql.connect.client import retries
 
     # Spark 3.5 has its policy for good when the client is made.
     if hasattr(client, "set_retry_policies"):
-        client.set_retry_policies([retries.DefaultPolicy(max_retries=RETRIES, max_backoff=MAX_BACKOFF)])
+        client.set_retry_policies([retries.DefaultPolicy(max_retries=count, max_backoff=MAX_BACKOFF)])
 
 
 def settings_of(session: Any, names: list[str]) -> dict[str, str]:

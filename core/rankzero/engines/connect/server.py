@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 from rankzero.errors import InvalidJobError
 from rankzero.host.network import without_brackets
@@ -42,7 +43,7 @@ class ServerUrl:
             shown = url.partition("/;")[0] if isinstance(url, str) else url
             raise InvalidJobError(f"{shown!r} is no Spark Connect server: use sc://host:port/;name=value;...")
         pairs = [pair.split("=", 1) for pair in found[3].split(";") if pair]
-        return ServerUrl(without_brackets(found[1]), port, tuple((name, value) for name, value in pairs))
+        return ServerUrl(without_brackets(found[1]), port, tuple((name, unquote(value)) for name, value in pairs))
 
     def __str__(self) -> str:
         """Without parameters: for people."""
@@ -55,7 +56,7 @@ class ServerUrl:
     def in_session(self, session_id: str) -> str:
         """The whole URL, of one session of the server; a session that the user named stays."""
         chosen = {"session_id": session_id, **dict(self.parameters)}
-        return f"{self}/" + "".join(f";{name}={value}" for name, value in chosen.items())
+        return f"{self}/" + "".join(f";{name}={quote(value)}" for name, value in chosen.items())
 
     def shared_session(self) -> str:
         """The session that all launches of one user use for a while, from whatever process or host.

@@ -103,7 +103,7 @@ class ConnectSession(EngineSession):
         return self.driver_hosts[0]
 
     @functools.cached_property
-    def driver_hosts(self) -> list[str]:  # type: ignore[override]
+    def driver_hosts(self) -> list[str]:
         """That one, then all others of this host: executors may lie in another network than the server."""
         towards = address_towards([self._server.host], self._server.port) or socket.gethostname()
         if self._is_local and is_loopback(towards):
