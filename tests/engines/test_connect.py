@@ -52,9 +52,13 @@ def connect_session(server: ConnectServer) -> Iterator[Any]:
     """A session of the test's own process."""
     from pyspark.sql import SparkSession
 
-    session = SparkSession.builder.remote(server.url).create()
-    yield session
-    session.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        # Restores it, which pyspark sets and leaves.
+        patch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
+        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+        session = SparkSession.builder.remote(server.url).create()
+        yield session
+        session.stop()
 
 
 def reduce(value: float) -> list[Any]:
@@ -105,7 +109,9 @@ def test_ranks_train_together_and_their_lines_come_back(
 ) -> None:
     total, *_ = on_connect.run(reduce, 0.5)
     assert total == 15.0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] this is rank 0", "[1] this is rank 1"]
+    # A first start on a busy machine may say that it waits.
+    lines = [line for line in capfd.readouterr().out.splitlines() if "rankzero:" not in line]
+    assert sorted(lines) == ["[0] this is rank 0", "[1] this is rank 1"]
 
 
 def test_launches_of_fresh_processes_share_what_is_warm(
@@ -172,6 +178,11 @@ def test_a_session_of_the_caller_is_used_and_left_running(launcher: Launcher, co
 
 def test_torch_distributor_on_an_active_connect_session(connect_session: Any, tmp_path: Path) -> None:
     assert TorchDistributor(2, local_mode=False, use_gpu=False).run(reduce, 1.0)[0] == 30.0
+
+
+@pytest.mark.soak
+def test_a_session_of_a_jvm_of_our_own_beside_one_of_spark_connect(launcher: Launcher, connect_session: Any) -> None:
+    assert launcher.options(engine=SparkEngine("local[2]")).run(reduce, 1.0)[0] == 30.0
 
 
 # -- refusals ----------------------------------------------------------------------------------

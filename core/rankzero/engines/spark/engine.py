@@ -63,6 +63,8 @@ _SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
 # A JVM that is told of two collectors does not start.
 _OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
 
+_CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
+
 _OWN_LOCAL_DEFAULTS = {
     "spark.driver.host": LOOPBACK,
     "spark.driver.bindAddress": LOOPBACK,
@@ -173,6 +175,9 @@ class SparkEngine(Engine):
         java = find_java()
         if java:
             os.environ.setdefault("JAVA_HOME", java)
+        for name in _CONNECT_MODE:
+            # Of a process above us that uses Spark Connect; with them pyspark starts no session of its own.
+            os.environ.pop(name, None)
         # Without this Spark runs whatever `python3` is first on the PATH.
         os.environ["PYSPARK_PYTHON"] = self.conf.get(
             "spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable)
