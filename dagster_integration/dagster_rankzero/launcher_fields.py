@@ -44,6 +44,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
         "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees.",
     )
+    connect: str | None = Field(
+        default=None,
+        description="Spark Connect server instead of a master: sc://host:15002, or with what a client needs beside "
+        "that, sc://host:443/;use_ssl=true;token=... (an EnvVar). It has its configuration: spark_conf is not for it.",
+    )
     spark_conf: dict[str, str] = Field(
         default_factory=dict, description="Spark configuration of the session that a run starts."
     )
@@ -189,6 +194,12 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             from rankzero import LocalEngine
 
             return LocalEngine()
+        if self.connect is not None:
+            from rankzero import InvalidJobError, SparkConnectEngine
+
+            if self.master is not None or self.spark_conf:
+                raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
+            return SparkConnectEngine(self.connect)
         from rankzero import SparkEngine, SparkSubmitEngine
 
         engine = SparkSubmitEngine if self.deploy_mode == "cluster" else SparkEngine

@@ -22,12 +22,12 @@ from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
-from rankzero.driver.storage import RESULT_STORED, Storage
+from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
@@ -143,8 +143,10 @@ class Attempt:
                 self._scratch.cleanup()
 
     def _remove_leftovers(self) -> None:
-        """What ranks of an attempt before had begun to write when they died."""
-        if not self._run.is_remote:
+        """What ranks of an attempt before had begun to write when they, or their driver, died."""
+        if self._run.is_remote:
+            remove_values(self._run, range(self._job.first_attempt, self._number))
+        else:
             for name in store.list_names(self._run.path("result")):
                 if name.startswith("."):
                     store.remove(self._run.path("result", name))
@@ -156,10 +158,11 @@ class Attempt:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
     def _resume_files(self) -> dict[str, str]:
-        """Where the parts of the checkpoint to start from lie, and its manifest, by the names that agents ask for."""
+        """Where the files of the checkpoint to start from lie, by the names that agents ask for."""
         if self._resume is None:
             return {}
-        files = {rank: part["file"] for rank, part in self._resume.parts.items()} | {"manifest": MANIFEST}
+        files = {rank: part["file"] for rank, part in self._resume.parts.items()}
+        files |= {"manifest": MANIFEST, "pieces": PIECES}
         return {f"checkpoint-{name}": self._run.path(FOLDER, self._resume.id, file) for name, file in files.items()}
 
     def _on_engine_end(self, error: BaseException | None) -> None:
@@ -193,7 +196,7 @@ class Attempt:
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             # What has come meanwhile is committed first.
             self._take_all()
-            self._committer.sweep()
+            self._storage.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()
