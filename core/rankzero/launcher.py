@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero import store
@@ -97,7 +97,7 @@ class Launcher:
         1.0
     """
 
-    num_processes: jobs.WorldSize | Literal["auto"] = 1
+    num_processes: jobs.NumProcesses = 1
     _: KW_ONLY
     engine: Engine | None = None
     use_gpu: bool = False
@@ -305,7 +305,7 @@ class Launcher:
         """
         from rankzero.submit.identity import identity_of
 
-        return identity_of(train, args, kwargs, self._for(train)._world(), self.code_version)
+        return identity_of(train, args, kwargs, self._for(train).num_processes, self.code_version)
 
     def _for(self, train: Any) -> Launcher:
         """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
@@ -353,7 +353,15 @@ class Launcher:
             labels=jobs.check_strings("labels", self.labels),
         )
         env = jobs.check_strings("env", self.env)
-        return Request(self._engine(), self._root(), template, env, self.code_version, restart_on=self.restart_on)
+        return Request(
+            self._engine(),
+            self._root(),
+            template,
+            self.num_processes,
+            env,
+            self.code_version,
+            restart_on=self.restart_on,
+        )
 
     def _engine(self) -> Engine:
         from rankzero.engines.base import Engine

@@ -9,6 +9,7 @@ beat             every few seconds, from a thread: progress so far
 metric           rows of reports, several at a time
 checkpoint
 <- checkpoint    one was committed
+returned         the user's code has ended well
 commit | failure the outcome, before anything else can go wrong
 """
 
@@ -117,14 +118,16 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
         importlib.import_module("rankzero.compat.horovod.install").install()
     ending.callback(writer.finish)
     control.send({"type": "entered", **phases, "time": time.time(), "torch": torch.__version__})
-    value, exited = call(start, control.fetch)
+    value = call(start, control.fetch)
+    # Whoever is asked to exit from here on has finished, and gets the grace for what is left to write.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control.send({"type": "returned", "time": time.time()})
     for function in session.at_return:
         function()
     writer.finish()
     if value is None:
         value = session.result
-    commit = _commit(value, start)
-    return {**commit, "exited": True} if exited else commit
+    return _commit(value, start)
 
 
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
