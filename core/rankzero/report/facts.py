@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -46,20 +45,10 @@ def collect(handle: RunHandle[Any]) -> dict[str, Any]:
         RunNotFoundError: no run lives there, or what lies there was not written by rankzero.
     """
     try:
-        found: dict[str, Any] = _plain(_collect(handle))
-        return found
+        return _collect(handle)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RunNotFoundError(f"{handle.directory} cannot be read as a run of rankzero ({what})") from error
-
-
-def _plain(value: Any) -> Any:
-    """The same for a browser: JSON has no NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _collect(handle: RunHandle[Any]) -> dict[str, Any]:

@@ -69,7 +69,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/":
             self._send(http.HTTPStatus.OK, "text/html", page.render_list(self.server.location, self._listed()))
         elif path == "/compare":
-            self._send(http.HTTPStatus.OK, "text/html", page.render([self._run(one) for one in query.get("run", [])]))
+            if "run" not in query:
+                raise ValueError("name runs: /compare?run=ID&run=ID")
+            self._send(http.HTTPStatus.OK, "text/html", page.render([self._run(one) for one in query["run"]]))
         elif path.startswith("/runs/") and path.endswith(".json"):
             name = path.removeprefix("/runs/").removesuffix(".json")
             self._send(http.HTTPStatus.OK, "application/json", json.dumps(self._run(name)))
