@@ -1,5 +1,6 @@
 """What a host does, sampled: against what is really done here."""
 
+import itertools
 import os
 import threading
 import time
@@ -33,7 +34,7 @@ def test_a_long_run_is_sampled_ever_less() -> None:
         now = sampler.next_at
         assert sampler.look(now)
         moments.append(now)
-    gaps = [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
     assert min(gaps) >= SHORTEST_INTERVAL
     assert max(gaps) <= LONGEST_INTERVAL + 1e-6
     assert len(moments) < 2_000
