@@ -38,6 +38,7 @@ def train() -> float:
 
 
 def main() -> None:
+    """Trains, and photographs the page."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("no Chromium here: `apt-get install chromium`")

@@ -25,7 +25,7 @@ from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
@@ -150,10 +150,11 @@ class Attempt:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
     def _resume_files(self) -> dict[str, str]:
-        """Where the parts of the checkpoint to start from lie, and its manifest, by the names that agents ask for."""
+        """Where the files of the checkpoint to start from lie, by the names that agents ask for."""
         if self._resume is None:
             return {}
-        files = {rank: part["file"] for rank, part in self._resume.parts.items()} | {"manifest": MANIFEST}
+        files = {rank: part["file"] for rank, part in self._resume.parts.items()}
+        files |= {"manifest": MANIFEST, "pieces": PIECES}
         return {f"checkpoint-{name}": self._run.path(FOLDER, self._resume.id, file) for name, file in files.items()}
 
     def _on_engine_end(self, error: BaseException | None) -> None:

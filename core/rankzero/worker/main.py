@@ -44,7 +44,7 @@ INLINE_LIMIT = 64 << 10
 
 
 HOROVOD = "RANKZERO_HOROVOD"
-"""Variable of the user's environment: makes ``import horovod.torch`` find `rankzero.compat.horovod`."""
+"""Set to ``1`` in ``env=``: every rank lets ``import horovod.torch`` find `rankzero.compat.horovod`."""
 
 
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
