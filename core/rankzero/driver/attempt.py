@@ -20,7 +20,7 @@ from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
-from rankzero.driver.storage import RESULT_STORED, Storage
+from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
@@ -137,8 +137,10 @@ class Attempt:
                 self._scratch.cleanup()
 
     def _remove_leftovers(self) -> None:
-        """What ranks of an attempt before had begun to write when they died."""
-        if not self._run.is_remote:
+        """What ranks of an attempt before had begun to write when they, or their driver, died."""
+        if self._run.is_remote:
+            remove_values(self._run, range(self._job.first_attempt, self._number))
+        else:
             for name in store.list_names(self._run.path("result")):
                 if name.startswith("."):
                     store.remove(self._run.path("result", name))
@@ -188,7 +190,7 @@ class Attempt:
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             # What has come meanwhile is committed first.
             self._take_all()
-            self._committer.sweep()
+            self._storage.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()

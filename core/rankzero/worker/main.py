@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel.frames import Message
 from rankzero.errors import ResultError
@@ -35,6 +35,9 @@ from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control
 from rankzero.worker.leaving import run_exit_handlers
+
+if TYPE_CHECKING:
+    from rankzero.train.parts import Parts
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its Python stacks, also while it is blocked in native code."""
@@ -94,9 +97,8 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
 
     start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
     world = context.TrainContext(**start["context"])
-    writer = writers.CheckpointWriter(
-        parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
-    )
+    files = parts.Parts(start, control.fetch)
+    writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send)
     session = context.install(world, control.report, writer)
     if start["checkpoint"]:
         writer.committed(start["checkpoint"])
@@ -127,7 +129,7 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     writer.finish()
     if value is None:
         value = session.result
-    return _commit(value, start)
+    return _commit(value, start, files)
 
 
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
@@ -160,8 +162,8 @@ def _count_optimizer_steps(session: Any) -> None:
         register(count)
 
 
-def _commit(value: object, start: Message) -> Message:
-    """The record of success; rank 0's carries the value or names the file that holds it."""
+def _commit(value: object, start: Message, files: Parts) -> Message:
+    """The record of success; rank 0's carries the value or names the file that holds it, on a store its URL."""
     commit: Message = {"type": "commit", "time": time.time()}
     if start["context"]["rank"] != 0:
         return commit
@@ -177,6 +179,11 @@ def _commit(value: object, start: Message) -> Message:
     result["summary"] = formats.summarize(value)
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
+    elif size > INLINE_LIMIT and (
+        url := files.upload_value(path, f"value-{start['context']['attempt']}.{file_format}")
+    ):
+        os.unlink(path)
+        result["path"] = url
     return {**commit, "result": result}
 
 
