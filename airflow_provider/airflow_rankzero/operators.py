@@ -22,7 +22,7 @@ from airflow_rankzero.call import beside, keyword, positional
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target
 from airflow_rankzero.delivery import offer, value_of
-from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
+from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.task_run import Follower
@@ -132,7 +132,7 @@ class TorchDistributorOperator(BaseOperator):
         "env": "json",
     }
     shallow_copy_attrs: Sequence[str] = ("train",)
-    operator_extra_links = (SparkUILink(), RunDirectoryLink())
+    operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
     ui_color = "#f4e3d7"
 
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.

@@ -140,7 +140,7 @@ class Job:
             known = {field.name for field in dataclasses.fields(Job)}
             # A later version may know more of a run that lives; it is the same run.
             return Job(**{name: value for name, value in facts.items() if name in known})
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
 
 

@@ -305,6 +305,8 @@ class Attempt:
             self._on_rendezvous(member, message)
         elif kind == "uploaded":
             self._storage.note_upload(member.task, message)
+        elif kind == "usage":
+            self._recorder.event({**message, "host": member.name})
         elif kind == "leaving":
             member.leave(message["why"], time.monotonic(), message["cause"])
         elif kind == DISCONNECTED:
@@ -332,6 +334,9 @@ class Attempt:
             self._committer.drop(message["index"])
         elif kind == "returned" and not self._stopping and member.left_at is None:
             self._outcome.note_returned(rank)
+            self._note_phase("returned", rank, member, message)
+        elif kind == "entered":
+            self._note_phase("entered", rank, member, message)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
         elif kind == "commit" and not self._outcome.has_returned(rank):
@@ -341,6 +346,13 @@ class Attempt:
             self._storage.commit(rank, member.task, message)
         elif kind == "failure":
             self._on_failure(rank, member, message)
+
+    def _note_phase(self, phase: str, rank: int, member: Member, message: Message) -> None:
+        """When a rank got where it is, for the report of the run."""
+        facts: dict[str, Any] = {
+            name: message[name] for name in ("started", "imported", "time", "torch") if name in message
+        }
+        self._recorder.event({**facts, "type": phase, "rank": rank, "attempt": self._number, "host": member.name})
 
     def _on_join(self, task: int, message: Message) -> None:
         if self._roster.is_surplus(task):
@@ -377,9 +389,13 @@ class Attempt:
                 "backend": self._job.resolved_backend(),
             },
         }
+        sampled: set[str] = set()
         for node_rank, member in enumerate(members):
             resume = self._resume.for_ranks(member.ranks) if self._resume else None
             own = {"first_rank": member.first_rank, "node_rank": node_rank, "checkpoint": resume}
+            # One agent of each host looks at what it does.
+            own["sample_usage"] = member.host not in sampled
+            sampled.add(member.host)
             self._server.send(member.task, {**same, **own})
 
     def _on_rendezvous(self, member: Member, message: Message) -> None:

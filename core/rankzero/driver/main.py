@@ -25,6 +25,7 @@ from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.reporter import Reporter
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
@@ -90,6 +91,13 @@ class Driver:
         Raises:
             ResultError: the store does not take the outcome.
         """
+        reporter = Reporter(self._run)
+        try:
+            self._run_to_its_end()
+        finally:
+            reporter.close()
+
+    def _run_to_its_end(self) -> None:
         try:
             attempt = self._attempt_until_done()
         except RunCancelledError as error:

@@ -109,6 +109,16 @@ class RunStatus:
 
 _STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
 
+# What readers look into.
+_STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
+    "state": str,
+    "heartbeat": (int, float),
+    "metrics": dict,
+    "value": list,
+    "error": (dict, type(None)),
+    "result": (dict, type(None)),
+}
+
 
 class RunDirectory:
     """Reads and writes one run directory. Holds nothing that is not on disk."""
@@ -221,9 +231,14 @@ class RunDirectory:
         if not data.strip(b"\0"):
             # A heartbeat that a power failure has emptied: its driver is dead.
             return RunStatus(submission=self.job().submission)
-        facts = json.loads(data)
-        # A driver of a later version may say more.
-        return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+        try:
+            facts = json.loads(data)
+            if strange := [name for name, kinds in _STATUS_KINDS.items() if not isinstance(facts.get(name), kinds)]:
+                raise ValueError(f"{strange[0]} is {facts.get(strange[0])!r}")
+            # A driver of a later version may say more.
+            return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+        except (AttributeError, ValueError) as error:
+            raise RunNotFoundError(f"status.json in {self.directory} was not written by rankzero: {error}") from None
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status, durably once its outcome is certain: a heartbeat is not worth that."""
