@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from rankzero.errors import InsufficientSlotsError, InvalidJobError
-from rankzero.host.processes import available_cores
+from rankzero.host.cores import available_cores
 from rankzero.job import Job
 
 LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:\s*,\s*\d+)?\])?")
