@@ -52,6 +52,7 @@ class Job:
         ports: First and last port that rankzero may listen on, or None.
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
         warm_start: Ranks may be forks of a process that has torch loaded.
+        encrypt: Connections of agents and driver are encrypted; None: where the engine's own are.
         labels: The caller's own words about the run, such as the task that started it.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
@@ -84,6 +85,7 @@ class Job:
     ports: list[int] | None = None
     checkpoints: dict[str, Any] = field(default_factory=dict)
     warm_start: bool = True
+    encrypt: bool | None = None
     labels: dict[str, str] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0

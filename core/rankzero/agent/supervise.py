@@ -7,6 +7,7 @@ descendant with it. Ranks are not known here until the driver's ``start``: worke
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -48,7 +49,10 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
-        self._client = ChannelClient(hosts, port, config["secret"], config["task"], config.get("connect_timeout"))
+        certificate = base64.b64decode(config["certificate"]) if config.get("certificate") else None
+        self._client = ChannelClient(
+            hosts, port, config["secret"], config["task"], config.get("connect_timeout"), certificate
+        )
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._asking: dict[str, list[Rank]] = {}

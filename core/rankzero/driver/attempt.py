@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import queue
 import tempfile
@@ -12,6 +13,7 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
+from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.frames import Message
 from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
@@ -87,6 +89,8 @@ class Attempt:
         self._start_deadline = start_deadline
         self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
+        encrypts = self._session.encrypts if self._job.encrypt is None else self._job.encrypt
+        identity = make_identity() if encrypts else None
         self._scratch = None
         if self._run.is_remote:
             self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
@@ -113,11 +117,13 @@ class Attempt:
             upload_directory=self._scratch.name if self._scratch else self._run.path("result"),
             ports=(self._job.ports[0], self._job.ports[1]) if self._job.ports else None,
             can_take=lambda: self._messages.qsize() < BACKLOG,
+            identity=identity,
         )
         try:
             agent_config = {
                 "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
+                "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
