@@ -12,6 +12,7 @@ CORE = ROOT / "core" / "rankzero"
 DOWN = (
     "rankzero",
     "cli",
+    "testing",
     "compat",
     "launcher",
     "sweep",
