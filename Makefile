@@ -57,6 +57,9 @@ locks: setup
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target .frameworks \
 		lightning transformers accelerate torchdata
+	.venv/bin/python -m pip install --quiet --target .frameworks-build setuptools wheel
+	PYTHONPATH=.frameworks-build DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation \
+		--target .frameworks deepspeed einops hjson msgpack ninja py-cpuinfo
 	rm -rf .frameworks/torch .frameworks/torch-* .frameworks/numpy .frameworks/numpy-*
 	PYTHONPATH=.frameworks .venv/bin/python -m pytest tests/frameworks
 
@@ -65,4 +68,4 @@ reference: setup
 	.venv/bin/python scripts/reference.py
 
 clean:
-	rm -rf .venv .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-3.* .venv-matrix .frameworks .frameworks-build .demo .mypy_cache .pytest_cache .ruff_cache
