@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import Launcher, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
 from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
 
 
@@ -95,6 +95,19 @@ def hugging_face_fit(folder: str) -> Any:
 @needs("transformers", "accelerate")
 def test_hugging_face_trainer(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.run(hugging_face_fit, str(tmp_path / "out")) == (2, 4)
+
+
+@needs("transformers", "accelerate")
+def test_arguments_that_know_another_world_are_refused(launcher: Launcher, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(InvalidJobError, match=r"argument 'x' \(a TrainingArguments\) cannot be pickled.*inside of the"):
+        launcher.run(lambda x: x, arguments)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(InvalidJobError, match="holds accelerate's .*make TrainingArguments or Accelerator inside"):
+        launcher.run(lambda: accelerator.num_processes)
 
 
 ACCELERATE = """
