@@ -23,6 +23,7 @@ NAMES = [
     "checkpoints",
     "logs",
     "steps",
+    "training",
     "horovod",
     "control_plane",
     "imports",
