@@ -13,9 +13,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rankzero.compat.torch_distributor import TorchDistributor
-    from rankzero.engines.connect import SparkConnectEngine
+    from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
+    from rankzero.engines.spark.submit import SparkSubmitEngine
     from rankzero.errors import (
         EngineError,
         HangError,
@@ -53,6 +54,7 @@ __all__ = [
     "RunTimeoutError",
     "SparkConnectEngine",
     "SparkEngine",
+    "SparkSubmitEngine",
     "StartTimeoutError",
     "TorchDistributor",
     "WorkerFailedError",
@@ -64,8 +66,9 @@ _HOMES = {
     "LocalEngine": "engines.local",
     "ResultRef": "values.ref",
     "RunHandle": "run.handle",
-    "SparkConnectEngine": "engines.connect",
+    "SparkConnectEngine": "engines.connect.engine",
     "SparkEngine": "engines.spark.engine",
+    "SparkSubmitEngine": "engines.spark.submit",
     "TorchDistributor": "compat.torch_distributor",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.airflow import versions
 
-from rankzero import InvalidJobError, LocalEngine, SparkEngine
+from rankzero import InvalidJobError, LocalEngine, SparkConnectEngine, SparkEngine
 
 
 def target(**fields: Any) -> Any:
@@ -49,6 +49,29 @@ def test_master_of_a_connection_uri() -> None:
     assert Target.from_connection(connection).master == "spark://head:7078"
 
 
+@pytest.mark.parametrize(
+    ("fields", "url"),
+    [
+        ({"host": "head"}, "sc://head"),
+        ({"host": "sc://head", "port": 15003}, "sc://head:15003"),
+        (
+            {"host": "head", "port": 443, "login": "ada", "password": "geh;eim", "extra": '{"use_ssl": true}'},
+            "sc://head:443/;user_id=ada;token=geh%3Beim;use_ssl=true",
+        ),
+    ],
+)
+def test_a_spark_connect_connection_is_read_as_its_own_hook_reads_it(fields: dict[str, Any], url: str) -> None:
+    found = target(conn_type="spark_connect", **fields)
+    assert found.engine({"spark.executor.memory": "8g"}) == SparkConnectEngine(url)
+    assert "geh" not in repr(found) + str(found)
+
+
+def test_a_rankzero_connection_may_name_a_spark_connect_server() -> None:
+    found = rankzero(host="sc://head:15002", store="s3://bucket/runs")
+    assert found.engine() == SparkConnectEngine("sc://head:15002")
+    assert found.store == "s3://bucket/runs"
+
+
 def rankzero(**extra: Any) -> Any:
     host = extra.pop("host", "spark://head")
     return target(conn_type="rankzero", host=host, extra=json.dumps(extra))
@@ -60,6 +83,7 @@ def test_every_field_of_the_form_is_read() -> None:
     given = {
         "engine": "spark",
         "store": "s3://bucket/runs",
+        "deploy_mode": "client",
         "use_gpu": True,
         "processes_per_task": 4,
         "conf": {"spark.executor.cores": 2, "spark.ui.enabled": False},
@@ -73,7 +97,8 @@ def test_every_field_of_the_form_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"engine": None, "store": "", "use_gpu": None, "processes_per_task": None, "conf": None}]
+    "extra",
+    [{}, {"engine": None, "store": "", "deploy_mode": None, "use_gpu": None, "processes_per_task": None, "conf": None}],
 )
 def test_what_a_form_left_empty_says_nothing(extra: dict[str, Any]) -> None:
     found = rankzero(**extra)
@@ -136,6 +161,19 @@ def test_extra_becomes_configuration(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "extra"), [("spark", '{"deploy-mode": "cluster"}'), ("rankzero", '{"deploy_mode": "cluster"}')]
+)
+def test_a_connection_may_have_its_drivers_on_the_cluster(kind: str, extra: str) -> None:
+    from rankzero import SparkEngine, SparkSubmitEngine
+
+    on_cluster = target(conn_type=kind, host="spark://head", extra=extra)
+    assert on_cluster.engine({"spark.driver.memory": "2g"}) == SparkSubmitEngine(
+        "spark://head:7077", conf={"spark.driver.memory": "2g"}
+    )
+    assert type(target(conn_type=kind, host="spark://head").engine()) is SparkEngine
+
+
 def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         target(host="yarn", extra='{"keytab": "geheim", "queue": "night"}')
@@ -146,7 +184,8 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"conn_type": "spark_connect", "host": "head"}, "'spark_connect'"),
+        ({"conn_type": "spark_connect"}, "names no host"),
+        ({"conn_type": "spark_connect", "host": "head", "extra": '{"use_ssl": "yes"}'}, "use_ssl 'yes'"),
         ({"conn_type": "http", "host": "head"}, "'http'"),
         ({"host": "mesos://head"}, "'mesos://head'"),
         ({"conn_type": "rankzero"}, "names no host"),
@@ -158,7 +197,8 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": "[1]"}'}, "conf is not a JSON object"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": {"a": [1]}}'}, "conf['a'] is a list"),
         ({"host": None}, "names no host"),
-        ({"host": "yarn", "extra": '{"deploy-mode": "cluster"}'}, "'cluster'"),
+        ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy mode 'clusters'"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"deploy_mode": "x"}'}, "deploy mode 'x'"),
         ({"host": "yarn", "extra": '["queue"]'}, "not a JSON object"),
     ],
 )

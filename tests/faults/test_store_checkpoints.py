@@ -23,13 +23,12 @@ NUMBERS = 3_000_000
 
 @pytest.fixture
 def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Files that come to a driver in this process over the channel, but for values."""
+    """Files that come to a driver in this process over the channel."""
     names: list[str] = []
     begin = Uploads.begin
 
     def spying(uploads: Uploads, message: dict[str, Any]) -> None:
-        if message["name"] != "value":
-            names.append(message["name"])
+        names.append(message["name"])
         begin(uploads, message)
 
     monkeypatch.setattr(Uploads, "begin", spying)
@@ -97,9 +96,50 @@ def test_ranks_write_and_read_parts_by_what_they_have(
     assert launcher.run(train, 2) == [1, 1, NUMBERS, 2.0 * NUMBERS]
     handle = RunHandle.attach(f"{bucket}/runs/run")
     assert [manifest.index for manifest in handle.checkpoints()] == [0, 1]
-    assert bool(through_driver) != is_direct
+    # The value itself is small.
+    assert (set(through_driver) != {"value"}) != is_direct
     assert len([key for key in keys(bucket) if "/checkpoints/" in key]) == 6
     assert unfinished(bucket) == []
+
+
+def shard(tensors: int) -> tuple[list[float], int]:
+    """Reports a state in shards, restarts, and fills another one from it."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import rankzero.train as rt
+    from rankzero import RetryableError
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    checkpoint = rt.get_checkpoint()
+    fill = 0.0 if checkpoint else 1.0
+    state = {str(name): distribute_tensor(torch.full((64,), fill), mesh, [Shard(0)]) for name in range(tensors)}
+    if checkpoint:
+        loaded = checkpoint.load(into=state)
+        return [tensor.full_tensor().sum().item() for tensor in loaded.values()], dist.get_world_size()
+    rt.report({}, checkpoint=state)
+    while rt.get_checkpoint() is None:
+        time.sleep(0.01)
+    dist.barrier()
+    raise RetryableError("again")
+
+
+def test_a_rank_opens_only_the_parts_that_hold_its_pieces(
+    launcher: Launcher, s3_server: "S3Server", bucket: str
+) -> None:
+    ranks, tensors = 4, 8
+    launcher = launcher.options(num_processes=ranks, store=f"{bucket}/runs", max_restarts=1)
+    assert launcher.run(shard, tensors) == ([64.0] * tensors, ranks)
+    path = f"{bucket.removeprefix('s3:/')}/runs"
+    parts = [line for line in s3_server.requests("GET", path) if "/rank-" in line]
+    # Its own: what is beside the tensors, and all of these at once, however many there are.
+    assert len(parts) == 2 * ranks
+    assert len([line for line in s3_server.requests("GET", path) if "pieces.jsonl" in line]) == ranks
 
 
 @pytest.mark.parametrize("missing", [[], ["fsspec"], ["fsspec", "pyarrow"]])
@@ -130,7 +170,47 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
 
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(refused) == [1, 0, NUMBERS, 2.0 * NUMBERS]
-    assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1"]
+    assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
+
+
+@pytest.mark.parametrize("missing", [["fsspec"], ["pyarrow"], ["fsspec", "pyarrow"]])
+def test_rank_0_writes_its_value_to_the_store(
+    launcher: Launcher, bucket: str, tmp_path: Path, through_driver: list[str], missing: list[str]
+) -> None:
+    def value() -> Any:
+        import torch
+
+        return {"w": torch.arange(float(NUMBERS))}
+
+    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env=env)
+    found = launcher.run(value)
+    assert found["w"][-1].item() == NUMBERS - 1
+    assert through_driver == (["value"] if len(missing) > 1 else [])
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.safetensors"]
+
+
+def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucket: str) -> None:
+    def train() -> Any:
+        import time
+
+        import torch
+
+        import rankzero.train as rt
+        from rankzero import RetryableError
+
+        context = rt.get_context()
+        if context.rank == 0:
+            return {"w": torch.full((NUMBERS,), float(context.attempt))}
+        # Not before the value is there.
+        while not any("/result/" in key for key in keys(bucket)):
+            time.sleep(0.05)
+        if context.attempt == 0:
+            raise RetryableError("again")
+
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
+    assert launcher.run(train)["w"][0].item() == 1.0
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.safetensors"]
 
 
 def half(folder: str, how: str) -> list[Any]:

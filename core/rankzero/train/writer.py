@@ -15,7 +15,7 @@ from typing import Any
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint
-from rankzero.train.parts import NotTakenError, Parts
+from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats, shards
 
 MAX_STAGED = 2
@@ -24,7 +24,8 @@ MAX_STAGED = 2
 KEPT_STAGED = 2
 """Committed checkpoints of this rank that stay on this host where the store is out of its sight."""
 
-_COPY_CHUNK = 8 << 20
+MAX_INDEX = 16 << 20
+"""Characters of a part's index up to which it goes to the driver, to lie with the others."""
 
 Message = dict[str, Any]
 
@@ -195,15 +196,12 @@ class CheckpointWriter:
 
     def _write_part(self, taken: _Taken, file: str) -> Message:
         if taken.path is None:
-            if taken.facts["format"] == formats.SHARDS:
-                produce = functools.partial(shards.write_to, taken.state)
-            else:
-                produce = functools.partial(formats.write_to, taken.state, taken.facts["format"])
+            produce = functools.partial(_write_state, taken.state, taken.facts["format"])
             return self._parts.write(taken.name, file, produce)
         if self._parts.shared or not self._parts.client():
             return {"path": taken.path, "shared": self._parts.shared}
         facts = {key: taken.facts[key] for key in ("size", "sha256")}
-        written = self._parts.write(taken.name, file, functools.partial(_copy_file, taken.path, facts))
+        written = {**facts, **self._parts.write(taken.name, file, functools.partial(copy_file, taken.path))}
         if written["path"] != taken.path:
             _delete(taken.path)
         return written
@@ -288,11 +286,13 @@ def _as_directory(value: object) -> str | None:
     raise TypeError(f"checkpoint is a {type(value).__name__}; give a directory, or a dict of tensors and plain values")
 
 
-def _copy_file(path: str, facts: Message, file: formats.Writable) -> tuple[int, str]:
-    with open(path, "rb") as source:
-        while chunk := source.read(_COPY_CHUNK):
-            file.write(chunk)
-    return facts["size"], facts["sha256"]
+def _write_state(state: Any, file_format: str, file: formats.Writable) -> Message:
+    if file_format != formats.SHARDS:
+        size, sha256 = formats.write_to(state, file_format, file)
+        return {"size": size, "sha256": sha256}
+    size, sha256, index = shards.write_to(state, file)
+    facts = {"size": size, "sha256": sha256}
+    return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
 
 
 def _delete(path: str) -> None:
