@@ -58,7 +58,7 @@ locks: setup
 FRAMEWORKS = .frameworks/site-packages
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target $(FRAMEWORKS) \
-		lightning transformers accelerate torchdata
+		lightning transformers accelerate torchdata optuna
 	.venv/bin/python -m pip install --quiet --target .frameworks/build setuptools wheel
 	PYTHONPATH=.frameworks/build DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target $(FRAMEWORKS) deepspeed einops hjson msgpack ninja py-cpuinfo
