@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankzero.errors import RankZeroError
@@ -49,6 +49,14 @@ class Engine(abc.ABC):
             InsufficientSlotsError: there is no place for one.
         """
         return None
+
+    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
+        """Starts what need not wait for `open`, such as loading torch. Nothing depends on it, and it does not fail.
+
+        Args:
+            job: What will run.
+            env: The user's environment for the ranks.
+        """
 
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:

@@ -143,7 +143,7 @@ def require_task_gpus(job: Job, amount: str | None) -> None:
         )
 
 
-def _spark_home() -> str:
+def spark_home() -> str:
     """``SPARK_HOME``, else the folder of the installed pyspark."""
     if home := os.environ.get("SPARK_HOME"):
         return home
@@ -153,7 +153,7 @@ def _spark_home() -> str:
 
 def spark_defaults() -> dict[str, str]:
     """What spark-defaults.conf of this host says: settings that a session has and its conf does not show."""
-    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(_spark_home(), "conf")
+    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(spark_home(), "conf")
     with contextlib.suppress(OSError), open(os.path.join(place, "spark-defaults.conf"), errors="replace") as file:
         return dict(filter(None, map(_setting, file)))
     return {}
