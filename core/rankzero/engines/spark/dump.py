@@ -1,7 +1,7 @@
 """The process that makes an archive of Spark's classes.
 
-``python -m rankzero.engines.spark.dump`` makes one for an image or a set-up. Else a run that found none starts it in the
-background, when it has ended. One at a time works on it, for a bounded time.
+``python -m rankzero.engines.spark.dump`` makes one for an image or a set-up. Else a run that found none starts it in
+the background, when it has ended. One at a time works on it, for a bounded time.
 """
 
 from __future__ import annotations
