@@ -63,7 +63,7 @@ def open_durable(
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
         identity = request.identity
         if identity is None:
-            identity = identity_of(train, args, kwargs, request.template.world_size, request.code_version)
+            identity = identity_of(train, args, kwargs, request.num_processes, request.code_version)
         request = replace(request, identity=identity)
         before = submission.find(run)
         if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):

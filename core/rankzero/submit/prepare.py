@@ -12,7 +12,7 @@ from rankzero import job as jobs
 from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
-from rankzero.job import Job
+from rankzero.job import Job, NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
@@ -30,6 +30,8 @@ class Request:
         engine: Where.
         root: Of the run directories.
         template: The job, without what depends on function and arguments; an empty ``run_id`` becomes a random one.
+        num_processes: World size as the launcher was given it, which is a part of the identity: what ``"auto"`` stands
+            for differs from one machine to the next, and the training does not.
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
@@ -39,6 +41,7 @@ class Request:
     engine: Engine
     root: str
     template: Job
+    num_processes: NumProcesses
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
     identity: str | None = None
@@ -86,7 +89,7 @@ def prepare(
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
     identity = request.identity
     if identity is None:
-        identity = identity_of(train, args, kwargs, request.template.world_size, request.code_version)
+        identity = identity_of(train, args, kwargs, request.num_processes, request.code_version)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
     files = {"payload.pkl": parts.data}

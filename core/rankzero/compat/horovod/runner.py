@@ -55,15 +55,14 @@ class HorovodRunner:
         launcher = self._launcher.options(num_processes=abs(self.num_processor))
         if self.num_processor > 0 and launcher.engine is None:
             launcher = launcher.options(engine=_spark(self.num_processor))
-        with launcher.owned(main, (), kwargs) as handle:
-            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
-                if self.driver_log_verbosity == "all":
-                    print_line(line)
-                elif MESSAGE in line:
-                    print_line(line.replace(MESSAGE, "", 1))
-        value = handle.result()
-        handle.acknowledge()
+        value, _ = launcher.followed(main, (), kwargs, self._show)
         return value
+
+    def _show(self, line: str) -> None:
+        if self.driver_log_verbosity == "all":
+            print_line(line)
+        elif MESSAGE in line:
+            print_line(line.replace(MESSAGE, "", 1))
 
 
 def _spark(np: int) -> Any:
