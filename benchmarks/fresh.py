@@ -1,9 +1,8 @@
 """A fresh process to its result, on embedded Spark: what every pipeline task pays that brings its own JVM.
 
 Run: ``python benchmarks/fresh.py [runs]``. Interleaved: `Launcher.run` of a 2-rank all-reduce on
-`SparkEngine("local[2]")`; a no-op barrier job in a bare pyspark session, as it is, and with an archive of its classes
-made for it (the floor); and `TorchDistributor` with the same all-reduce. Seconds from the start of the interpreter to
-the line with the result.
+`SparkEngine("local[2]")`, and a no-op barrier job in a bare pyspark session, as it is, and with an archive of its
+classes made for it (the floor). Seconds from the start of the interpreter to the line with the result.
 """
 
 import os
@@ -60,14 +59,7 @@ def barrier_job() -> None:
     context.parallelize(range(RANKS), RANKS).barrier().mapPartitions(no_op).collect()
 
 
-def distributor() -> None:
-    from pyspark.ml.torch.distributor import TorchDistributor
-
-    make_session()
-    assert TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(all_reduce) == RANKS
-
-
-ACTIONS = {"rankzero": launch, "plain": barrier_job, "cds": barrier_job, "distributor": distributor}
+ACTIONS = {"rankzero": launch, "plain": barrier_job, "cds": barrier_job}
 
 
 def fresh(what: str, java_options: str = "") -> float:
@@ -102,10 +94,8 @@ def main() -> None:
     ours = report.add("rankzero, all-reduce", times["rankzero"])
     floor = report.add("pyspark with an archive, no-op barrier job", times["cds"])
     plain = report.add("pyspark as it is, no-op barrier job", times["plain"])
-    peer = report.add("TorchDistributor, all-reduce", times["distributor"])
     report.hold("of a bare session with an archive", ours / floor, 1.15)
-    report.hold("of a bare session as it is", ours / plain, 0.6)
-    report.hold("of TorchDistributor", ours / peer, 0.4)
+    report.hold("of a bare session as it is", ours / plain, 0.5)
     report.finish()
 
 
