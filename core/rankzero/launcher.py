@@ -50,7 +50,7 @@ class Launcher:
             have, a GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as
             ``(2, 8)`` is elastic: each attempt starts with as many between the two as the cluster can give (once no
             more have come for 30 s), and goes on from the last checkpoint.
-        engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`.
+        engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`, `SparkConnectEngine(...)`.
         use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
@@ -400,7 +400,9 @@ class Launcher:
 
         engine = LocalEngine() if self.engine is None else self.engine
         if not isinstance(engine, Engine):
-            raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
+            raise InvalidJobError(
+                f"engine is {engine!r}; give LocalEngine(), SparkEngine(...) or SparkConnectEngine(...)"
+            )
         return engine
 
     def _root(self) -> str:

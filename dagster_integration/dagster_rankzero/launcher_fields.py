@@ -39,6 +39,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
         "Left out: an embedded local[N] with as many slots as there are tasks.",
     )
+    connect: str | None = Field(
+        default=None,
+        description="Spark Connect server instead of a master: sc://host:15002, or with what a client needs beside "
+        "that, sc://host:443/;use_ssl=true;token=... (an EnvVar). It has its configuration: spark_conf is not for it.",
+    )
     spark_conf: dict[str, str] = Field(
         default_factory=dict, description="Spark configuration of the session that a run starts."
     )
@@ -178,6 +183,12 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             from rankzero import LocalEngine
 
             return LocalEngine()
+        if self.connect is not None:
+            from rankzero import InvalidJobError, SparkConnectEngine
+
+            if self.master is not None or self.spark_conf:
+                raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
+            return SparkConnectEngine(self.connect)
         from rankzero import SparkEngine
 
         return SparkEngine(master=self.master, conf=self.spark_conf)

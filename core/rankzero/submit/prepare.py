@@ -80,7 +80,7 @@ def prepare(
     if detached and not engine.can_detach:
         raise InvalidJobError(
             "a run that outlives this process cannot use this process's SparkSession: "
-            "give SparkEngine(master=...) to submit(), or use run()"
+            "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
         )
     parts = payload.build(train, args, kwargs, request.restart_on)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:

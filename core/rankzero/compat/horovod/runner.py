@@ -67,7 +67,7 @@ class HorovodRunner:
 
 def _spark(np: int) -> Any:
     from rankzero.compat.torch_distributor import active_session
-    from rankzero.engines.spark.engine import SparkEngine
+    from rankzero.engines.specs import engine_of_session
 
     session = active_session()
     if session is None:
@@ -75,7 +75,7 @@ def _spark(np: int) -> Any:
             f"HorovodRunner(np={np}) needs an active SparkSession: create one with SparkSession.builder, or give "
             f"np=-{np} for processes on this machine"
         )
-    return SparkEngine(session=session)
+    return engine_of_session(session)
 
 
 def log_to_driver(message: str) -> None:

@@ -114,9 +114,9 @@ class TorchTrainer:
         session = active_session() if self.scaling_config.num_workers else None
         if session is None:
             return Launcher()
-        from rankzero.engines.spark.engine import SparkEngine
+        from rankzero.engines.specs import engine_of_session
 
-        return Launcher(engine=SparkEngine(session=session))
+        return Launcher(engine=engine_of_session(session))
 
     def launch_options(self) -> dict[str, Any]:
         """Fields of a `rankzero.Launcher` that this trainer sets, whoever launches it."""

@@ -32,7 +32,7 @@ class KnownContext:
         found: str | None = self._context.uiWebUrl
         return found
 
-    def code(self, *, zipped: bool) -> Any:
+    def code(self, *, zipped: bool = True) -> Any:
         """Broadcast of `agent_code`, which so goes to every executor once, and not with every task.
 
         It stays with the SparkContext. Tasks of a local master read the file that pyspark made of it, which who cleans
@@ -82,7 +82,7 @@ def known(context: Any) -> KnownContext:
 
 
 @functools.cache
-def agent_code(*, zipped: bool) -> bytes:
+def agent_code(*, zipped: bool = True) -> bytes:
     """A pickle of the function `hold`, and of a zip of the rankzero and cloudpickle packages.
 
     Executors need nothing of rankzero installed: the one is pickled by value, and from the other agents import.

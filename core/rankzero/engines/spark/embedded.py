@@ -10,6 +10,7 @@ from typing import Any
 
 from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
 from rankzero.engines.spark.jvm import own_python
+from rankzero.engines.spark.stage import task_config
 from rankzero.job import Job
 from rankzero.task.hold import with_defaults
 from rankzero.task.start import load_time
@@ -46,13 +47,10 @@ class Embedded:
         """
         import rankzero
 
-        workers = job.processes_per_task
         # As Spark has it in its Python workers.
         spark = {"PYTHONHASHSEED": "0", **os.environ, **self._executor_env()}
-        threads = {} if THREADS in self.conf else {"OMP_NUM_THREADS": str(max(1, self.cores // workers))}
-        config = {"cores": self.cores, "workers": workers, "env": {**threads, **env}}
+        config = task_config({"env": env}, self.cores, job.processes_per_task, threads_set=THREADS in self.conf)
         return {
-            **config,
             "loaded": load_time({**spark, **with_defaults(config)}),
             "owner": os.getpid(),
             "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),

@@ -38,7 +38,7 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.embedded import Embedded
-from rankzero.engines.spark.stage import SparkGroup, make_task
+from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job, check_strings
@@ -78,7 +78,7 @@ class SparkEngine(Engine):
         if self.session is not None and not hasattr(self.session, "_jsparkSession"):
             raise InvalidJobError(
                 f"session is a {type(self.session).__module__}.{type(self.session).__name__}; a classic "
-                "SparkSession is needed, Spark Connect is not supported by this version"
+                "SparkSession is needed: give one of Spark Connect to SparkConnectEngine(session=...)"
             )
         if self.master is not None and not is_master(self.master):
             raise InvalidJobError(
@@ -150,7 +150,7 @@ class SparkEngine(Engine):
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
         """Where the ranks will run in this very Python, torch is loaded while the JVM starts."""
         if job.warm_start and (embedded := self._embedded(job)):
-            start_ahead(embedded.config(job, env))
+            start_ahead({"env": dict(env), **embedded.config(job, env)})
 
     def _embedded(self, job: Job) -> Embedded | None:
         return None if self.session else Embedded.of(self._master(job), self.conf)
@@ -276,13 +276,11 @@ class SparkEngineSession(EngineSession):
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._known.setting(TASK_CPUS) or "1"), self._job.processes_per_task
-        if self._known.setting(THREADS) is None:
-            # Spark sets it in every Python worker to the cores of the whole task.
-            config = {**config, "env": {"OMP_NUM_THREADS": str(max(1, cores // workers)), **config["env"]}}
+        config = task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None)
         if self._embedded:
-            config = {**config, **self._embedded.config(self._job, config["env"])}
+            config |= self._embedded.config(self._job, config["env"])
         task = make_task(
-            {**config, "workers": workers, "cores": cores},
+            config,
             self._code,
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,

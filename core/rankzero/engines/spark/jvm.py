@@ -36,6 +36,8 @@ _SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
 # A JVM that is told of two collectors does not start.
 _OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
 
+_CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
+
 
 def find_java() -> str | None:
     """The home of a Java: ``JAVA_HOME``, else the one on the PATH. Its version is Spark's to check."""
@@ -66,6 +68,9 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     from pyspark import SparkConf, SparkContext
 
     java, is_local = find_java(), master.startswith("local")
+    for variable in _CONNECT_MODE:
+        # Of a process above us that uses Spark Connect; with them pyspark starts no JVM of its own.
+        os.environ.pop(variable, None)
     if java:
         os.environ.setdefault("JAVA_HOME", java)
     # Without this Spark runs whatever `python3` is first on the PATH.
