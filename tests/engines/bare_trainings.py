@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from typing import Any
 
 import rankzero.train as rt
@@ -43,9 +44,12 @@ def train_digits(epochs: int) -> dict[str, Any]:
 
 
 def fail_once() -> int:
-    checkpoint = rt.get_checkpoint()
-    if checkpoint is None:
-        rt.report({"step": 1}, checkpoint={"step": 1})
+    rt.report({"step": 1}, checkpoint={"step": 1})
+    deadline = time.monotonic() + 60
+    while (checkpoint := rt.get_checkpoint()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if rt.get_context().attempt == 0:
         raise ConnectionError("the first attempt is to fail")
     return int(checkpoint.load()["step"])
 
