@@ -23,6 +23,7 @@ DOWN = (
     "worker",
     "train",
     "channel",
+    "report",
     "run",
     "values",
     "job",

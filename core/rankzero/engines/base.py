@@ -6,10 +6,13 @@ import abc
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
+
+if TYPE_CHECKING:
+    from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,9 @@ class Engine(abc.ABC):
             InvalidJobError, InsufficientSlotsError, EngineError
         """
 
+    def check_store(self, root: str) -> None:  # noqa: B027 - most engines see whatever this process sees
+        """Refuses a root of run directories that the driver of a run could not use. Raises InvalidJobError."""
+
     @abc.abstractmethod
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The engine as JSON: what may be shown, and what must stay private."""
@@ -41,6 +47,23 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def prefers_own_process(self) -> bool:
         """True if opening it would change the caller's process."""
+
+    @property
+    def drives_elsewhere(self) -> bool:
+        """True if `start_driver` starts the driver of a run, in a place that outlives this machine's part in it."""
+        return False
+
+    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+        """Starts the driver of the run's current submission where the engine has a place for it.
+
+        Args:
+            run: What it drives. Its status has no driver yet.
+            private: What may hold secrets: for the driver, and for no file or command line.
+
+        Raises:
+            EngineError: the place does not take it; nothing was started.
+        """
+        raise NotImplementedError
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
         """Ranks for ``num_processes="auto"``: as many as there are places; None where nothing says how many.
@@ -112,6 +135,11 @@ class EngineSession(abc.ABC):
     def url(self) -> str | None:
         """Where people can look at the engine, if it shows itself."""
         return None
+
+    @property
+    def encrypts(self) -> bool:
+        """True if the engine encrypts its own connections, as those of the run then shall be."""
+        return False
 
     def reserve(self, num_tasks: int) -> bool:
         """Sees to it that nobody else takes the places of the next attempt; False if somebody was faster."""

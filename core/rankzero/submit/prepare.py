@@ -10,6 +10,7 @@ from typing import Any
 
 from rankzero import job as jobs
 from rankzero import store
+from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
@@ -99,6 +100,7 @@ def prepare(
     identity = request.identity_of(train, args, kwargs)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
+    engine.check_store(request.root)
     files = {"payload.pkl": parts.data}
     listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
@@ -129,7 +131,8 @@ def prepare(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return run, submission.submit(run, identity, make_job, files | listings)
+    patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
+    return run, submission.submit(run, identity, make_job, files | listings, patience)
 
 
 def _refuse_in_spawned_child() -> None:

@@ -76,11 +76,8 @@ def _enter(code: str) -> None:
         os.chdir(working_dir)
         places.append(working_dir)
     if os.path.isdir(py_files):
-        names = sorted(os.listdir(py_files))
-        places += [
-            py_files,
-            *(os.path.join(py_files, name) for name in names if name.endswith((".zip", ".egg", ".whl"))),
-        ]
+        archives = [name for name in sorted(os.listdir(py_files)) if name.endswith((".zip", ".egg", ".whl"))]
+        places += [py_files, *(os.path.join(py_files, name) for name in archives)]
     sys.path[:0] = places
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
 
