@@ -80,13 +80,16 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
         os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
         # For the JVM that makes the command line of the next one.
         os.environ.setdefault("SPARK_LAUNCHER_OPTS", short_lived({**spark_defaults(), **conf}))
-    settings = {**_OWN_DEFAULTS, **(_OWN_LOCAL_DEFAULTS if is_local else {}), **asked, **conf}
-    if DRIVER_JAVA_OPTIONS not in {**spark_defaults(), **conf}:
-        ours = java_options(master, {**spark_defaults(), **settings}, java)
-        settings |= {DRIVER_JAVA_OPTIONS: ours} if ours else {}
+    ours = {**_OWN_DEFAULTS, **(_OWN_LOCAL_DEFAULTS if is_local else {}), **asked}
+    said = {**spark_defaults(), **conf}
+    if DRIVER_JAVA_OPTIONS not in said and (options := java_options(master, said, java)):
+        ours[DRIVER_JAVA_OPTIONS] = options
+    # In a driver that spark-submit has started this has what was said there.
+    spark_conf = SparkConf().setMaster(master).setAppName(f"rankzero {name}")
+    for key, value in ours.items():
+        spark_conf.setIfMissing(key, value)
     try:
-        spark_conf = SparkConf().setMaster(master).setAppName(f"rankzero {name}")
-        return SparkContext.getOrCreate(spark_conf.setAll(list(settings.items())))
+        return SparkContext.getOrCreate(spark_conf.setAll(list(conf.items())))
     except Exception as error:
         raise EngineError(f"no SparkContext on master {master!r}: {first_lines(str(error))}") from error
 
