@@ -19,6 +19,10 @@ from rankzero.engines.spark.conf import spark_home
 
 SUFFIX = ".jsa"
 
+_SPARKS_JVM = "PYSPARK_GATEWAY_PORT"
+"""Variable of a process that Spark has started below a JVM of its own, in whose options we have no say."""
+
+
 _VERSION = 1
 """Of what `dump` has a JVM do: another one makes other archives."""
 
@@ -74,6 +78,8 @@ def _is_ours(place: str) -> bool:
 
 def make_in_background(java: str) -> None:
     """Starts a process that makes the archive when this machine has nothing else to do, if there is none."""
+    if _SPARKS_JVM in os.environ:
+        return
     try:
         path = path_for(java)
         if os.path.exists(path):
