@@ -21,6 +21,7 @@ NAMES = [
     "scale",
     "results",
     "arguments",
+    "encryption",
     "checkpoints",
     "logs",
     "steps",
