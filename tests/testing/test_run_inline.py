@@ -55,7 +55,7 @@ def test_ranks_meet_and_rank_0_is_this_very_thread(world_size: int) -> None:
     assert [(row["rank"], row["sum"]) for row in sorted(run.metrics, key=lambda row: row["rank"])] == [
         (rank, expected) for rank in range(world_size)
     ]
-    assert SEEN == [(os.getpid(), threading.current_thread().name)]
+    assert [(os.getpid(), threading.current_thread().name)] == SEEN
     # The object itself, neither pickled nor copied.
     assert run.value["object"] is SEEN
 
