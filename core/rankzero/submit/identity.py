@@ -14,6 +14,7 @@ from rankzero.job import NumProcesses
 from rankzero.submit.content import DIGITS, digest_with_modules
 from rankzero.submit.sources import digest_of_modules, digest_of_script
 from rankzero.submit.training import Command, Module, Script, resolve, search_path
+from rankzero.submit.user_code import UserCode
 from rankzero.values.digest import digest_of as digest_of_bytes
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ def identity_of(
     kwargs: dict[str, Any],
     world_size: NumProcesses,
     code_version: str | None = None,
+    user_code: UserCode | None = None,
 ) -> str:
     """Names a training: the same in every process for the same code, arguments and world size.
 
@@ -37,6 +39,7 @@ def identity_of(
         kwargs: Its keyword arguments.
         world_size: Number of ranks; of an elastic job the smallest and the largest; or ``"auto"``.
         code_version: Stands for all code, which is not looked at then.
+        user_code: What travels because the user says so; counts by content.
 
     Returns:
         Hexadecimal digits; empty for what cannot be pickled: its submission says what is wrong with it.
@@ -58,7 +61,9 @@ def identity_of(
         )
         return ""
     sources = digest_of_modules(modules) if code_version is None else ""
-    return hashlib.sha256(repr((code, arguments, sources, world_size)).encode()).hexdigest()[:DIGITS]
+    archive = user_code.archive if user_code and code_version is None else None
+    facts = (code, arguments, sources, world_size, *([digest_of_bytes([archive])] if archive else []))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:DIGITS]
 
 
 def _code_of(train: Any) -> tuple[str, ...]:
