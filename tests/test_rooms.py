@@ -22,6 +22,7 @@ DOWN = (
     "agent",
     "worker",
     "train",
+    "data",
     "channel",
     "run",
     "values",

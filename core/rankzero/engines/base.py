@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.errors import RankZeroError
+from rankzero.data.manifest import Manifest
+from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,24 @@ class EngineSession(abc.ABC):
             config: What is the same for all agents.
             on_end: Called once, from another thread, when all have ended.
         """
+
+    def read_table(
+        self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
+    ) -> Manifest:
+        """Computes a table or a query, and writes its rows for the ranks.
+
+        Args:
+            query: Name of the table, or the query.
+            folder: A new directory of the run's store.
+            name: Of the dataset.
+            say: Takes lines about progress.
+            check: Called now and then; what it raises ends the work.
+
+        Raises:
+            InvalidJobError: there is no such table, or a column that there is no tensor of.
+            EngineError: the engine failed, or has no tables.
+        """
+        raise EngineError(f"dataset {name!r} is {query!r}: {self.place} has no tables; give a path")
 
     def is_usable(self) -> bool:
         """False if another attempt needs a new session. Asked between two attempts."""

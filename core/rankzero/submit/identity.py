@@ -13,7 +13,7 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -38,6 +38,7 @@ def identity_of(
     kwargs: dict[str, Any],
     world_size: int | tuple[int, int],
     code_version: str | None = None,
+    datasets: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Names a training: the same in every process for the same code, arguments and world size.
 
@@ -50,6 +51,7 @@ def identity_of(
         kwargs: Its keyword arguments.
         world_size: Number of ranks; of an elastic job the smallest and the largest.
         code_version: Stands for all code, which is not looked at then.
+        datasets: Name and checksum of each dataset.
 
     Returns:
         Hexadecimal digits; empty for what cannot be pickled: its submission says what is wrong with it.
@@ -71,7 +73,8 @@ def identity_of(
         )
         return ""
     sources = digest_of_modules(modules) if code_version is None else ""
-    return hashlib.sha256(repr((code, arguments, sources, world_size)).encode()).hexdigest()[:_DIGITS]
+    facts = (code, arguments, sources, world_size, *([tuple(datasets)] if datasets else []))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:_DIGITS]
 
 
 def _code_of(train: Any) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run import growing, pieces
 from rankzero.run.directory import LINES, RunDirectory, log_name
-from rankzero.submit import payload, submission
+from rankzero.submit import datasets, payload, submission
+from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
 from rankzero.values.digest import digest_of
@@ -34,6 +35,7 @@ class Request:
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
+        sources: What the user gave for ranks to read, by name.
     """
 
     engine: Engine
@@ -43,6 +45,7 @@ class Request:
     code_version: str | None = None
     identity: str | None = None
     restart_on: object = ()
+    sources: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def directory(self) -> str:
@@ -52,6 +55,26 @@ class Request:
     def private(self) -> dict[str, Any]:
         """What may hold secrets, and so goes to the driver directly and into no file: environment, engine settings."""
         return {"env": dict(self.env), "engine": self.engine.to_spec()[1]}
+
+    def identity_of(
+        self,
+        train: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: Datasets | None = None,
+    ) -> str:
+        """The identity of a training, if it is not known already.
+
+        Args:
+            train: As for `Launcher.run`.
+            args: As for `Launcher.run`.
+            kwargs: As for `Launcher.run`.
+            found: Its datasets, if they are there already: else Spark has to compute what they are.
+        """
+        if self.identity is not None:
+            return self.identity
+        read = found.digests if found else datasets.digests_of(self.sources, self.engine)
+        return identity_of(train, args, kwargs, self.template.world_size, self.code_version, read)
 
 
 def prepare(
@@ -84,17 +107,17 @@ def prepare(
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity
-    if identity is None:
-        identity = identity_of(train, args, kwargs, request.template.world_size, request.code_version)
-    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
+    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
     engine.check(job)
-    files = {"payload.pkl": parts.data}
+    run = RunDirectory(store.join(request.root, run_id))
+    before = datasets.earlier(run) if request.sources else {}
+    found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
+    job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
+    files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
-    run = RunDirectory(store.join(request.root, run_id))
     arguments = _describe_arguments(parts)
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
@@ -116,7 +139,16 @@ def prepare(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return run, submission.submit(run, identity, make_job, files | listings)
+    try:
+        started = submission.submit(run, job.identity, make_job, files | listings)
+    except BaseException:
+        found.discard(before)
+        raise
+    if started:
+        datasets.remove_replaced(before, found)
+    else:
+        found.discard(before)
+    return run, started
 
 
 def _refuse_in_spawned_child() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
+from rankzero.train.dataset import DatasetShard, get_dataset_shard
 from rankzero.train.model import (
     accumulate,
     autocast,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "DatasetShard",
     "PreparedDataLoader",
     "TrainContext",
     "accumulate",
@@ -51,6 +53,7 @@ __all__ = [
     "full_state_dict",
     "get_checkpoint",
     "get_context",
+    "get_dataset_shard",
     "grad_scaler",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

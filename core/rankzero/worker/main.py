@@ -93,7 +93,7 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
     writer = writers.CheckpointWriter(
         parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
     )
-    session = context.install(world, control.report, writer)
+    session = context.install(world, control.report, writer, start["datasets"], start["scratch"])
     if start["checkpoint"]:
         writer.committed(start["checkpoint"])
     os.environ.update(start["env"])

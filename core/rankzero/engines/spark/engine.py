@@ -12,10 +12,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
@@ -316,6 +317,14 @@ class SparkEngineSession(EngineSession):
             LOOPBACK if is_local else None,
         )
         return SparkGroup(self._context, self._job, num_tasks, task, on_end)
+
+    def read_table(
+        self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
+    ) -> Manifest:
+        """By this session; see `EngineSession.read_table`."""
+        from rankzero.engines.spark.materialize import materialize, open_query
+
+        return materialize(open_query(self._session, query), folder, name, say, check)
 
     def is_usable(self) -> bool:
         """False if the JVM has exited or the SparkContext was stopped."""
