@@ -23,6 +23,7 @@ NAMES = [
     "checkpoints",
     "logs",
     "steps",
+    "horovod",
     "control_plane",
     "imports",
     "airflow_task",

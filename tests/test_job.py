@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rankzero import InvalidJobError, Launcher, SparkConnectEngine
+from rankzero import InvalidJobError, Launcher
 from rankzero.job import Job, new_run_id
 
 
@@ -71,11 +71,6 @@ def test_options_makes_a_checked_copy() -> None:
 def test_a_value_error_is_what_callers_may_catch() -> None:
     with pytest.raises(ValueError):
         Launcher(0)
-
-
-def test_spark_connect_is_refused_clearly() -> None:
-    with pytest.raises(InvalidJobError, match="Spark Connect .* not supported"):
-        SparkConnectEngine("sc://host")
 
 
 def test_a_job_survives_json() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import free_port, wait_until_gone
+from tests.conftest import free_port, until, wait_until_gone
 
 from rankzero import (
     EngineError,
@@ -23,6 +23,7 @@ from rankzero import (
     Launcher,
     LocalEngine,
     ResultRef,
+    RetryableError,
     RunCancelledError,
     RunHandle,
     RunNotFoundError,
@@ -593,17 +594,82 @@ def test_a_payload_that_was_changed_is_not_unpickled(launcher: Launcher) -> None
         launcher.options(engine=TamperingEngine()).run(int)
 
 
-@pytest.mark.parametrize("what", ["function", "command"])
-def test_a_polite_end_of_a_stopped_run_is_no_success(launcher: Launcher, what: str) -> None:
-    def polite() -> None:
-        import signal
-        import sys
-        import time
+def exit_when_asked() -> None:
+    import signal
+    import sys
+    import time
 
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        while True:
-            time.sleep(0.05)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        time.sleep(0.05)
 
-    train: Any = polite if what == "function" else ["bash", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done"]
+
+def save_and_return_when_asked() -> int:
+    import signal
+    import time
+
+    import rankzero.train as rt
+
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    while not asked:
+        time.sleep(0.05)
+    rt.report({}, checkpoint={"step": 3})
+    return 3
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        exit_when_asked,
+        save_and_return_when_asked,
+        ["bash", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done"],
+    ],
+)
+def test_a_polite_end_of_a_stopped_run_is_no_success(launcher: Launcher, train: Any) -> None:
+    launcher = launcher.options(timeout=1.0, run_id="polite", stop_grace=20.0)
     with pytest.raises(RunTimeoutError):
-        launcher.options(timeout=1.0).run(train)
+        launcher.run(train)
+    run = launcher.find()
+    assert run is not None
+    assert len(run.checkpoints()) == (train is save_and_return_when_asked)
+
+
+def test_a_value_that_was_returned_before_a_cancel_is_the_result(launcher: Launcher, tmp_path: Path) -> None:
+    class Slow:
+        """Takes a while to be written."""
+
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            import time
+
+            self.path.touch()
+            time.sleep(2)
+            return str, ("whole",)
+
+    handle = launcher.options(num_processes=1, stop_grace=20.0).submit(lambda: Slow(tmp_path / "returned"))
+    until((tmp_path / "returned").exists, WAIT, "the end of the function")
+    handle.cancel()
+    assert handle.result(WAIT) == "whole"
+
+
+def test_a_start_that_follows_a_restart_counts_among_the_timeout(launcher: Launcher, tmp_path: Path) -> None:
+    block = tmp_path / "torch_blocks"
+    block.mkdir()
+    (block / "torch.py").write_text(
+        "import os, sys, time\n"
+        f"sys.path.remove({str(block)!r}); del sys.modules['torch']\n"
+        f"while os.path.exists({str(tmp_path / 'failed')!r}):\n"
+        "    time.sleep(1)\n"
+        "import torch\n"
+    )
+
+    def fail() -> None:
+        (tmp_path / "failed").touch()
+        raise RetryableError("once more")
+
+    launcher = launcher.options(env={**(launcher.env or {}), "PYTHONPATH": str(block)}, warm_start=False)
+    with pytest.raises(RunTimeoutError, match=r"timeout=3\.0 s"):
+        launcher.options(num_processes=1, max_restarts=1, timeout=3.0, start_timeout=20.0).run(fail)

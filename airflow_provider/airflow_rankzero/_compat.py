@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 try:
     from airflow.sdk import conf
     from airflow.sdk.exceptions import (
@@ -39,7 +41,19 @@ __all__ = [
     "TaskDeferred",
     "allow_class",
     "conf",
+    "mask_secret",
 ]
+
+
+def mask_secret(secret: str) -> None:
+    """Makes Airflow write ``***`` for it. The rendered fields that 3.1 stores pass through a masker of its server's."""
+    from airflow.sdk import log
+
+    log.mask_secret(secret)
+    with contextlib.suppress(ImportError):
+        from airflow._shared import secrets_masker
+
+        secrets_masker.mask_secret(secret)
 
 
 def allow_class(cls: type) -> None:

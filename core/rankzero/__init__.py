@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rankzero.compat.torch_distributor import TorchDistributor
-    from rankzero.engines.connect import SparkConnectEngine
+    from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
     from rankzero.errors import (
@@ -64,7 +64,7 @@ _HOMES = {
     "LocalEngine": "engines.local",
     "ResultRef": "values.ref",
     "RunHandle": "run.handle",
-    "SparkConnectEngine": "engines.connect",
+    "SparkConnectEngine": "engines.connect.engine",
     "SparkEngine": "engines.spark.engine",
     "TorchDistributor": "compat.torch_distributor",
 }

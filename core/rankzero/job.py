@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError, RunNotFoundError
@@ -21,8 +21,12 @@ _PAIR = 2
 BACKENDS = ("auto", "nccl", "gloo", None)
 
 WorldSize = int | tuple[int, int]
-AUTO = "auto"
 """Number of ranks; of an elastic job the smallest and the largest."""
+
+NumProcesses = WorldSize | Literal["auto"]
+"""A world size as a launcher takes it: ``"auto"`` is what its engine has places for."""
+
+AUTO: Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Job:
 
     @property
     def world_size(self) -> WorldSize:
-        """As `Launcher` was given it, and as it is a part of the identity."""
+        """As `Launcher` was given it, unless that was ``"auto"``."""
         return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
 
     @property
@@ -162,7 +166,7 @@ def world_bounds(num_processes: WorldSize) -> tuple[int, int]:
     return (num_processes, num_processes) if isinstance(num_processes, int) else num_processes
 
 
-def describe_world(num_processes: WorldSize | str) -> str:
+def describe_world(num_processes: NumProcesses) -> str:
     """A world size for people: ``4``, ``2 to 8`` or ``auto``."""
     return "{} to {}".format(*num_processes) if isinstance(num_processes, tuple) else str(num_processes)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero import store
@@ -34,6 +34,13 @@ STORE_VARIABLE = "RANKZERO_STORE"
 DEFAULT_STORE = "~/.rankzero/runs"
 
 
+def print_line(line: str) -> None:
+    """Writes a line of a rank to standard output."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+    sys.stdout.flush()
+
+
 @dataclass(frozen=True)
 class Launcher:
     """How training functions and scripts are run. All configuration is here.
@@ -43,7 +50,7 @@ class Launcher:
             have, a GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as
             ``(2, 8)`` is elastic: each attempt starts with as many between the two as the cluster can give (once no
             more have come for 30 s), and goes on from the last checkpoint.
-        engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`.
+        engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`, `SparkConnectEngine(...)`.
         use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
@@ -99,7 +106,7 @@ class Launcher:
         1.0
     """
 
-    num_processes: jobs.WorldSize | Literal["auto"] = 1
+    num_processes: jobs.NumProcesses = 1
     _: KW_ONLY
     engine: Engine | None = None
     use_gpu: bool = False
@@ -203,16 +210,40 @@ class Launcher:
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
+        value, _ = self.followed(train, args, kwargs)
+        return value
+
+    def followed(
+        self,
+        train: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_line: Callable[[str], object] = print_line,
+    ) -> tuple[Any, RunHandle[Any]]:
+        """Runs, follows and acknowledges, as `run`, and returns the handle, too; what front doors stand on.
+
+        Args:
+            train: As for `run`.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
+            on_line: Called with each line of a rank, which begins with its ``[rank]``.
+
+        Returns:
+            Rank 0's value, and the handle of the run that has ended.
+
+        Raises:
+            RankZeroError: as `run`.
+        """
         with self.owned(train, args, kwargs) as handle:
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
-                print_line(line)
+                on_line(line)
         value = handle.result()
         try:
             handle.acknowledge()
         except Exception:
             # The value is here; the next run of this id may get it again instead of training.
             logger.warning("the result of run %s could not be acknowledged", handle.id, exc_info=True)
-        return value
+        return value, handle
 
     @overload
     def submit(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...
@@ -307,7 +338,12 @@ class Launcher:
         Raises:
             InvalidJobError: ``train`` names no script or function.
         """
-        return self._for(train)._request().identity_of(train, args, kwargs)
+        from rankzero.submit import datasets
+        from rankzero.submit.identity import identity_of
+
+        launcher = self._for(train)
+        read = datasets.digests_of(datasets.check(self.dataset), launcher._engine())
+        return identity_of(train, args, kwargs, launcher.num_processes, self.code_version, read)
 
     def _for(self, train: Any) -> Launcher:
         """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
@@ -356,9 +392,15 @@ class Launcher:
             labels=jobs.check_strings("labels", self.labels),
         )
         env = jobs.check_strings("env", self.env)
-        read = datasets.check(self.dataset)
         return Request(
-            self._engine(), self._root(), template, env, self.code_version, restart_on=self.restart_on, sources=read
+            self._engine(),
+            self._root(),
+            template,
+            self.num_processes,
+            env,
+            self.code_version,
+            restart_on=self.restart_on,
+            sources=datasets.check(self.dataset),
         )
 
     def _engine(self) -> Engine:
@@ -367,15 +409,10 @@ class Launcher:
 
         engine = LocalEngine() if self.engine is None else self.engine
         if not isinstance(engine, Engine):
-            raise InvalidJobError(f"engine is {engine!r}; give LocalEngine() or SparkEngine(...)")
+            raise InvalidJobError(
+                f"engine is {engine!r}; give LocalEngine(), SparkEngine(...) or SparkConnectEngine(...)"
+            )
         return engine
 
     def _root(self) -> str:
         return store.normalize(os.fspath(self.store or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE))
-
-
-def print_line(line: str) -> None:
-    """Writes a line of a rank to standard output."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-    sys.stdout.flush()

@@ -157,7 +157,9 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         ),
     ]
     asset: dg.ResolvedAssetSpec
-    num_processes: int | None = Field(default=None, description="World size; left out: the resource's.")
+    num_processes: int | Literal["auto"] | None = Field(
+        default=None, description="World size, or auto; left out: the resource's."
+    )
     use_gpu: bool | None = Field(default=None, description="One GPU for every rank; left out: the resource's.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Fixed arguments of the function.")
     ins: dict[str, str] = Field(

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dagster_rankzero.fields import KnownFields
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
-from rankzero.job import check_counts, qualified_name, world_bounds
+from rankzero.job import AUTO, NumProcesses, check_counts, qualified_name, world_bounds
 
 if TYPE_CHECKING:
     from rankzero import Launcher
@@ -39,10 +39,19 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
         "Left out: an embedded local[N] with as many slots as there are tasks.",
     )
+    connect: str | None = Field(
+        default=None,
+        description="Spark Connect server instead of a master: sc://host:15002, or with what a client needs beside "
+        "that, sc://host:443/;use_ssl=true;token=... (an EnvVar). It has its configuration: spark_conf is not for it.",
+    )
     spark_conf: dict[str, str] = Field(
         default_factory=dict, description="Spark configuration of the session that a run starts."
     )
-    num_processes: int = Field(default=1, description="World size, the number of ranks.")
+    num_processes: int | None = Field(
+        default=1,
+        description='World size, the number of ranks; null (in Python num_processes="auto") for as many as the engine '
+        "is known to have places for.",
+    )
     min_processes: int | None = Field(
         default=None,
         description="The smallest world size: each attempt starts with as many ranks between it and num_processes as "
@@ -117,12 +126,18 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     @model_validator(mode="before")
     @classmethod
     def _split_pair(cls, given: Any) -> Any:
-        """A field of Dagster has one type: the two sizes of an elastic world are two fields."""
+        """A field of Dagster has one type: an elastic world is two fields, and the word ``auto`` is a null."""
         size = given.get("num_processes") if isinstance(given, dict) else None
         if isinstance(size, (tuple, list)):
             least, most = world_bounds(check_counts(size, 1))
             return {**given, "num_processes": most, "min_processes": least}
-        return given
+        return {**given, "num_processes": None} if size == AUTO else given
+
+    @property
+    def _world(self) -> NumProcesses:
+        if self.num_processes is None:
+            return AUTO
+        return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
 
     @field_validator("restart_on", mode="before")
     @classmethod
@@ -141,7 +156,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         from rankzero.run.checkpoints import CheckpointConfig
 
         return Launcher(
-            self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes),
+            self._world,
             engine=self._engine(),
             use_gpu=self.use_gpu,
             processes_per_task=self.processes_per_task,
@@ -168,6 +183,12 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             from rankzero import LocalEngine
 
             return LocalEngine()
+        if self.connect is not None:
+            from rankzero import InvalidJobError, SparkConnectEngine
+
+            if self.master is not None or self.spark_conf:
+                raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
+            return SparkConnectEngine(self.connect)
         from rankzero import SparkEngine
 
         return SparkEngine(master=self.master, conf=self.spark_conf)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.airflow import versions
 
-from rankzero import InvalidJobError, LocalEngine, SparkEngine
+from rankzero import InvalidJobError, LocalEngine, SparkConnectEngine, SparkEngine
 
 
 def target(**fields: Any) -> Any:
@@ -47,6 +47,29 @@ def test_master_of_a_connection_uri() -> None:
 
     connection = Connection.from_uri("spark://head:7078", conn_id="cluster")
     assert Target.from_connection(connection).master == "spark://head:7078"
+
+
+@pytest.mark.parametrize(
+    ("fields", "url"),
+    [
+        ({"host": "head"}, "sc://head"),
+        ({"host": "sc://head", "port": 15003}, "sc://head:15003"),
+        (
+            {"host": "head", "port": 443, "login": "ada", "password": "geh;eim", "extra": '{"use_ssl": true}'},
+            "sc://head:443/;user_id=ada;token=geh%3Beim;use_ssl=true",
+        ),
+    ],
+)
+def test_a_spark_connect_connection_is_read_as_its_own_hook_reads_it(fields: dict[str, Any], url: str) -> None:
+    found = target(conn_type="spark_connect", **fields)
+    assert found.engine({"spark.executor.memory": "8g"}) == SparkConnectEngine(url)
+    assert "geh" not in repr(found) + str(found)
+
+
+def test_a_rankzero_connection_may_name_a_spark_connect_server() -> None:
+    found = rankzero(host="sc://head:15002", store="s3://bucket/runs")
+    assert found.engine() == SparkConnectEngine("sc://head:15002")
+    assert found.store == "s3://bucket/runs"
 
 
 def rankzero(**extra: Any) -> Any:
@@ -146,7 +169,8 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"conn_type": "spark_connect", "host": "head"}, "'spark_connect'"),
+        ({"conn_type": "spark_connect"}, "names no host"),
+        ({"conn_type": "spark_connect", "host": "head", "extra": '{"use_ssl": "yes"}'}, "use_ssl 'yes'"),
         ({"conn_type": "http", "host": "head"}, "'http'"),
         ({"host": "mesos://head"}, "'mesos://head'"),
         ({"conn_type": "rankzero"}, "names no host"),

@@ -23,6 +23,7 @@ OF_THE_LAUNCHER_ALONE = {
 OF_DAGSTER_ALONE = {
     "min_processes": "a field of Dagster has one type, so the launcher's pair of sizes is two fields",
     "master": "the engine",
+    "connect": "the engine",
     "spark_conf": "the engine",
     "observation_interval": "Dagster's own",
     "by_reference": "Dagster's own",
@@ -126,6 +127,24 @@ def test_an_elastic_world_is_two_fields_and_a_pair_in_python() -> None:
     # One number is one number, whatever the resource says.
     assert pair.options(num_processes=4)._launcher({}).num_processes == 4
     assert TorchDistributorResource().options(num_processes=(1, 3))._launcher({}).num_processes == (1, 3)
+
+
+def test_a_world_of_what_there_is_is_a_word_in_python_and_null_in_the_launchpad() -> None:
+    @dg.op(out=dg.Out(str))
+    def world(torch_distributor: TorchDistributorResource) -> str:
+        return str(torch_distributor._launcher({}).num_processes)
+
+    @dg.job(resource_defs={"torch_distributor": TorchDistributorResource.configure_at_launch()})
+    def launch() -> None:
+        world()
+
+    config = {"resources": {"torch_distributor": {"config": {"num_processes": None}}}}
+    assert launch.execute_in_process(config).output_for_node("world") == "auto"
+    assert TorchDistributorResource(num_processes="auto")._launcher({}).num_processes == "auto"  # type: ignore[arg-type]
+    assert (
+        TorchDistributorResource(num_processes=(2, 8)).options(num_processes="auto")._launcher({}).num_processes
+        == "auto"
+    )  # type: ignore[arg-type]
 
 
 def test_exceptions_to_restart_on_are_kept_by_name() -> None:

@@ -239,6 +239,8 @@ def test_errors_of_the_infrastructure_are_retried_by_the_policy(torch_distributo
         ({"processes_per_task": 3}, {}, "processes_per_task=3"),
         ({"backend": "mpi"}, {}, "'mpi'"),
         ({"engine": "spark", "master": "localhost:7077"}, {}, "localhost:7077"),
+        ({"engine": "spark", "connect": "localhost:15002"}, {}, "localhost:15002"),
+        ({"engine": "spark", "connect": "sc://head", "master": "yarn"}, {}, "without master"),
         ({}, {"sclae": 1.0}, "sclae"),
         ({}, {"scale": threading.Lock()}, "scale"),
         ({"num_procs": 2}, {}, "num_procs"),

@@ -111,8 +111,10 @@ def test_bad_frames_are_refused_and_leave_nothing(session: Any, tmp_path: Path) 
 
 
 def ids() -> list[int]:
-    mine = [number for batch in rt.get_dataset_shard().iter_batches(64, shuffle=True) for number in batch["id"].tolist()]
-    return sorted(sum(rt.all_gather_object(mine), []))
+    mine = [
+        number for batch in rt.get_dataset_shard().iter_batches(64, shuffle=True) for number in batch["id"].tolist()
+    ]
+    return sorted(number for part in rt.all_gather_object(mine) for number in part)
 
 
 def test_the_ranks_of_a_barrier_stage_read_the_frame(session: Any, frame: Any, tmp_path: Path) -> None:
@@ -127,9 +129,8 @@ def first_or_fail() -> list[int]:
     shard = rt.get_dataset_shard()
     if checkpoint := rt.get_checkpoint():
         shard.load_state_dict(checkpoint.load()["shard"])
-        return sorted(
-            sum(rt.all_gather_object([n for batch in shard.iter_batches(50) for n in batch["id"].tolist()]), [])
-        )
+        mine = [number for batch in shard.iter_batches(50) for number in batch["id"].tolist()]
+        return sorted(number for part in rt.all_gather_object(mine) for number in part)
     for number, _ in enumerate(shard.iter_batches(50)):
         if number == 3:
             rt.report({}, checkpoint={"shard": shard.state_dict()})

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, LocalEngine, SparkEngine
+from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, LocalEngine, SparkEngine, WorkerFailedError
 from rankzero.engines import local
 from rankzero.engines.spark import conf
 
@@ -25,6 +25,24 @@ def test_a_run_has_a_rank_for_each_place(launcher: Launcher) -> None:
 
     assert launcher.options(num_processes="auto").run(world) == "3"
     assert launcher.options(num_processes="auto", processes_per_task=2).run(world) == "2"
+
+
+def test_a_retry_on_a_machine_of_another_size_goes_on_from_the_checkpoint(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> tuple[str, int]:
+        import rankzero.train as rt
+
+        if (checkpoint := rt.get_checkpoint()) is None:
+            rt.report({}, checkpoint={"step": 7})
+            raise ValueError("not yet")
+        return os.environ["WORLD_SIZE"], checkpoint.load()["step"]
+
+    launcher = launcher.options(num_processes="auto", run_id="moved")
+    with pytest.raises(WorkerFailedError, match="not yet"):
+        launcher.run(train)
+    monkeypatch.setattr(local, "available_cores", lambda: 2)
+    assert launcher.run(train) == ("2", 7)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any
     (manifest,) = handle.checkpoints()
     folder = Path(handle.directory, "checkpoints", manifest.id)
     with ShardedState(manifest.parts, lambda rank: open(folder / manifest.parts[rank]["file"], "rb")) as state:
-        pieces = [state._file(rank).index["tensors"]["more.1"]["pieces"] for rank in manifest.parts]
+        pieces = [state._index(rank)["tensors"]["more.1"]["pieces"] for rank in manifest.parts]
     assert sorted(map(len, pieces)) == [0, 1]
 
 

@@ -16,7 +16,7 @@ from rankzero.values.resharding import ShardedState
 
 def write(state: Any) -> tuple[bytes, dict[str, Any]]:
     file = io.BytesIO()
-    size, sha256 = shards.write_to(state, file)
+    size, sha256, _ = shards.write_to(state, file)
     return file.getvalue(), {"0": {"size": size, "sha256": sha256}}
 
 

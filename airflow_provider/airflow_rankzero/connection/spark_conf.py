@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from airflow_rankzero._compat import mask_secret
 from rankzero.errors import InvalidJobError
 from rankzero.masking import secrets_of
 
@@ -46,7 +47,5 @@ def mask_secrets(pairs: Mapping[str, Any]) -> None:
 
     In every log line of this task or trigger, in every rendered field that is stored later, under whatever name.
     """
-    from airflow.sdk.log import mask_secret
-
     for secret in secrets_of(pairs):
         mask_secret(secret)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from airflow_rankzero.connection.fields import CONN_FIELDS, LOCAL, SPARK, read_count, read_flag, read_object
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
@@ -21,11 +22,13 @@ logger = logging.getLogger(__name__)
 
 RANKZERO_TYPE = "rankzero"
 SPARK_TYPE = "spark"
+CONNECT_TYPE = "spark_connect"
 
 STANDALONE_PORT = 7077
 """Where a Spark standalone master listens unless told otherwise."""
 
-_SCHEMES = ("spark://", "k8s://", "local", "yarn")
+CONNECT_SCHEME = "sc://"
+_SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME, "local", "yarn")
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
 _DEPLOY_MODE = "deploy-mode"
 _SUPPORTED_DEPLOY_MODE = "client"
@@ -39,12 +42,13 @@ class Target:
 
     Attributes:
         kind: ``"spark"``, or ``"local"`` for processes of the machine that runs the Airflow task.
-        master: As Spark spells it: ``spark://host:port``, ``yarn``, ``k8s://...``, ``local[N]``. None
-            is an embedded ``local[N]`` with one slot for every task.
+        master: As Spark spells it: ``spark://host:port``, ``yarn``, ``k8s://...``, ``local[N]``, or a Spark Connect
+            server, ``sc://host:port``. None is an embedded ``local[N]`` with one slot for every task.
         conf: Spark configuration. May hold credentials.
         store: Root of the run directories, where the task names none.
         use_gpu: One GPU for each rank, where the task says nothing.
         processes_per_task: Ranks in one Spark task, where the task says nothing; None leaves it at one.
+        parameters: The end of a Spark Connect server's URL: user, token. May hold credentials.
     """
 
     kind: str = SPARK
@@ -53,13 +57,14 @@ class Target:
     store: str | None = None
     use_gpu: bool = False
     processes_per_task: int | None = None
+    parameters: str = field(default="", repr=False)
 
     @staticmethod
     def from_conn_id(conn_id: str | None) -> Target:
-        """Looks a connection of type ``rankzero`` or ``spark`` up.
+        """Looks a connection of type ``rankzero``, ``spark`` or ``spark_connect`` up.
 
-        Needs no provider of the latter type. Login and password are not used. Values of the Spark configuration
-        that look secret are masked in Airflow's logs.
+        Needs no provider of the latter types. Login and password are used by ``spark_connect`` alone. Values of the
+        Spark configuration that look secret are masked in Airflow's logs.
 
         Args:
             conn_id: Id of the connection. None is an embedded Spark.
@@ -87,44 +92,52 @@ class Target:
     def from_connection(connection: Connection) -> Target:
         """The target that the fields describe. Raises InvalidJobError."""
         where = f"connection {connection.conn_id!r}"
-        if connection.conn_type == "spark_connect":
-            raise InvalidJobError(
-                f"{where} is of type 'spark_connect', which this version of rankzero cannot run on: "
-                "use a connection of type 'spark' with the cluster's master"
-            )
         if connection.conn_type == RANKZERO_TYPE:
             return _of_rankzero(connection, where)
         if connection.conn_type == SPARK_TYPE:
             return _of_spark(connection, where)
+        if connection.conn_type == CONNECT_TYPE:
+            return _of_spark_connect(connection, where)
         raise InvalidJobError(
-            f"{where} is of type {connection.conn_type!r}; a connection of type 'rankzero' or 'spark' is needed"
+            f"{where} is of type {connection.conn_type!r}; a connection of type 'rankzero', 'spark' or "
+            "'spark_connect' is needed"
         )
 
     def engine(self, conf: Mapping[str, str] | None = None) -> Engine:
         """The engine that places the ranks there.
 
         Args:
-            conf: The task's own Spark configuration, which wins over the connection's. A local engine has no use
-                for it, so that one DAG runs on either. Values that look secret are masked in Airflow's logs.
+            conf: The task's own Spark configuration, which wins over the connection's. A local engine and a Spark
+                Connect server have no use for it, so that one DAG runs on each. Values that look
+                secret are masked in Airflow's logs.
 
         Raises:
             InvalidJobError: Spark cannot have this master or configuration.
         """
         # Here: who only reads a DAG file needs no engine.
-        from rankzero import LocalEngine, SparkEngine
+        from rankzero import LocalEngine, SparkConnectEngine, SparkEngine
 
         if self.kind == LOCAL:
             if conf:
                 logger.info("the engine is 'local', so spark_conf has no effect")
             return LocalEngine()
+        if self.is_connect:
+            if conf or self.conf:
+                logger.info("a Spark Connect server has its configuration, so spark_conf has no effect")
+            return SparkConnectEngine(f"{self.master}{self.parameters}")
         merged = {**self.conf, **(conf or {})}
         mask_secrets(merged)
         return SparkEngine(master=self.master, conf=merged)
 
+    @property
+    def is_connect(self) -> bool:
+        """True if the master is a Spark Connect server."""
+        return self.kind == SPARK and (self.master or "").startswith(CONNECT_SCHEME)
+
     def __str__(self) -> str:
         if self.kind == LOCAL:
             return "this machine"
-        return self.master or "an embedded local Spark"
+        return (self.master or "").partition("/;")[0] or "an embedded local Spark"
 
 
 def _of_rankzero(connection: Connection, where: str) -> Target:
@@ -168,6 +181,21 @@ def _of_spark(connection: Connection, where: str) -> Target:
     return Target(SPARK, _master(connection, where), conf)
 
 
+def _of_spark_connect(connection: Connection, where: str) -> Target:
+    """As the Spark provider's own hook reads it: login is the user, password the token."""
+    if not connection.host:
+        raise InvalidJobError(f"{where} names no host: give that of the Spark Connect server")
+    extra = _read_extra(connection, where)
+    pairs = {"user_id": connection.login, "token": connection.password}
+    if read_flag(where, "use_ssl", extra.get("use_ssl") or False):
+        pairs["use_ssl"] = "true"
+    host = connection.host.removeprefix(CONNECT_SCHEME).rstrip("/")
+    address = f"{host}:{connection.port}" if connection.port else host
+    parameters = "".join(f";{name}={quote(value, safe='')}" for name, value in pairs.items() if value)
+    mask_secrets({"token": connection.password or ""})
+    return Target(SPARK, f"{CONNECT_SCHEME}{address}", parameters=f"/{parameters}" if parameters else "")
+
+
 def _read_extra(connection: Connection, where: str) -> dict[str, Any]:
     # Not extra_dejson: that makes an empty dict of what is no JSON, and the queue would be lost.
     try:
@@ -184,7 +212,9 @@ def _master(connection: Connection, where: str) -> str:
     if not host:
         raise InvalidJobError(f"{where} names no host: give a master such as spark://host:7077, yarn or local[4]")
     if not host.startswith(_SCHEMES) and "://" in host:
-        raise InvalidJobError(f"{where} has host {host!r}; a master is spark://host:7077, k8s://..., yarn or local[4]")
+        raise InvalidJobError(
+            f"{where} has host {host!r}; a master is spark://host:7077, sc://host:15002, k8s://..., yarn or local[4]"
+        )
     if not host.startswith(_SCHEMES) or _is_host_name(host):
         # spark://host:7077 as the URI of a connection leaves no scheme in its host.
         host = f"spark://{host}"

@@ -85,11 +85,12 @@ class Ending:
         self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
 
     def await_exits(self) -> None:
-        """All ranks have committed: lets them run their exit handlers, and rank 0 go."""
+        """All ranks have ended: lets them run their exit handlers, and rank 0 go; within the grace if there is one."""
         for rank in self._ranks:
             rank.tell({"type": "end"})
         self.has_begun = True
-        self.kill_at = time.monotonic() + self._exit_timeout + EXIT_MARGIN
+        if not self.is_early:
+            self.kill_at = time.monotonic() + self._exit_timeout + EXIT_MARGIN
 
     def kill_overdue(self, now: float) -> None:
         """SIGKILL to all ranks, once their time is over."""

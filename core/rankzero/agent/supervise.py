@@ -251,7 +251,6 @@ class Agent:
             self._drain(rank, self._on_output)
             result = message.get("result")
             if result and os.path.dirname(result["path"]) == self._config["scratch"]:
-                self._client.queue({"type": "returned", "local_rank": rank.local_rank})
                 self._client.send_file("value", result["path"], message)
                 return
         elif kind == "failure":

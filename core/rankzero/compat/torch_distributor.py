@@ -151,12 +151,12 @@ class TorchDistributor:
             )
         launcher, where = self._launcher, "local"
         if not self.local_mode:
-            from rankzero.engines.spark.engine import SparkEngine
+            from rankzero.engines.specs import engine_of_session
 
             self._check_encryption()
             where = "distributed"
             per_task = self.num_processes // self.num_tasks
-            launcher = launcher.options(engine=SparkEngine(session=self.spark), processes_per_task=per_task)
+            launcher = launcher.options(engine=engine_of_session(self.spark), processes_per_task=per_task)
         self.logger.info("Started %s training with %s processes", where, self.num_processes)
         value = self._launch(launcher, train_object, args, kwargs)
         self.logger.info("Finished %s training with %s processes", where, self.num_processes)

@@ -25,7 +25,7 @@ from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest
+from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
 from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
@@ -150,10 +150,11 @@ class Attempt:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
     def _resume_files(self) -> dict[str, str]:
-        """Where the parts of the checkpoint to start from lie, and its manifest, by the names that agents ask for."""
+        """Where the files of the checkpoint to start from lie, by the names that agents ask for."""
         if self._resume is None:
             return {}
-        files = {rank: part["file"] for rank, part in self._resume.parts.items()} | {"manifest": MANIFEST}
+        files = {rank: part["file"] for rank, part in self._resume.parts.items()}
+        files |= {"manifest": MANIFEST, "pieces": PIECES}
         return {f"checkpoint-{name}": self._run.path(FOLDER, self._resume.id, file) for name, file in files.items()}
 
     def _on_engine_end(self, error: BaseException | None) -> None:
@@ -211,9 +212,13 @@ class Attempt:
             timeout: Seconds to wait.
             patient: Count from the last message: lines that waited for a slow driver are still to come.
         """
-        deadline = time.monotonic() + timeout
+        deadline, released = time.monotonic() + timeout, patient
         while not self._engine_ended and time.monotonic() < deadline:
             kind = self._take(TICK)
+            if not released and self._outcome.is_over:
+                # Rank 0 waits for its peers: none needs the rest of the grace.
+                released = True
+                self._server.broadcast({"type": "end"})
             if kind == LOST:
                 break
             if patient and kind not in (None, DISCONNECTED):
@@ -323,13 +328,13 @@ class Attempt:
             self._storage.add_part(rank, member.task, message)
         elif kind == "checkpoint-failed":
             self._committer.drop(message["index"])
-        elif kind == "returned":
+        elif kind == "returned" and not self._stopping and member.left_at is None:
             self._outcome.note_returned(rank)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
-        elif kind == "commit" and message.get("exited") and (self._stopping or member.left_at is not None):
-            # It was told to go, and did so politely.
-            self._on_failure(rank, member, {"type": "failure", "exit_code": 0})
+        elif kind == "commit" and not self._outcome.has_returned(rank):
+            # It was asked to exit, and did so politely: that ends a training, and does not finish it.
+            self._on_failure(rank, member, {"exit_code": 0, "message": "ended when it was asked to"})
         elif kind == "commit":
             self._storage.commit(rank, member.task, message)
         elif kind == "failure":
@@ -403,6 +408,9 @@ class Attempt:
         now = time.monotonic()
         self._look_at_outcome(group, now)
         self._watch.check()
+        timeout, began = self._job.timeout, self._run_started_at or self.started_at
+        if timeout and began is not None and now - began > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
         if self.started_at is None:
             if now > self._start_deadline:
                 raise self._start_timeout()
@@ -410,9 +418,6 @@ class Attempt:
                 self._say_at = now + policy.WAITING_INTERVAL
                 self._say_waiting()
             return
-        timeout = self._job.timeout
-        if timeout and now - (self._run_started_at or self.started_at) > timeout:
-            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended")
         bound, storing = self._job.hang_timeout, self._outcome.is_storing
         if bound is not None and (stacks := self._hang.look(now, bound, storing=storing)):
             raise verdict.hung(bound, stacks, self._run.directory)

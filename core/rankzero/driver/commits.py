@@ -14,6 +14,7 @@ from rankzero import store
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
+    PIECES,
     CheckpointConfig,
     Manifest,
     list_committed,
@@ -197,6 +198,9 @@ class Committer:
         )
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
+        if any("pieces" in part for part in parts.values()):
+            lines = [part.get("pieces", "") for _, part in sorted(parts.items())]
+            store.write_bytes(store.join(folder, PIECES), "\n".join(lines).encode(), durable=True)
         store.write_bytes(store.join(folder, MANIFEST), json.dumps(manifest.to_json()).encode(), durable=True)
         store.sync_directory(self._run.path(FOLDER))
         return manifest

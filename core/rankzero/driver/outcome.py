@@ -53,8 +53,12 @@ class Outcome:
         self.refusal: RankZeroError | None = None
 
     def note_returned(self, rank: int) -> None:
-        """The rank's function has returned; its value is still to be stored."""
+        """The rank's code has ended well, and by itself; its checkpoints and its value are still to be stored."""
         self._returned.add(rank)
+
+    def has_returned(self, rank: int) -> bool:
+        """True if the rank's code has ended well before it was asked to."""
+        return rank in self._returned
 
     def note_committed(self, rank: int) -> None:
         """The rank has done all that the run needs of it."""
@@ -92,6 +96,11 @@ class Outcome:
             self._first_failure_at = now
         self.failures.append(failure)
         return failure
+
+    @property
+    def is_over(self) -> bool:
+        """True once every rank has committed or failed."""
+        return len(self._committed | {failure.rank for failure in self.failures}) >= self._num_processes
 
     @property
     def is_storing(self) -> bool:

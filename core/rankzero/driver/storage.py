@@ -70,7 +70,6 @@ class Storage:
         if "result" not in message:
             self._outcome.note_committed(rank)
             return
-        self._outcome.note_returned(rank)
         result = message["result"]
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):

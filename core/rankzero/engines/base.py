@@ -43,6 +43,11 @@ class Engine(abc.ABC):
     def prefers_own_process(self) -> bool:
         """True if opening it would change the caller's process."""
 
+    @property
+    def has_tables(self) -> bool:
+        """True if a session of this engine can compute tables and queries: `EngineSession.read_table`."""
+        return False
+
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
         """Ranks for ``num_processes="auto"``: as many as there are places; None where nothing says how many.
 

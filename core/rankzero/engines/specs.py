@@ -1,4 +1,4 @@
-"""From a specification in the run directory back to the engine."""
+"""From a specification in the run directory, or from a session, to the engine."""
 
 from __future__ import annotations
 
@@ -18,4 +18,19 @@ def engine_from_spec(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
         from rankzero.engines.spark.engine import SparkEngine
 
         return SparkEngine(master=spec["master"], conf=private["conf"])
+    if spec["kind"] == "spark-connect":
+        from rankzero.engines.connect.engine import SparkConnectEngine
+
+        return SparkConnectEngine(private["url"])
     raise InvalidJobError(f"unknown engine {spec['kind']!r} in job.json")
+
+
+def engine_of_session(session: Any) -> Engine:
+    """The engine that uses a SparkSession of this process, classic or of Spark Connect."""
+    from rankzero.engines.connect.engine import SparkConnectEngine, is_connect_session
+
+    if is_connect_session(session):
+        return SparkConnectEngine(session=session)
+    from rankzero.engines.spark.engine import SparkEngine
+
+    return SparkEngine(session=session)

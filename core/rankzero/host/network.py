@@ -94,6 +94,17 @@ def addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
+def own_addresses() -> list[str]:
+    """The addresses of this host under which others may reach it, as far as the kernel lists them."""
+    if not sys.platform.startswith("linux"):
+        return addresses_of(socket.gethostname())
+    try:
+        found = [assigned.address for assigned in _assigned()]
+    except OSError:
+        return addresses_of(socket.gethostname())
+    return [str(address) for address in found if not (address.is_loopback or address.is_link_local)]
+
+
 def is_loopback(host: str) -> bool:
     """True for an address or name that means this host on every host."""
     host = without_brackets(host)

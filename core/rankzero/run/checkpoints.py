@@ -1,6 +1,7 @@
 """Checkpoints in the run directory: which there are, and which are kept.
 
     checkpoints/0000-000003/rank-0.safetensors     one file for each rank that gave a part
+    checkpoints/0000-000003/pieces.jsonl           where the pieces of sharded tensors lie in them: a line for each rank
     checkpoints/0000-000003/checkpoint.json        written last: with it the checkpoint is committed
 
 The name is attempt and number, so that names in order are checkpoints in order, and no two attempts ever
@@ -24,6 +25,7 @@ from rankzero.run.directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
+PIECES = "pieces.jsonl"
 FOLDER = "checkpoints"
 
 MODES = ("min", "max")

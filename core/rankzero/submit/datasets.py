@@ -186,7 +186,7 @@ def _opened(source: Any, engine: Engine) -> Any:
 
 
 def _check_query(name: str, query: str, engine: Engine) -> None:
-    if not hasattr(engine, "session"):
+    if not engine.has_tables:
         raise InvalidJobError(
             f"dataset {name!r} is {query!r}: there is no such path, and a table or a query needs Spark: give "
             "engine=SparkEngine(...), or a DataFrame"

@@ -42,7 +42,9 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
     # As `python -m rankzero.driver.main`, also where rankzero is found through this process's path only. -P: the
     # working directory is the user's, and what lies there has no business in a driver.
-    program = "import sys; sys.path.append(sys.argv.pop(1)); from rankzero.driver.main import main; main()"
+    # A main module without a file is a doctest to pyspark's client of Spark Connect, which then imports its test tools.
+    program = "import sys; sys.path.append(sys.argv.pop(1)); import rankzero.driver.main as driver; "
+    program += "__file__ = driver.__file__; driver.main()"
     submission = run.job().submission
     command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", str(submission)]
     if owner is not None:

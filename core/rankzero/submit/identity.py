@@ -18,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 
+from rankzero.job import NumProcesses
 from rankzero.submit.imports import imports_of_code
 from rankzero.submit.modules import is_user_module_name
 from rankzero.submit.payload import TrainingPickler
@@ -36,7 +37,7 @@ def identity_of(
     train: object,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    world_size: int | tuple[int, int],
+    world_size: NumProcesses,
     code_version: str | None = None,
     datasets: Sequence[tuple[str, str]] = (),
 ) -> str:
@@ -49,7 +50,7 @@ def identity_of(
         train: As for `Launcher.run`.
         args: Its positional arguments. A `ResultRef` counts by the checksum of its file.
         kwargs: Its keyword arguments.
-        world_size: Number of ranks; of an elastic job the smallest and the largest.
+        world_size: Number of ranks; of an elastic job the smallest and the largest; or ``"auto"``.
         code_version: Stands for all code, which is not looked at then.
         datasets: Name and checksum of each dataset.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from rankzero import job as jobs
 from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
-from rankzero.job import Job
+from rankzero.job import Job, NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import datasets, payload, submission
@@ -31,6 +32,8 @@ class Request:
         engine: Where.
         root: Of the run directories.
         template: The job, without what depends on function and arguments; an empty ``run_id`` becomes a random one.
+        num_processes: World size as the launcher was given it, which is a part of the identity: what ``"auto"`` stands
+            for differs from one machine to the next, and the training does not.
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
@@ -41,6 +44,7 @@ class Request:
     engine: Engine
     root: str
     template: Job
+    num_processes: NumProcesses
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
     identity: str | None = None
@@ -74,7 +78,7 @@ class Request:
         if self.identity is not None:
             return self.identity
         read = found.digests if found else datasets.digests_of(self.sources, self.engine)
-        return identity_of(train, args, kwargs, self.template.world_size, self.code_version, read)
+        return identity_of(train, args, kwargs, self.num_processes, self.code_version, read)
 
 
 def prepare(
@@ -100,7 +104,7 @@ def prepare(
     if detached and not engine.can_detach:
         raise InvalidJobError(
             "a run that outlives this process cannot use this process's SparkSession: "
-            "give SparkEngine(master=...) to submit(), or use run()"
+            "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
         )
     parts = payload.build(train, args, kwargs, request.restart_on)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:
@@ -110,9 +114,20 @@ def prepare(
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
     engine.check(job)
     run = RunDirectory(store.join(request.root, run_id))
-    before = datasets.earlier(run) if request.sources else {}
-    found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
-    job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
+    with contextlib.ExitStack() as unless_started:
+        before = datasets.earlier(run) if request.sources else {}
+        found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
+        unless_started.callback(found.discard, before)
+        job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
+        started = _submit(run, job, parts, found)
+        if started:
+            unless_started.pop_all()
+            datasets.remove_replaced(before, found)
+    return run, started
+
+
+def _submit(run: RunDirectory, job: Job, parts: Payload, found: Datasets) -> bool:
+    """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
@@ -139,16 +154,7 @@ def prepare(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    try:
-        started = submission.submit(run, job.identity, make_job, files | listings)
-    except BaseException:
-        found.discard(before)
-        raise
-    if started:
-        datasets.remove_replaced(before, found)
-    else:
-        found.discard(before)
-    return run, started
+    return submission.submit(run, job.identity, make_job, files | listings)
 
 
 def _refuse_in_spawned_child() -> None:

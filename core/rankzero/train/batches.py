@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,10 +17,30 @@ from rankzero.data.shares import Batches, Spans, cut, length, remaining, share
 
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
-    from rankzero.train.dataset import Cut
 
 PIECE = 32 << 20
 """Bytes of shuffled rows that are gathered at a time, about."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dataset is iterated over: what `DatasetShard.iter_batches` was asked for.
+
+    Attributes:
+        batch_size: Rows of a batch.
+        seed: Of the order; None for that of the files.
+        drop_last: Only whole batches.
+        columns: Those that are read; None for all.
+        collate: Makes a batch of the columns; None: the columns.
+        prefetch: Pieces that a thread reads ahead.
+    """
+
+    batch_size: int
+    seed: int | None
+    drop_last: bool
+    columns: tuple[str, ...] | None
+    collate: Callable[[Columns], Any] | None
+    prefetch: int
 
 
 def batches_of(

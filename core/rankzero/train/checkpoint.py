@@ -70,7 +70,8 @@ class Checkpoint:
             raise ResultError(f"checkpoint {self.id} is a directory: use as_directory() or to_directory(path)")
         with self._still_there():
             if part["format"] == formats.SHARDS:
-                with resharding.ShardedState(self._parts, self._open) as state:
+                indexes = self._files.indexes(self.id, self._parts)
+                with resharding.ShardedState(self._parts, self._open, indexes) as state:
                     return state.load(name) if into is None else state.load_into(name, into)
             found = formats.read(self._path(name), part["format"], part["sha256"])
         return found if into is None else resharding.fill(into, found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero.data.manifest import Manifest
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from rankzero.data.columns import Columns
     from rankzero.data.shares import Spans, Stretch
-    from rankzero.train.batches import BatchDataset
+    from rankzero.train.batches import BatchDataset, Cut
 
 DEFAULT = "train"
 """Name of a dataset that the launcher was given without one."""
@@ -56,27 +55,6 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
         scratch = session.scratch or tempfile.mkdtemp(prefix="rankzero-data-")
         shards[name] = DatasetShard(Manifest.from_json(manifests[name]), session.context, scratch, name)
     return shards[name]  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a dataset is iterated over: what `DatasetShard.iter_batches` was asked for.
-
-    Attributes:
-        batch_size: Rows of a batch.
-        seed: Of the order; None for that of the files.
-        drop_last: Only whole batches.
-        columns: Those that are read; None for all.
-        collate: Makes a batch of the columns; None: the columns.
-        prefetch: Pieces that a thread reads ahead.
-    """
-
-    batch_size: int
-    seed: int | None
-    drop_last: bool
-    columns: tuple[str, ...] | None
-    collate: Callable[[Columns], Any] | None
-    prefetch: int
 
 
 class DatasetShard:
@@ -190,7 +168,7 @@ class DatasetShard:
         Raises:
             InvalidJobError: as `iter_batches`.
         """
-        from rankzero.train.batches import BatchDataset
+        from rankzero.train.batches import BatchDataset, Cut
 
         cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0)
         return BatchDataset(self._manifest, self._world, self._scratch, cut)
@@ -234,6 +212,8 @@ class DatasetShard:
         collate: Callable[[Columns], Any] | None,
         prefetch: int,
     ) -> Cut:
+        from rankzero.train.batches import Cut
+
         for name, value, least in (("batch_size", batch_size, 1), ("prefetch", prefetch, 0)):
             if type(value) is not int or value < least:
                 raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, {least} or more")

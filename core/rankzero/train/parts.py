@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import threading
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 from rankzero import store
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER, MANIFEST
+from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
 from rankzero.values.formats import Writable
 
@@ -23,9 +24,12 @@ STORE_PATIENCE = 30.0
 STORE_INTERVAL = 0.5
 """Seconds between two of these tries."""
 
+READ_AHEAD = 4 << 20
+"""Bytes that are asked of a store at once, where less is wanted."""
+
 Part = Mapping[str, Any]
 Message = dict[str, Any]
-Produce = Callable[[Writable], tuple[int, str]]
+Produce = Callable[[Writable], Message]
 
 
 class ListedParts(Mapping[str, Part]):
@@ -121,10 +125,11 @@ class Parts:
         Args:
             checkpoint: Its id.
             file: The part's name.
-            produce: Writes it; gives its size and digest. May be called again, after an error of the store.
+            produce: Writes it; gives its ``size``, its ``sha256`` and more. May be called again, after an error of the
+                store.
 
         Returns:
-            ``size``, ``sha256``, ``path``, and ``shared``: it is in its place, and not to be sent.
+            That, ``path``, and ``shared``: it is in its place, and not to be sent.
 
         Raises:
             NotTakenError: the store has not taken it for `STORE_PATIENCE` seconds.
@@ -149,8 +154,8 @@ class Parts:
         while True:
             try:
                 with remote.Upload(client, url) as upload:
-                    size, sha256 = produce(upload)
-                return {"size": size, "sha256": sha256, "path": url, "shared": True}
+                    facts = produce(upload)
+                return {**facts, "path": url, "shared": True}
             except ResultError:
                 raise
             except Exception as error:
@@ -196,6 +201,16 @@ class Parts:
 
         return ListedParts(known, formats, read)
 
+    def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
+        """The indexes of a sharded checkpoint's parts, those that lie together; by rank, as text."""
+        try:
+            with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
+                lines = file.read().split(b"\n")
+        except (FileNotFoundError, ResultError):
+            # Not within reach: each part has its own.
+            return {}
+        return {rank: line for rank, line in zip(sorted(ranks, key=int), lines, strict=False) if line}
+
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
         """A local path of a part, fetched to this host if need be.
 
@@ -220,7 +235,9 @@ class Parts:
         """An open part, of which only what is asked for is read. Raises like `path`."""
         is_here = self.shared or any(map(os.path.exists, self._places(checkpoint, part)))
         if not is_here and (client := self.client()):
-            return client.open_read(store.join(self._run_directory, FOLDER, checkpoint, part["file"]))
+            url = store.join(self._run_directory, FOLDER, checkpoint, part["file"])
+            # Pieces are small, and lie one after the other.
+            return io.BufferedReader(client.open_read(url), READ_AHEAD)  # type: ignore[type-var]
         return open(self.path(checkpoint, rank, part), "rb")
 
     def _places(self, checkpoint: str, part: Part) -> list[str]:
@@ -234,11 +251,11 @@ def _write_local(path: str, produce: Produce) -> Message:
     writing = f"{path}.writing"
     try:
         with open(writing, "wb") as file:
-            size, sha256 = produce(file)
+            facts = produce(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(writing, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(writing)
-    return {"size": size, "sha256": sha256}
+    return facts

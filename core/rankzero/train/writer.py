@@ -24,6 +24,9 @@ MAX_STAGED = 2
 KEPT_STAGED = 2
 """Committed checkpoints of this rank that stay on this host where the store is out of its sight."""
 
+MAX_INDEX = 16 << 20
+"""Characters of a part's index up to which it goes to the driver, to lie with the others."""
+
 _COPY_CHUNK = 8 << 20
 
 Message = dict[str, Any]
@@ -195,10 +198,7 @@ class CheckpointWriter:
 
     def _write_part(self, taken: _Taken, file: str) -> Message:
         if taken.path is None:
-            if taken.facts["format"] == formats.SHARDS:
-                produce = functools.partial(shards.write_to, taken.state)
-            else:
-                produce = functools.partial(formats.write_to, taken.state, taken.facts["format"])
+            produce = functools.partial(_write_state, taken.state, taken.facts["format"])
             return self._parts.write(taken.name, file, produce)
         if self._parts.shared or not self._parts.client():
             return {"path": taken.path, "shared": self._parts.shared}
@@ -288,11 +288,20 @@ def _as_directory(value: object) -> str | None:
     raise TypeError(f"checkpoint is a {type(value).__name__}; give a directory, or a dict of tensors and plain values")
 
 
-def _copy_file(path: str, facts: Message, file: formats.Writable) -> tuple[int, str]:
+def _write_state(state: Any, file_format: str, file: formats.Writable) -> Message:
+    if file_format != formats.SHARDS:
+        size, sha256 = formats.write_to(state, file_format, file)
+        return {"size": size, "sha256": sha256}
+    size, sha256, index = shards.write_to(state, file)
+    facts = {"size": size, "sha256": sha256}
+    return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
+
+
+def _copy_file(path: str, facts: Message, file: formats.Writable) -> Message:
     with open(path, "rb") as source:
         while chunk := source.read(_COPY_CHUNK):
             file.write(chunk)
-    return facts["size"], facts["sha256"]
+    return facts
 
 
 def _delete(path: str) -> None:

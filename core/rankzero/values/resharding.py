@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from rankzero.errors import ResultError
 from rankzero.values import pickled
@@ -16,6 +16,8 @@ from rankzero.values.shards import LENGTH, Path, Stored, is_sharded, name_of, pi
 
 if TYPE_CHECKING:
     import torch
+
+_Bytes = TypeVar("_Bytes", bytes, bytearray)
 
 Copy = Callable[[Any, list[int], Any], None]
 
@@ -35,15 +37,23 @@ class _Unpickler(pickle.Unpickler):
 class ShardedState:
     """What all ranks wrote, open for reading."""
 
-    def __init__(self, parts: Mapping[str, Mapping[str, Any]], open_part: Callable[[str], IO[bytes]]) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Mapping[str, Any]],
+        open_part: Callable[[str], IO[bytes]],
+        indexes: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             parts: By rank, as text: ``size`` and ``sha256``, as `write_to` gave them.
             open_part: Opens a rank's file.
+            indexes: By rank, as text: the index of its file. Of others it is read there.
         """
         self._parts = parts
         self._open_part = open_part
+        self._given = indexes or {}
+        self._indexes: dict[str, dict[str, Any]] = {}
         self._files: dict[str, _File] = {}
 
     def __enter__(self) -> ShardedState:
@@ -62,10 +72,10 @@ class ShardedState:
         return fill(target, self._plain(rank), self._copy)
 
     def _plain(self, rank: str) -> Any:
-        file = self._file(rank)
-        rest = io.BytesIO(file.read(file.index["rest"]))
+        index = self._index(rank)
+        rest = io.BytesIO(self._file(rank).read(index["rest"]))
         try:
-            return _Unpickler(rest, file.index["tensors"]).load()
+            return _Unpickler(rest, index["tensors"]).load()
         except Exception as error:
             do = pickled.advice(error) or "Give plain values and state dicts"
             what = f"{type(error).__name__}: {error}"
@@ -74,14 +84,22 @@ class ShardedState:
     def _file(self, rank: str) -> _File:
         if rank not in self._files:
             part = self._parts[rank]
-            self._files[rank] = _File(self._open_part(rank), part["size"], part["sha256"])
+            self._files[rank] = _File(self._open_part(rank), part["size"])
         return self._files[rank]
+
+    def _index(self, rank: str) -> dict[str, Any]:
+        if rank not in self._indexes:
+            sha256 = self._parts[rank]["sha256"]
+            given = self._given.get(rank)
+            found = self._file(rank).index(sha256) if given is None else _proved(given, sha256)
+            self._indexes[rank] = json.loads(found)
+        return self._indexes[rank]
 
     def _pieces(self, stored: Stored) -> list[tuple[str, dict[str, Any]]]:
         """Every piece of a tensor, with the rank that wrote it."""
         found: dict[str, tuple[str, dict[str, Any]]] = {}
         for rank in self._parts:
-            if entry := self._file(rank).index["tensors"].get(stored.name):
+            if entry := self._index(rank)["tensors"].get(stored.name):
                 found |= {str([piece["offsets"], piece["sizes"]]): (rank, piece) for piece in entry["pieces"]}
         if sum(prod(piece["sizes"]) for _, piece in found.values()) != prod(stored.shape):
             raise ResultError(f"the pieces of {stored.name!r} in the checkpoint are not the whole tensor")
@@ -106,20 +124,20 @@ class ShardedState:
 class _File:
     """One rank's open file."""
 
-    def __init__(self, file: IO[bytes], size: int, sha256: str) -> None:
+    def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
-        length = LENGTH.unpack(self._read(size - LENGTH.size, LENGTH.size))[0]
-        if length > size - LENGTH.size:
+        self._size = size
+
+    def index(self, sha256: str) -> bytearray:
+        """The index at its end. Raises ResultError if it is not what was written."""
+        length = LENGTH.unpack(self._read(self._size - LENGTH.size, LENGTH.size))[0]
+        if length > self._size - LENGTH.size:
             raise ResultError("a part of the checkpoint is damaged: it has no index")
-        place = {"at": size - LENGTH.size - length, "length": length, "sha256": sha256}
-        self.index: dict[str, Any] = json.loads(self.read(place))
+        return self.read({"at": self._size - LENGTH.size - length, "length": length, "sha256": sha256})
 
     def read(self, place: Mapping[str, Any]) -> bytearray:
         """Bytes of the file that are what was written. Raises ResultError if they are not."""
-        data = self._read(place["at"], place["length"])
-        if hashlib.sha256(data).hexdigest() != place["sha256"]:
-            raise ResultError("a part of the checkpoint was changed or damaged after it was committed")
-        return data
+        return _proved(self._read(place["at"], place["length"]), place["sha256"])
 
     def _read(self, at: int, length: int) -> bytearray:
         self._file.seek(at)
@@ -134,6 +152,12 @@ class _File:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _proved(data: _Bytes, sha256: str) -> _Bytes:
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ResultError("a part of the checkpoint was changed or damaged after it was committed")
+    return data
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:

@@ -4,7 +4,8 @@ A file holds the bytes of this rank's pieces of sharded tensors (DTensors, as FS
 and ShardedTensors of FSDP1), then everything else of the state as a pickle, then an index: of each piece its tensor's
 name and shape, its place in that tensor and in the file, and its sha256. The last 8 bytes are the index's length. The
 sha256 of the index stands for the file, so what is read of it is verified by itself, and a reader needs only the pieces
-that overlap with what its rank has.
+that overlap with what its rank has. The indexes of all parts also lie together beside them: a reader of a thousand
+parts would open each to learn that it needs two.
 """
 
 from __future__ import annotations
@@ -115,11 +116,11 @@ def name_of(path: Path) -> str:
 # -- writing -------------------------------------------------------------------------------------
 
 
-def write_to(state: Any, file: Writable) -> tuple[int, str]:
+def write_to(state: Any, file: Writable) -> tuple[int, str, str]:
     """Writes this rank's part of a state in which `Pieces` stand for sharded tensors.
 
     Returns:
-        The file's size in bytes, and the sha256 of its index, hex.
+        The file's size in bytes, the sha256 of its index, hex, and the index, one line of JSON.
 
     Raises:
         ResultError: two sharded tensors have one name, one lies within an object, or the rest cannot be pickled, or
@@ -143,10 +144,10 @@ def write_to(state: Any, file: Writable) -> tuple[int, str]:
         return Stored(name, value.shape, value.dtype)
 
     rest = _pickle(walk(state, place))
-    index = json.dumps({"tensors": tensors, "rest": writer.bytes(rest)}, separators=(",", ":")).encode()
-    writer.bytes(index)
-    writer.bytes(LENGTH.pack(len(index)))
-    return writer.size, hashlib.sha256(index).hexdigest()
+    index = json.dumps({"tensors": tensors, "rest": writer.bytes(rest)}, separators=(",", ":"))
+    facts = writer.bytes(index.encode())
+    writer.bytes(LENGTH.pack(facts["length"]))
+    return writer.size, facts["sha256"], index
 
 
 class _Writer:

@@ -19,7 +19,7 @@ LOCAL_RANK_MACRO = "${local_rank}"
 """Stands for the local rank in the arguments of a script, as for torchrun."""
 
 
-def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
+def call(start: Message, fetch: Callable[[str], str]) -> object:
     """Loads the payload, opens references and calls the user's code.
 
     Args:
@@ -27,7 +27,7 @@ def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
         fetch: Has the agent fetch a file from the driver.
 
     Returns:
-        The value of a function, else None; and whether ``sys.exit(0)`` ended it, which is an end like any other.
+        The value of a function, else None; also if ``sys.exit(0)`` ended it, which is an end like any other.
     """
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
@@ -49,7 +49,7 @@ def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
     args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
     try:
         if is_function:
-            return _call_function(payload, args, kwargs), False
+            return _call_function(payload, args, kwargs)
         line = [str(argument).replace(LOCAL_RANK_MACRO, os.environ["LOCAL_RANK"]) for argument in args]
         if payload["kind"] == "script":
             _run_script(payload, line)
@@ -60,13 +60,10 @@ def call(start: Message, fetch: Callable[[str], str]) -> tuple[object, bool]:
             for position, file in payload["files"].items():
                 line[position] = _place(file["path"], file["data"], file["mode"])
             run_command(line)
-            # Its code 0 may be the answer to a signal.
-            return None, True
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-        return None, True
-    return None, False
+    return None
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:

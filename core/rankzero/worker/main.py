@@ -8,6 +8,7 @@ beat             every few seconds, from a thread: progress so far
 metric           rows of reports, several at a time
 checkpoint
 <- checkpoint    one was committed
+returned         the user's code has ended well
 commit | failure the outcome, before anything else can go wrong
 """
 
@@ -42,7 +43,7 @@ INLINE_LIMIT = 64 << 10
 
 
 HOROVOD = "RANKZERO_HOROVOD"
-"""Variable of the user's environment: makes ``import horovod.torch`` find `rankzero.compat.horovod`."""
+"""Set to ``1`` in ``env=``: every rank lets ``import horovod.torch`` find `rankzero.compat.horovod`."""
 
 
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
@@ -113,14 +114,16 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
     if os.environ.get(HOROVOD) == "1":
         importlib.import_module("rankzero.compat.horovod.install").install()
     ending.callback(writer.finish)
-    value, exited = call(start, control.fetch)
+    value = call(start, control.fetch)
+    # Whoever is asked to exit from here on has finished, and gets the grace for what is left to write.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control.send({"type": "returned"})
     for function in session.at_return:
         function()
     writer.finish()
     if value is None:
         value = session.result
-    commit = _commit(value, start)
-    return {**commit, "exited": True} if exited else commit
+    return _commit(value, start)
 
 
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:

@@ -9,7 +9,7 @@ from dagster_rankzero.arguments.partitions import PartitionArguments, take_singl
 from dagster_rankzero.decorators.check_specs import with_reported_checks
 from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
-from rankzero.job import WorldSize
+from rankzero.job import NumProcesses
 
 
 @overload
@@ -17,7 +17,7 @@ def torch_asset(train: Callable[..., Any], /) -> dg.AssetsDefinition: ...
 @overload
 def torch_asset(
     *,
-    num_processes: WorldSize | None = None,
+    num_processes: NumProcesses | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -27,7 +27,7 @@ def torch_asset(
     train: Callable[..., Any] | None = None,
     /,
     *,
-    num_processes: WorldSize | None = None,
+    num_processes: NumProcesses | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -50,7 +50,7 @@ def torch_asset(
 
     Args:
         train: The function. It gets no Dagster context.
-        num_processes: World size, or the smallest and the largest; None takes the resource's.
+        num_processes: World size, the smallest and the largest, or ``"auto"``; None takes the resource's.
         use_gpu: One GPU for every rank; None takes the resource's.
         options: More changes to the resource for this asset, by its field names.
         resource_key: Of the `TorchDistributorResource`.

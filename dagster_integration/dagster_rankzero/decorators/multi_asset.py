@@ -13,13 +13,13 @@ from dagster_rankzero.decorators.check_specs import check_result
 from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
 from dagster_rankzero.metadata.describe import RESULT_ENTRIES
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
-from rankzero.job import WorldSize
+from rankzero.job import NumProcesses
 
 
 def torch_multi_asset(
     *,
     outs: Mapping[str, dg.AssetOut],
-    num_processes: WorldSize | None = None,
+    num_processes: NumProcesses | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -37,7 +37,7 @@ def torch_multi_asset(
 
     Args:
         outs: The assets by output name. ``specs`` cannot be used: their outputs carry no value.
-        num_processes: World size, or the smallest and the largest; None takes the resource's.
+        num_processes: World size, the smallest and the largest, or ``"auto"``; None takes the resource's.
         use_gpu: One GPU for every rank; None takes the resource's.
         options: More changes to the resource, by its field names.
         resource_key: Of the `TorchDistributorResource`.

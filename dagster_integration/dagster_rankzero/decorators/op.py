@@ -8,7 +8,7 @@ import dagster as dg
 
 from dagster_rankzero.decorators.compute import build_compute, build_script_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
-from rankzero.job import WorldSize
+from rankzero.job import NumProcesses
 
 
 @overload
@@ -17,7 +17,7 @@ def torch_distributor_op(
     /,
     *,
     args: Sequence[Any] = (),
-    num_processes: WorldSize | None = None,
+    num_processes: NumProcesses | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -26,7 +26,7 @@ def torch_distributor_op(
 @overload
 def torch_distributor_op(
     *,
-    num_processes: WorldSize | None = None,
+    num_processes: NumProcesses | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -37,7 +37,7 @@ def torch_distributor_op(
     /,
     *,
     args: Sequence[Any] = (),
-    num_processes: WorldSize | None = None,
+    num_processes: NumProcesses | None = None,
     use_gpu: bool | None = None,
     options: Mapping[str, Any] | None = None,
     resource_key: str = DEFAULT_RESOURCE_KEY,
@@ -52,7 +52,7 @@ def torch_distributor_op(
         train: A function, ``"path/to/script.py"``, ``"package.module:function"``, ``"-m package.module"``, or a command
             as a list of words.
         args: The rest of the command line, or the arguments of ``"package.module:function"``.
-        num_processes: World size, or the smallest and the largest; None takes the resource's.
+        num_processes: World size, the smallest and the largest, or ``"auto"``; None takes the resource's.
         use_gpu: One GPU for every rank; None takes the resource's.
         options: More changes to the resource for this op, by its field names.
         resource_key: Of the `TorchDistributorResource`.

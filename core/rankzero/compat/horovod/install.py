@@ -9,14 +9,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-VARIABLE = "RANKZERO_HOROVOD"
-"""Set to ``1`` in ``env=``: every rank calls `install` before the training."""
-
 _NAMES = {
     "horovod": "rankzero.compat.horovod",
     "horovod.torch": "rankzero.compat.horovod.torch",
     "horovod.torch.elastic": "rankzero.compat.horovod.torch.elastic",
-    "horovod.torch.mpi_ops": "rankzero.compat.horovod.torch.ops",
+    "horovod.torch.mpi_ops": "rankzero.compat.horovod.torch",
     "horovod.spark": "rankzero.compat.horovod.runner",
     "sparkdl": "rankzero.compat.horovod",
     "sparkdl.horovod": "rankzero.compat.horovod.runner",

@@ -55,20 +55,19 @@ class HorovodRunner:
         launcher = self._launcher.options(num_processes=abs(self.num_processor))
         if self.num_processor > 0 and launcher.engine is None:
             launcher = launcher.options(engine=_spark(self.num_processor))
-        with launcher.owned(main, (), kwargs) as handle:
-            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
-                if self.driver_log_verbosity == "all":
-                    print_line(line)
-                elif MESSAGE in line:
-                    print_line(line.replace(MESSAGE, "", 1))
-        value = handle.result()
-        handle.acknowledge()
+        value, _ = launcher.followed(main, (), kwargs, self._show)
         return value
+
+    def _show(self, line: str) -> None:
+        if self.driver_log_verbosity == "all":
+            print_line(line)
+        elif MESSAGE in line:
+            print_line(line.replace(MESSAGE, "", 1))
 
 
 def _spark(np: int) -> Any:
     from rankzero.compat.torch_distributor import active_session
-    from rankzero.engines.spark.engine import SparkEngine
+    from rankzero.engines.specs import engine_of_session
 
     session = active_session()
     if session is None:
@@ -76,7 +75,7 @@ def _spark(np: int) -> Any:
             f"HorovodRunner(np={np}) needs an active SparkSession: create one with SparkSession.builder, or give "
             f"np=-{np} for processes on this machine"
         )
-    return SparkEngine(session=session)
+    return engine_of_session(session)
 
 
 def log_to_driver(message: str) -> None:

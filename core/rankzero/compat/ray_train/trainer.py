@@ -101,13 +101,8 @@ class TorchTrainer:
             TrainingFailedError: a worker failed, or the run did; describes the first cause.
         """
         from rankzero.compat.ray_train.result import result_of
-        from rankzero.launcher import print_line
 
-        with self._base().owned(self, (), {}) as handle:
-            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
-                print_line(line)
-        value = handle.result()
-        handle.acknowledge()
+        value, handle = self._base().followed(self, (), {})
         return result_of(handle, value)
 
     def _base(self) -> Launcher:
@@ -119,9 +114,9 @@ class TorchTrainer:
         session = active_session() if self.scaling_config.num_workers else None
         if session is None:
             return Launcher()
-        from rankzero.engines.spark.engine import SparkEngine
+        from rankzero.engines.specs import engine_of_session
 
-        return Launcher(engine=SparkEngine(session=session))
+        return Launcher(engine=engine_of_session(session))
 
     def launch_options(self) -> dict[str, Any]:
         """Fields of a `rankzero.Launcher` that this trainer sets, whoever launches it."""

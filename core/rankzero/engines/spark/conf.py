@@ -17,6 +17,7 @@ LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:\s*,\s*\d+)?\])?")
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]")
 _REMOTE = re.compile(r"(spark://.+|yarn|k8s://.+)")
 
+MASTER = "spark.master"
 DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
 TASK_CPUS = "spark.task.cpus"
 TASK_GPUS = "spark.task.resource.gpu.amount"

@@ -41,7 +41,8 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.errors import first_lines
-from rankzero.engines.spark.stage import SparkGroup, make_task
+from rankzero.engines.spark.materialize import materialize, open_query
+from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job, check_strings
@@ -63,6 +64,8 @@ _SHORT_LIVED_JVM = "-XX:TieredStopAtLevel=1"
 _SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
 # A JVM that is told of two collectors does not start.
 _OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
+
+_CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 
 _OWN_LOCAL_DEFAULTS = {
     "spark.driver.host": LOOPBACK,
@@ -98,7 +101,7 @@ class SparkEngine(Engine):
         if self.session is not None and not hasattr(self.session, "_jsparkSession"):
             raise InvalidJobError(
                 f"session is a {type(self.session).__module__}.{type(self.session).__name__}; a classic "
-                "SparkSession is needed, Spark Connect is not supported by this version"
+                "SparkSession is needed: give one of Spark Connect to SparkConnectEngine(session=...)"
             )
         if self.master is not None and not is_master(self.master):
             raise InvalidJobError(
@@ -143,6 +146,11 @@ class SparkEngine(Engine):
         return {"kind": "spark", "master": self.master}, {"conf": dict(self.conf)}
 
     @property
+    def has_tables(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def can_detach(self) -> bool:
         """Not with a session of the caller's process."""
         return self.session is None
@@ -174,6 +182,9 @@ class SparkEngine(Engine):
         java = find_java()
         if java:
             os.environ.setdefault("JAVA_HOME", java)
+        for name in _CONNECT_MODE:
+            # Of a process above us that uses Spark Connect; with them pyspark starts no session of its own.
+            os.environ.pop(name, None)
         # Without this Spark runs whatever `python3` is first on the PATH.
         os.environ["PYSPARK_PYTHON"] = self.conf.get(
             "spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable)
@@ -307,11 +318,8 @@ class SparkEngineSession(EngineSession):
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._known.setting(TASK_CPUS) or "1"), self._job.processes_per_task
-        if self._known.setting(THREADS) is None:
-            # Spark sets it in every Python worker to the cores of the whole task.
-            config = {**config, "env": {"OMP_NUM_THREADS": str(max(1, cores // workers)), **config["env"]}}
         task = make_task(
-            {**config, "workers": workers, "cores": cores},
+            task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None),
             self._known.code,
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
@@ -322,8 +330,6 @@ class SparkEngineSession(EngineSession):
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
     ) -> Manifest:
         """By this session; see `EngineSession.read_table`."""
-        from rankzero.engines.spark.materialize import materialize, open_query
-
         return materialize(open_query(self._session, query), folder, name, say, check)
 
     def is_usable(self) -> bool:

@@ -57,14 +57,30 @@ class SparkGroup(AgentGroup):
         return explain(str(error))
 
 
+def task_config(config: AgentConfig, cores: int, workers: int, *, threads_set: bool) -> AgentConfig:
+    """What the agents of a stage need beside what all agents do.
+
+    Args:
+        config: What all agents do.
+        cores: Of one task.
+        workers: Ranks of one task.
+        threads_set: The user has said how many threads a rank has.
+    """
+    env = config["env"]
+    if not threads_set:
+        # Spark sets it in every Python worker to the cores of the whole task.
+        env = {"OMP_NUM_THREADS": str(max(1, cores // workers)), **env}
+    return {**config, "env": env, "workers": workers, "cores": cores}
+
+
 def make_task(
     config: AgentConfig, code: Any, local_gpus: list[str] | None, local_host: str | None
 ) -> Callable[[Iterable[Any]], Iterator[Any]]:
     """The function of one barrier task; it is pickled by value, since it is local to this function.
 
     Args:
-        config: What is the same for all agents.
-        code: Broadcast of `agent_code`.
+        config: As `task_config` has it.
+        code: What has `agent_code` as its ``value``: a broadcast, where there are any.
         local_gpus: The GPUs of this machine, which tasks of a local master share out; None for a cluster's.
         local_host: The address of every agent; None where Spark knows better.
     """

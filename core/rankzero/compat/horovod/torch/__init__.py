@@ -4,23 +4,30 @@ Imports torch, so import it in the training function's own module, or in the fun
 """
 
 from rankzero.compat.horovod.torch import elastic
-from rankzero.compat.horovod.torch.compression import Compression
-from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
-from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from rankzero.compat.horovod.torch.ops import (
+from rankzero.compat.horovod.torch.allreduce import (
     Adasum,
     Average,
     Max,
     Min,
     Product,
     Sum,
-    allgather,
-    allgather_async,
-    allgather_object,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    reducescatter,
+)
+from rankzero.compat.horovod.torch.compression import Compression
+from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
+from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
+from rankzero.compat.horovod.torch.ops import (
+    allgather,
+    allgather_async,
     alltoall,
     alltoall_async,
     barrier,
@@ -28,19 +35,12 @@ from rankzero.compat.horovod.torch.ops import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    broadcast_object,
     grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
     join,
-    poll,
-    reducescatter,
-    sparse_allreduce_async,
-    synchronize,
 )
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer
+from rankzero.compat.horovod.torch.pending import poll, synchronize
+from rankzero.compat.horovod.torch.sparse import sparse_allreduce_async
 from rankzero.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 from rankzero.compat.horovod.torch.world import (
     ProcessSet,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,21 +20,23 @@ import torch
 import torch.distributed as dist
 
 from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
-from rankzero.compat.horovod.torch.messages import Handle, Meta, Numbers, Request, Said, length_of
+from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued
+from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
+from rankzero.compat.horovod.torch.messages import (
+    Handle,
+    Meta,
+    Numbers,
+    Request,
+    Said,
+    aligned,
+    inline_begin,
+)
+from rankzero.compat.horovod.torch.rounds import Received, Rounds
 
 logger = logging.getLogger(__name__)
 
-SMALL = 512
-"""Bytes of a round's first buffer; what is longer goes in a second one."""
-
 ROUND_PAUSE = 0.001
 """Seconds before the next round when one has agreed on nothing."""
-
-DEADLOCK_ROUNDS = 2000
-"""Rounds in which every rank waits, and for nothing that all have issued, before that is an error: some seconds."""
-
-_JOINED, _SHUT_DOWN, _WAITING = 1, 2, 4
 
 
 class Coordinator:
@@ -47,7 +50,7 @@ class Coordinator:
             timeout: After which an operation that some rank has not issued is an error.
             warn_after: Seconds after which it is a warning.
         """
-        self._control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         # One for tensors on the CPU, and where there are GPUs another one for theirs.
         self._data = {"cpu": dist.new_group(list(ranks), timeout=timeout, backend="gloo")}
         if dist.get_backend() != "gloo":
@@ -56,25 +59,22 @@ class Coordinator:
         me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         """This rank's index in the set; -1 if it is no member."""
+        self._rounds = Rounds(control, self.rank, len(ranks))
         self.warn_after = warn_after
         self._numbers = Numbers()
-        self._issued: list[dict[str, int]] = [{} for _ in self.ranks]
-        self._flags = [0] * len(self.ranks)
+        self._calls: Counter[str] = Counter()
+        self._agreement = Agreement(self.ranks, self._numbers)
         self._requests: dict[str, Request] = {}
         self._new: list[Request] = []
         self._flag = 0
         self._joining: Handle | None = None
-        self._last_joined = -1
         self._waiters = 0
-        self._stuck_rounds = 0
         self._failed: HorovodInternalError | None = None
         self._mutex = threading.Lock()
         self._turn = threading.Lock()
         self._wanted = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
         self._round_since: float | None = None
-        self._buffer = torch.zeros(SMALL, dtype=torch.uint8)
-        self._gathered = torch.zeros(SMALL * len(self.ranks), dtype=torch.uint8)
 
     @property
     def size(self) -> int:
@@ -84,6 +84,11 @@ class Coordinator:
     def process_group(self, device: torch.device) -> Any:
         """torch's, for tensors of a device."""
         return self._data["cpu"] if device.type == "cpu" else self._data.get("gpu", self._data["cpu"])
+
+    def count_call(self, kind: str) -> int:
+        """The number of a call without a name, from 1."""
+        self._calls[kind] += 1
+        return self._calls[kind]
 
     # -- what callers do -----------------------------------------------------------------------
 
@@ -97,12 +102,13 @@ class Coordinator:
         with self._mutex:
             if self._failed:
                 raise self._failed
-            if request.name in self._requests:
+            name = request.full_name
+            if name in self._requests:
                 raise ValueError(
-                    f"{request.meta.kind} of {request.name!r} was issued again before it had ended: synchronize it "
+                    f"{request.meta.kind} of {name!r} was issued again before it had ended: synchronize it "
                     "first, or give each tensor a name of its own"
                 )
-            self._requests[request.name] = request
+            self._requests[name] = request
             self._new.append(request)
         return request.handle
 
@@ -136,10 +142,10 @@ class Coordinator:
 
     def join(self) -> int:
         """Takes part in the others' allreduces, with zeros, until every rank is here; the rank that came last."""
-        handle = Handle("join")
+        handle = Handle()
         with self._mutex:
             self._joining = handle
-            self._flag |= _JOINED
+            self._flag |= JOINED
         return int(self.wait(handle))
 
     def shut_down(self) -> None:
@@ -150,14 +156,11 @@ class Coordinator:
         if self.rank < 0 or self.size == 1:
             return
         with self._mutex:
-            self._flag |= _SHUT_DOWN
-        while not (self._failed or self._is_over()):
+            self._flag |= SHUT_DOWN
+        while not (self._failed or self._agreement.is_over):
             with self._turn:
-                if not (self._failed or self._is_over()):
+                if not (self._failed or self._agreement.is_over):
                     self._round()
-
-    def _is_over(self) -> bool:
-        return all(flags & _SHUT_DOWN for flags in self._flags)
 
     def stall(self) -> float:
         """Seconds for which the present round has waited for a rank."""
@@ -175,7 +178,7 @@ class Coordinator:
         return bool(self._requests or self._joining)
 
     def _run(self) -> None:
-        while not (self._failed or self._is_over()):
+        while not (self._failed or self._agreement.is_over):
             with self._wanted:
                 self._wanted.wait_for(self._has_work)
             with self._turn:
@@ -189,34 +192,26 @@ class Coordinator:
                 raise self._failed
             with self._mutex:
                 new, self._new = self._new, []
-                flags = self._flag | (_WAITING if self._waiters else 0)
-            said = self._exchange(self._numbers.encode(flags, new))
-            ready = self._agree(said)
-            self._carry_out(ready, said)
+                flags = self._flag | (WAITING if self._waiters else 0)
+            message = self._numbers.encode(flags, new)
+            received = self._exchange(message)
+            if self._reduced_at_once(new, message, received):
+                return
+            said = [self._numbers.decode(message) for message in received.messages]
+            ready = self._agreement.hear(said)
+            self._carry_out(ready, said, received)
             self._end_joins()
-            self._look_for_stalls(said, bool(ready))
+            self._agreement.look_for_stalls(said, agreed=bool(ready))
         except Exception as error:
             self._fail(error)
             return
         if not ready and self._requests:
             time.sleep(ROUND_PAUSE)
 
-    def _exchange(self, message: bytes) -> list[Said]:
-        if self.size == 1:
-            return [self._numbers.decode(message)]
-        parts = self._gather(message, self._buffer, self._gathered)
-        longest = max(map(length_of, parts))
-        if longest > SMALL:
-            whole = torch.zeros(longest, dtype=torch.uint8)
-            parts = self._gather(message, whole, torch.zeros(longest * self.size, dtype=torch.uint8))
-        return [self._numbers.decode(part[: length_of(part)]) for part in parts]
-
-    def _gather(self, message: bytes, mine: torch.Tensor, all_of_them: torch.Tensor) -> list[bytes]:
-        size = min(len(message), len(mine))
-        mine[:size] = torch.frombuffer(bytearray(message[:size]), dtype=torch.uint8)
+    def _exchange(self, message: bytes) -> Received:
         self._round_since = time.monotonic()
         try:
-            dist.all_gather(list(all_of_them.view(self.size, -1)), mine, group=self._control)
+            return self._rounds.exchange(message)
         except RuntimeError as error:
             names = ", ".join(map(repr, self.waiting_names())) or "join()"
             raise StallError(
@@ -225,107 +220,55 @@ class Coordinator:
             ) from error
         finally:
             self._round_since = None
-        data = all_of_them.numpy().tobytes()
-        return [data[start : start + len(mine)] for start in range(0, len(data), len(mine))]
 
-    def _agree(self, said: Sequence[Said]) -> dict[str, list[int]]:
-        """Names that every rank has issued, with the number of each; in the same order on all ranks."""
-        touched: dict[str, None] = {}
-        for index, message in enumerate(said):
-            if message.flags & _JOINED and not self._flags[index] & _JOINED:
-                self._last_joined = index
-                touched.update(dict.fromkeys(name for issued in self._issued for name in issued))
-            self._flags[index] = message.flags
-            for number in message.issued:
-                name, _ = self._numbers[number]
-                self._issued[index][name] = number
-                touched[name] = None
-        active = [issued for issued, flags in zip(self._issued, self._flags, strict=True) if not flags & _JOINED]
-        ready = [name for name in touched if active and all(name in issued for issued in active)]
-        return {name: [issued.pop(name) for issued in self._issued if name in issued] for name in ready}
+    def _reduced_at_once(self, new: Sequence[Request], message: bytes, received: Received) -> bool:
+        """What most rounds are: all ranks send tiny tensors of the same names, known to all, and nothing else."""
+        begin = inline_begin(message, (0, WAITING))
+        if not begin or any(other[:begin] != message[:begin] for other in received.messages):
+            return False
+        with self._mutex:
+            for request in new:
+                del self._requests[request.full_name]
+        for request in new:
+            execute.reduce_inline(request.meta, request, received.tensors(request.meta, (begin,) * self.size))
+            begin += aligned(request.meta.inline_bytes)
+        return True
 
-    def _carry_out(self, ready: dict[str, list[int]], said: Sequence[Said]) -> None:
+    def _carry_out(self, ready: dict[str, Issued], said: Sequence[Said], received: Received) -> None:
         batch: list[tuple[Meta, Request]] = []
-        for name, numbers in ready.items():
-            meta = self._numbers[numbers[0]][1]
+        for name, issued in ready.items():
+            operation = next(iter(issued.values()))
+            meta = self._numbers[operation[0]][1]
             request = self._taken(name, meta)
-            if error := self._refusal(name, meta, numbers):
+            if error := self._agreement.refusal(name, meta, issued):
                 request.handle.finish(error=error)
-                continue
-            inline = [message.inline.get(numbers[0]) for message in said]
-            if meta.kind == "allreduce" and None not in inline:
-                execute.reduce_inline(meta, request, [part for part in inline if part is not None])
-            elif meta.kind == "allreduce":
-                batch.append((meta, request))
-            else:
+            elif meta.kind != "allreduce":
                 # The others' order is the order in which all ranks do it.
                 execute.allreduce(self, batch)
                 batch = []
                 execute.run(self, meta, request)
+            elif meta.inline_bytes and all(operation in message.inline for message in said):
+                begins = tuple(message.inline[operation] for message in said)
+                execute.reduce_inline(meta, request, received.tensors(meta, begins))
+            else:
+                batch.append((meta, request))
         execute.allreduce(self, batch)
-
-    def _refusal(self, name: str, meta: Meta, numbers: Sequence[int]) -> MismatchError | None:
-        """Why the ranks cannot carry it out; the same on all of them."""
-        if len(set(numbers)) > 1:
-            return MismatchError(self._mismatch(name, numbers))
-        joined = [rank for rank, flags in zip(self.ranks, self._flags, strict=True) if flags & _JOINED]
-        fits = meta.kind == "barrier" or meta.op in (execute.AVERAGE, execute.SUM)
-        if joined and not fits:
-            return MismatchError(
-                f"{name!r} needs something of rank {joined}, which has joined: only sums and averages go on"
-            )
-        return None
 
     def _taken(self, name: str, meta: Meta) -> Request:
         """This rank's part; zeros of a rank that has joined."""
         with self._mutex:
             request = self._requests.pop(name, None)
-        return request or Request(name, meta, execute.neutral(meta))
-
-    def _mismatch(self, name: str, numbers: Sequence[int]) -> str:
-        parts = [
-            f"rank {rank}: {self._numbers[number][1].describe()}"
-            for rank, number in zip(self.ranks, numbers, strict=False)
-        ]
-        return f"{name!r} is not the same on all ranks: {'; '.join(parts)}"
+        return request or Request(name, 0, meta, execute.neutral(meta))
 
     def _end_joins(self) -> None:
-        if all(flags & _JOINED for flags in self._flags):
-            with self._mutex:
-                joining, self._joining = self._joining, None
-                self._flag &= ~_JOINED
-                self._flags = [flags & ~_JOINED for flags in self._flags]
-            if joining:
-                joining.finish(self.ranks[self._last_joined])
-
-    def _look_for_stalls(self, said: Sequence[Said], agreed: bool) -> None:
-        """Raises StallError for what can never come; in the same round on every rank."""
-        waiting = list(dict.fromkeys(name for issued in self._issued for name in issued))
-        for name in waiting:
-            missing = self._missing(name)
-            ended = [self.ranks[index] for index in missing if self._flags[index] & _SHUT_DOWN]
-            if ended:
-                raise StallError(self._stalled(name, f"rank {ended} has ended without it"))
-        is_stuck = waiting and not agreed and all(message.flags & (_WAITING | _JOINED) for message in said)
-        self._stuck_rounds = self._stuck_rounds + 1 if is_stuck else 0
-        if self._stuck_rounds > DEADLOCK_ROUNDS:
-            raise StallError(
-                "; ".join(
-                    self._stalled(name, f"rank {[self.ranks[index] for index in self._missing(name)]} has not")
-                    for name in waiting
-                )
-            )
-
-    def _missing(self, name: str) -> list[int]:
-        return [
-            index
-            for index, issued in enumerate(self._issued)
-            if name not in issued and not self._flags[index] & _JOINED
-        ]
-
-    def _stalled(self, name: str, what: str) -> str:
-        having = [rank for rank, issued in zip(self.ranks, self._issued, strict=True) if name in issued]
-        return f"{name!r} was issued by rank {having}, but {what}"
+        last = self._agreement.end_joins()
+        if last is None:
+            return
+        with self._mutex:
+            joining, self._joining = self._joining, None
+            self._flag &= ~JOINED
+        if joining:
+            joining.finish(last)
 
     def _fail(self, error: Exception) -> None:
         with self._mutex:

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
 from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from rankzero.compat.horovod.torch.ops import allgather_object, broadcast_object
+from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
 
 R = TypeVar("R")
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rankzero.compat.horovod.torch.messages import Meta, Request, tensor_of
+from rankzero.compat.horovod.torch.messages import Meta, Request
+
+LARGE = 1 << 20
+"""Bytes from which a tensor is reduced alone: copying it beside others would take longer than a message of its own."""
 
 FUSION_LIMIT = 64 << 20
-"""Bytes of tensors that are reduced together."""
+"""Bytes of smaller tensors that are reduced together."""
 
 AVERAGE, SUM, MIN, MAX, PRODUCT = "Average", "Sum", "Min", "Max", "Product"
 
@@ -42,59 +46,74 @@ class Group(Protocol):
 
 def neutral(meta: Meta) -> torch.Tensor:
     """What a rank that has joined gives to a sum or an average."""
-    return torch.zeros(meta.shape, dtype=_dtype(meta), device=meta.device)
+    return torch.zeros(meta.shape, dtype=meta.torch_dtype, device=meta.device)
 
 
-def _dtype(meta: Meta) -> torch.dtype:
-    found: torch.dtype = getattr(torch, meta.dtype.removeprefix("torch."))
-    return found
+_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    AVERAGE: torch.add,
+    SUM: torch.add,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    PRODUCT: torch.mul,
+}
 
 
-def reduce_inline(meta: Meta, request: Request, parts: Sequence[bytes]) -> None:
-    """A reduction of tiny tensors, whose data is here already. Every rank adds in the same order."""
-    stacked = torch.stack([tensor_of(part, _dtype(meta)) for part in parts])
+def reduce_inline(meta: Meta, request: Request, tensors: Sequence[torch.Tensor]) -> None:
+    """A reduction of tiny tensors, which every rank has, and reduces in the same order."""
     if meta.before != 1.0:
-        stacked = scaled(stacked, meta.before)
-    if meta.op in (AVERAGE, SUM):
-        total = stacked.sum(0, dtype=stacked.dtype)
-    elif meta.op == PRODUCT:
-        total = stacked.prod(0, dtype=stacked.dtype)
-    else:
-        total = stacked.amin(0) if meta.op == MIN else stacked.amax(0)
-    request.tensor.copy_(_after(total, meta, len(parts)).view(request.tensor.shape))
+        tensors = [scaled(tensor, meta.before) for tensor in tensors]
+    total = functools.reduce(_TWO[meta.op], tensors)
+    request.tensor.copy_(_after(total, meta, len(tensors)))
     request.handle.finish(request.tensor)
 
 
 def allreduce(group: Group, batch: Sequence[tuple[Meta, Request]]) -> None:
-    """Reductions, those of one kind together."""
-    kinds: dict[Any, list[tuple[Meta, Request]]] = {}
+    """Reductions: of large tensors where they are, of small ones of one kind together; all are on their way at once."""
+    under_way = [_begin(group, meta, requests) for meta, requests in _fused(batch)]
+    for finish in under_way:
+        finish()
+
+
+def _fused(batch: Sequence[tuple[Meta, Request]]) -> Iterator[tuple[Meta, list[Request]]]:
+    """Which are reduced together; the same on all ranks, so by what is the same on all."""
+    kinds: dict[Any, list[Request]] = {}
     for meta, request in batch:
-        kind = meta.dtype, meta.op, meta.before, meta.after, request.tensor.device
-        kinds.setdefault(kind, []).append((meta, request))
-    for same in kinds.values():
-        while same:
-            size, count = 0, 0
-            while count < len(same) and (not count or size + same[count][1].tensor.nbytes <= FUSION_LIMIT):
-                size += same[count][1].tensor.nbytes
-                count += 1
-            _reduce_fused(group, same[0][0], [request for _, request in same[:count]])
-            same = same[count:]
+        size = request.tensor.nbytes
+        if size >= LARGE:
+            yield meta, [request]
+            continue
+        kind = meta.dtype, meta.op, meta.before, meta.after, meta.device
+        together = kinds.setdefault(kind, [])
+        if sum(other.tensor.nbytes for other in together) + size > FUSION_LIMIT:
+            yield together[0].meta, together
+            kinds[kind] = together = []
+        together.append(request)
+    for together in kinds.values():
+        yield together[0].meta, together
 
 
-def _reduce_fused(group: Group, meta: Meta, requests: Sequence[Request]) -> None:
+def _begin(group: Group, meta: Meta, requests: Sequence[Request]) -> Callable[[], None]:
+    """Begins a reduction; what it returns waits for the end."""
     tensors = [request.tensor for request in requests]
     is_one = len(tensors) == 1 and tensors[0].is_contiguous()
-    flat = tensors[0].detach().view(-1) if is_one else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
     if meta.before != 1.0:
         flat.copy_(scaled(flat, meta.before))
+    work = None
     if group.size > 1:
-        dist.all_reduce(flat, _REDUCE[meta.op], group=group.process_group(flat.device))
-    total = _after(flat, meta, group.size)
-    if not is_one or total is not flat:
-        for tensor, part in zip(tensors, torch.split(total, [tensor.numel() for tensor in tensors]), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))
-    for request in requests:
-        request.handle.finish(request.tensor)
+        work = dist.all_reduce(flat, _REDUCE[meta.op], group=group.process_group(flat.device), async_op=True)
+
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        total = _after(flat, meta, group.size)
+        if total is not flat or not is_one:
+            for tensor, part in zip(tensors, torch.split(total, [tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        for request in requests:
+            request.handle.finish(request.tensor)
+
+    return finish
 
 
 def _after(total: torch.Tensor, meta: Meta, size: int) -> torch.Tensor:

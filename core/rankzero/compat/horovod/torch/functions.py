@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from rankzero.compat.horovod.torch.ops import broadcast_async_, broadcast_object, synchronize
+from rankzero.compat.horovod.torch.objects import broadcast_object
+from rankzero.compat.horovod.torch.ops import broadcast_async_
+from rankzero.compat.horovod.torch.pending import synchronize
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 
@@ -67,8 +69,7 @@ def broadcast_optimizer_state(
     tensors = [broadcast_async_(value, root_rank, f"optimizer.{key}", process_set) for key, value in _tensors(filled)]
     synchronize(tensors)
     if not is_root:
-        # By the class below a wrapper: this is no step of the user's.
-        torch.optim.Optimizer.load_state_dict(optimizer, filled)
+        optimizer.load_state_dict(filled)
 
 
 class _Shape:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
+import math
 import struct
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,11 +17,14 @@ import torch
 INLINE = 64
 """Bytes of a tensor that travels in the round itself."""
 
-_HEAD = struct.Struct("<IBHHI")
-"""Bytes of the message, flags, count of numbers, count of inline tensors, bytes of the text."""
+_ALIGNED = 16
+"""Bytes at whose multiples tensors begin, so that they are read where they lie."""
 
-_INLINE = struct.Struct("<IB")
-"""Number and bytes of a tensor."""
+_HEAD = struct.Struct("<IIIHBx")
+"""Bytes of the message, bytes of the text, count of operations, count of inline tensors, flags."""
+
+_OPERATION = struct.Struct("<II")
+"""Number of the name, and of the call without a name."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,27 @@ class Meta:
     after: float = 1.0
     device: str = "cpu"
 
+    @cached_property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of the tensor."""
+        found: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return found
+
+    @cached_property
+    def inline_bytes(self) -> int:
+        """Bytes of the tensor, if it travels in the round; else 0."""
+        if self.kind != "allreduce" or self.device != "cpu":
+            return 0
+        size = math.prod(self.shape) * self.torch_dtype.itemsize
+        return size if size <= INLINE else 0
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
+
     def describe(self) -> str:
         """For a message."""
         words = [self.kind, self.op, self.dtype, str(list(self.shape)), "" if self.device == "cpu" else self.device]
@@ -53,24 +80,19 @@ class Meta:
         return " ".join(word for word in words if word)
 
 
-@dataclass
 class Handle:
     """An operation on its way."""
 
-    name: str
-    result: Any = None
-    error: BaseException | None = None
-    _done: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def is_done(self) -> bool:
+    def __init__(self) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_done = False
         """It has succeeded or failed."""
-        return self._done.is_set()
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Ends it."""
         self.result, self.error = result, error
-        self._done.set()
+        self.is_done = True
 
 
 @dataclass
@@ -79,25 +101,38 @@ class Request:
 
     Attributes:
         name: By which ranks find each other.
+        call: Number of the call, from 1, where the user gave no name; else 0.
         meta: What must be the same on all.
         tensor: This rank's; a reduction and a broadcast overwrite it.
         splits: Rows for each rank, of an alltoall.
     """
 
     name: str
+    call: int
     meta: Meta
     tensor: torch.Tensor
     splits: list[int] | None = None
-    handle: Handle = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.handle = Handle(self.name)
+    handle: Handle = field(default_factory=Handle)
 
     @property
-    def is_tiny(self) -> bool:
-        """Its data may travel in the round."""
-        tensor = self.tensor
-        return self.meta.kind == "allreduce" and tensor.nbytes <= INLINE and tensor.device.type == "cpu"
+    def full_name(self) -> str:
+        """The name, different for each call."""
+        return full_name(self.name, self.call)
+
+
+@functools.lru_cache(maxsize=10_000)
+def meta_of(*values: Any) -> Meta:
+    """As the constructor, which takes its time."""
+    return Meta(*values)
+
+
+def full_name(name: str, call: int) -> str:
+    """The name of an operation, different for each call without one."""
+    return f"{name}.noname.{call}" if call else name
+
+
+Operation = tuple[int, int]
+"""Number of a name with its `Meta`, and of the call without a name."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +141,13 @@ class Said:
 
     Attributes:
         flags: Of the coordinator.
-        issued: Numbers of what it has newly issued.
-        inline: The data of tiny tensors, by number.
+        issued: What it has newly issued.
+        inline: Where the data of tiny tensors begins in the message.
     """
 
     flags: int
-    issued: list[int]
-    inline: dict[int, bytes]
+    issued: list[Operation]
+    inline: dict[Operation, int]
 
 
 class Numbers:
@@ -127,66 +162,66 @@ class Numbers:
 
     def encode(self, flags: int, new: Sequence[Request]) -> bytes:
         """The message of a rank that has newly issued ``new``."""
-        numbers: list[int] = []
+        operations: list[bytes] = []
+        others: list[bytes] = []
         fresh: list[list[Any]] = []
-        inline: list[bytes] = []
+        data: list[bytes] = []
         for request in new:
             number = self._numbers.get((request.name, request.meta))
             if number is None:
-                meta = request.meta
-                fresh.append(
-                    [
-                        request.name,
-                        meta.kind,
-                        meta.dtype,
-                        meta.shape,
-                        meta.op,
-                        meta.root,
-                        meta.before,
-                        meta.after,
-                        meta.device,
-                    ]
-                )
-                continue
-            numbers.append(number)
-            if request.is_tiny:
-                data = bytes_of(request.tensor)
-                inline.append(_INLINE.pack(number, len(data)) + data)
+                fresh.append([request.name, request.call, *astuple(request.meta)])
+            elif request.meta.inline_bytes:
+                operations.append(_OPERATION.pack(number, request.call))
+                data.append(padded(bytes_of(request.tensor)))
+            else:
+                others.append(_OPERATION.pack(number, request.call))
         text = json.dumps(fresh).encode() if fresh else b""
-        body = struct.pack(f"<{len(numbers)}I", *numbers) + b"".join(inline) + text
-        return _HEAD.pack(_HEAD.size + len(body), flags, len(numbers), len(inline), len(text)) + body
+        count = len(operations) + len(others)
+        body = b"".join((padded(b"".join(operations + others)), *data, text))
+        return _HEAD.pack(_HEAD.size + len(body), len(text), count, len(operations), flags) + body
 
-    def decode(self, message: bytes) -> Said:
+    def decode(self, message: memoryview) -> Said:
         """What a rank sent. Called for the messages of a round in the order of ranks, so that all number alike."""
-        _, flags, count, inlined, length = _HEAD.unpack_from(message)
-        offset = _HEAD.size
-        numbers = list(struct.unpack_from(f"<{count}I", message, offset))
-        offset += 4 * count
-        inline = {}
-        for _ in range(inlined):
-            number, size = _INLINE.unpack_from(message, offset)
-            offset += _INLINE.size
-            inline[number] = message[offset : offset + size]
-            offset += size
-        for name, kind, dtype, shape, *others in json.loads(message[offset : offset + length] or "[]"):
-            key = name, Meta(kind, dtype, tuple(shape), *others)
-            if key not in self._numbers:
-                self._numbers[key] = len(self._known)
-                self._known.append(key)
-            numbers.append(self._numbers[key])
-        return Said(flags, numbers, inline)
+        length, text, count, inlined, flags = _HEAD.unpack_from(message)
+        end = _HEAD.size + count * _OPERATION.size
+        issued = list(_OPERATION.iter_unpack(message[_HEAD.size : end]))
+        inline, end = {}, aligned(end)
+        for operation in issued[:inlined]:
+            inline[operation] = end
+            end += aligned(self._known[operation[0]][1].inline_bytes)
+        if text:
+            for name, call, kind, dtype, shape, *others in json.loads(bytes(message[length - text : length])):
+                key = name, meta_of(kind, dtype, tuple(shape), *others)
+                if key not in self._numbers:
+                    self._numbers[key] = len(self._known)
+                    self._known.append(key)
+                issued.append((self._numbers[key], call))
+        return Said(flags, issued, inline)
 
 
-def length_of(message: bytes) -> int:
+def length_of(message: memoryview) -> int:
     """Bytes of a message, of which this is the begin."""
     return int(_HEAD.unpack_from(message)[0])
 
 
+def inline_begin(message: bytes, undisturbed: Sequence[int]) -> int:
+    """Where inline tensors begin in a message that holds nothing else but them, with one of these flags; else 0."""
+    _, text, count, inlined, flags = _HEAD.unpack_from(message)
+    is_plain = count and count == inlined and not text and flags in undisturbed
+    return aligned(_HEAD.size + count * _OPERATION.size) if is_plain else 0
+
+
+def aligned(size: int) -> int:
+    """Bytes from one tensor's begin to the next one's."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def padded(data: bytes) -> bytes:
+    """Data with as many zeros as make it `aligned`."""
+    return data.ljust(aligned(len(data)), b"\0")
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor on the CPU."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor from its bytes."""
-    return torch.frombuffer(bytearray(data), dtype=dtype)
+    whole = tensor.contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)

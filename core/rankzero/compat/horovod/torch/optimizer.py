@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import torch
 
+from rankzero.compat.horovod.torch.allreduce import allreduce_async_, checked_op
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.execute import AVERAGE
-from rankzero.compat.horovod.torch.ops import _checked_op, allreduce_async_, sparse_allreduce_async, synchronize
+from rankzero.compat.horovod.torch.pending import synchronize
+from rankzero.compat.horovod.torch.sparse import sparse_allreduce_async
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -47,7 +49,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: parameters without a name or with the same one, or options that exclude each other.
     """
-    op = _checked_op(op, None)
+    op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:

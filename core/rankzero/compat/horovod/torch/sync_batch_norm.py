@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankzero.compat.horovod.torch.ops import allreduce
+from rankzero.compat.horovod.torch.allreduce import allreduce
 from rankzero.compat.horovod.torch.world import size
 
 

@@ -1,0 +1,92 @@
+"""Operations on their way: how a collective issues one, and how a caller waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rankzero.compat.horovod.torch.messages import Handle, Meta, Request
+from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
+
+Key = tuple[str, int]
+"""Name of an operation, and number of the call if the user gave none."""
+
+
+class Pending:
+    """An asynchronous operation, and what becomes of its result."""
+
+    def __init__(self, handle: Handle, group: ProcessSet, finish: Callable[[Any], Any]) -> None:
+        self.handle = handle
+        self.group = group
+        self.finish = finish
+
+
+def key_of(kind: str, name: str | None, group: ProcessSet) -> Key:
+    """What the ranks match an operation by; without a name the number of the call, which then counts on every rank."""
+    return (kind, group.coordinator.count_call(kind)) if name is None else (f"{kind}.{name}", 0)
+
+
+def part_of(key: Key, index: int) -> Key:
+    """Of an operation on several tensors that of one."""
+    return f"{key[0]}.{index}", key[1]
+
+
+def checked(tensor: Any) -> torch.Tensor:
+    """The tensor. Raises TypeError."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a collective takes a torch.Tensor, not a {type(tensor).__name__}")
+    return tensor
+
+
+def issue(
+    key: Key,
+    meta: Meta,
+    tensor: torch.Tensor,
+    group: ProcessSet,
+    finish: Callable[[Any], Any] | None = None,
+    splits: list[int] | None = None,
+) -> Pending:
+    """Issues this rank's part; `synchronize` carries it out, or after `begin` a thread.
+
+    Args:
+        key: By which ranks find each other.
+        meta: What must be the same on all.
+        tensor: This rank's.
+        group: Who takes part.
+        finish: Makes what the caller gets of the result; None: nothing is to be done.
+        splits: Rows for each rank, of an alltoall.
+
+    Raises:
+        ValueError: this rank is no member, or the name is on its way already.
+    """
+    if not group.included():
+        raise ValueError(f"rank {global_process_set.rank()} is no member of {group}")
+    handle = group.coordinator.issue(Request(*key, meta, tensor.detach(), splits))
+    return Pending(handle, group, finish or (lambda result: result))
+
+
+def begin(pending: Pending) -> Pending:
+    """Lets a thread carry it out while the caller goes on."""
+    pending.group.coordinator.drive()
+    return pending
+
+
+def poll(handle: Pending | Sequence[Pending]) -> bool:
+    """True if `synchronize` would not wait."""
+    return all(one.handle.is_done for one in _each(handle))
+
+
+def synchronize(handle: Pending | Sequence[Pending]) -> Any:
+    """Waits for an asynchronous operation, or several, and gives the result.
+
+    Raises:
+        HorovodInternalError: it failed.
+    """
+    found = [one.finish(one.group.coordinator.wait(one.handle)) for one in _each(handle)]
+    return found[0] if isinstance(handle, Pending) else found
+
+
+def _each(handle: Pending | Sequence[Pending]) -> Iterable[Pending]:
+    return [handle] if isinstance(handle, Pending) else handle

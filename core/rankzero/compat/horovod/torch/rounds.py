@@ -1,0 +1,87 @@
+"""One round of a `Coordinator`: what every rank has to say, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rankzero.compat.horovod.torch.messages import Meta, aligned, length_of
+
+SMALL = 1024
+"""Bytes of a round's first buffer; what is longer goes in a second one."""
+
+
+class Rounds:
+    """An all-gather of short messages.
+
+    Gloo's own collectives change threads twice on each rank, which takes longer than the messages do. These go from the
+    calling thread, to ranks at distances of 1, 2, 4, ...: each rank sends on what it has (the dissemination of Bruck
+    et al., "Efficient algorithms for all-to-all communications", 1997).
+    """
+
+    def __init__(self, process_group: Any, rank: int, size: int) -> None:
+        self._group = process_group
+        self._rank = rank
+        self._size = size
+        self._small = Received(rank, size, SMALL)
+
+    def exchange(self, message: bytes) -> Received:
+        """Sends this rank's message. What it returns stays as it is until the next round. Raises RuntimeError."""
+        self._gather(self._small, message)
+        longest = max(map(length_of, self._small.messages))
+        if longest <= SMALL:
+            return self._small
+        long = Received(self._rank, self._size, longest)
+        self._gather(long, message)
+        return long
+
+    def _gather(self, received: Received, message: bytes) -> None:
+        begin = message[: len(received.mine)]
+        received.mine[: len(begin)] = begin
+        for step, (to, outgoing, source, incoming) in enumerate(received.steps):
+            sending = self._group.send([outgoing], to, step)
+            self._group.recv([incoming], source, step).wait()
+            sending.wait()
+
+
+class Received:
+    """What the ranks have sent.
+
+    Attributes:
+        messages: By rank.
+        mine: This rank's among them.
+        steps: For each distance to whom it sends, and what; and from whom it receives, and where to.
+    """
+
+    def __init__(self, rank: int, size: int, length: int) -> None:
+        # This rank's first, then the next rank's, and so on.
+        table = torch.zeros(size, aligned(length), dtype=torch.uint8)
+        self._rows = [table[(other - rank) % size] for other in range(size)]
+        self.messages = [_memory(row) for row in self._rows]
+        self.mine = self.messages[rank]
+        self._tensors: dict[tuple[Meta, tuple[int, ...]], list[torch.Tensor]] = {}
+        self.steps = []
+        distance = 1
+        while distance < size:
+            count = min(distance, size - distance)
+            outgoing, incoming = table[:count], table[distance : distance + count]
+            self.steps.append(((rank - distance) % size, outgoing, (rank + distance) % size, incoming))
+            distance *= 2
+
+    def tensors(self, meta: Meta, begins: tuple[int, ...]) -> list[torch.Tensor]:
+        """Each rank's tensor, by rank, which begins at these places of the messages."""
+        found = self._tensors.get((meta, begins))
+        if found is None:
+            places = [slice(begin, begin + meta.inline_bytes) for begin in begins]
+            found = [
+                row[place].view(meta.torch_dtype).view(meta.shape)
+                for row, place in zip(self._rows, places, strict=True)
+            ]
+            self._tensors[meta, begins] = found
+        return found
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)

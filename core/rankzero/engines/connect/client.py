@@ -1,0 +1,109 @@
+"""A client of a Spark Connect server: the one of pyspark, in a session that other launches have warmed."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import uuid
+from typing import Any
+
+from rankzero.engines.connect.server import ServerUrl
+from rankzero.engines.spark.errors import first_lines
+from rankzero.errors import LOST, EngineError
+from rankzero.host.network import first_reachable
+
+logger = logging.getLogger(__name__)
+
+REACH_TIMEOUT = 10.0
+"""Seconds for a server to accept a TCP connection."""
+
+FIRST_RETRIES = 3
+"""Retries of the first request: 1 s, for a server that has just accepted a connection."""
+
+RETRIES = 8
+MAX_BACKOFF = 2000
+"""Milliseconds between two of the `RETRIES` of a request: 11 s in all, less than agents wait for their driver (15 s).
+pyspark itself would wait for a dead server for ten minutes."""
+
+OLDEST = (3, 5)
+"""The first Spark whose server runs barrier stages."""
+
+_PACKAGES = ("pyspark", "grpc", "grpc_status", "google.rpc", "pandas", "pyarrow")
+# A session that the server has ended cannot be had again under its id.
+_ENDED = ("SESSION_CLOSED", "SESSION_CHANGED")
+
+
+def require_client() -> None:
+    """Raises EngineError if packages are missing. Imports none of them."""
+    missing = [name for name in _PACKAGES if not _is_there(name)]
+    if missing:
+        raise EngineError(
+            f"a client of Spark Connect needs {', '.join(missing)}: install rankzero[connect], or pyspark[connect]"
+        )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def require_server(url: ServerUrl) -> None:
+    """Raises EngineError if nothing listens there."""
+    if not first_reachable([url.host], url.port, REACH_TIMEOUT):
+        raise EngineError(
+            f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or mend host and port",
+            cause=LOST,
+        )
+
+
+def connect(url: ServerUrl) -> Any:
+    """A session of the server; its ``client`` is to be closed, which leaves the session to the next launch.
+
+    Raises:
+        EngineError: no server, another kind of server, one that is too old, or one that refuses this user.
+    """
+    require_client()
+    require_server(url)
+    from pyspark.sql.connect.session import SparkSession
+
+    for session_id in (url.shared_session(), str(uuid.uuid4())):
+        session = SparkSession(url.in_session(session_id))
+        _limit_retries(session.client, FIRST_RETRIES)
+        try:
+            require_version(str(session.version), str(url))
+            _limit_retries(session.client, RETRIES)
+            return session
+        except Exception as error:
+            session.client.close()
+            if isinstance(error, EngineError):
+                raise
+            if not any(words in str(error) for words in _ENDED):
+                raise EngineError(
+                    f"{url} does not answer as a Spark Connect server: {first_lines(str(error))}"
+                ) from error
+            logger.info("the session %s of %s has ended; a new one is used", session_id, url)
+            ended = error
+    raise EngineError(f"{url} refuses the session: {first_lines(str(ended))}; remove session_id from the URL")
+
+
+def require_version(version: str, place: str) -> None:
+    """Raises EngineError if a server of this Spark cannot run barrier stages."""
+    major, minor = (int(part) if part.isdecimal() else 0 for part in [*version.split("."), "0"][:2])
+    if (major, minor) < OLDEST:
+        raise EngineError(f"{place} runs Spark {version}; barrier stages of Spark Connect need 3.5 or newer")
+
+
+def _limit_retries(client: Any, count: int) -> None:
+    from pyspark.sql.connect.client import retries
+
+    # Spark 3.5 has its policy for good when the client is made.
+    if hasattr(client, "set_retry_policies"):
+        client.set_retry_policies([retries.DefaultPolicy(max_retries=count, max_backoff=MAX_BACKOFF)])
+
+
+def settings_of(session: Any, names: list[str]) -> dict[str, str]:
+    """Those of the settings that the server has, in one request."""
+    found = session.client.get_config_with_defaults(*((name, None) for name in names))
+    return {name: value for name, value in zip(names, found, strict=True) if value is not None}

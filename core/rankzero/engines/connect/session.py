@@ -1,0 +1,195 @@
+"""`ConnectSession`: one barrier stage for each attempt, on the cluster behind a Spark Connect server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from rankzero.data.manifest import Manifest
+from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
+from rankzero.engines.connect.client import settings_of
+from rankzero.engines.connect.errors import explain
+from rankzero.engines.connect.server import ServerUrl
+from rankzero.engines.local import LOOPBACK
+from rankzero.engines.spark.conf import (
+    CORES_MAX,
+    DYNAMIC_ALLOCATION,
+    EXECUTOR_CORES,
+    EXECUTOR_GPUS,
+    INSTANCES,
+    MASTER,
+    TASK_CPUS,
+    TASK_GPUS,
+    THREADS,
+    most_slots,
+    refuse_dynamic_allocation,
+    require_slots,
+    require_task_gpus,
+)
+from rankzero.engines.spark.context import agent_code
+from rankzero.engines.spark.materialize import materialize, open_query
+from rankzero.engines.spark.stage import make_task, task_config
+from rankzero.errors import RankZeroError
+from rankzero.host.network import address_towards, is_loopback, own_addresses
+from rankzero.job import Job
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = [
+    MASTER,
+    DYNAMIC_ALLOCATION,
+    TASK_CPUS,
+    TASK_GPUS,
+    INSTANCES,
+    EXECUTOR_CORES,
+    EXECUTOR_GPUS,
+    CORES_MAX,
+    THREADS,
+]
+
+
+class ConnectSession(EngineSession):
+    """A session of a Spark Connect server."""
+
+    def __init__(self, session: Any, server: ServerUrl, job: Job, *, owned: bool) -> None:
+        self._session = session
+        self._server = server
+        self._job = job
+        self._owned = owned
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, str]:
+        return settings_of(self._session, _SETTINGS)
+
+    @property
+    def _is_local(self) -> bool:
+        """True if the server runs its tasks itself."""
+        return self._settings.get(MASTER, "").startswith("local[")
+
+    @property
+    def place(self) -> str:
+        """The cluster, by its server."""
+        return f"the cluster behind {self._server}"
+
+    def check(self) -> None:
+        """Raises EngineError, InvalidJobError or InsufficientSlotsError for what Spark would refuse or hang on."""
+        refuse_dynamic_allocation(self._settings.get(DYNAMIC_ALLOCATION))
+        if self._job.use_gpu:
+            require_task_gpus(self._job, self._settings.get(TASK_GPUS))
+        if self.most_slots is not None:
+            require_slots(self._job, self.most_slots, self.place)
+
+    @property
+    def most_slots(self) -> int | None:
+        """What the server's settings prove."""
+        return most_slots(self._settings.get(MASTER, ""), self._settings)
+
+    def slots(self) -> int:
+        """What the settings prove; where they prove nothing, Spark itself waits for the slots of the stage."""
+        return self._job.num_tasks if self.most_slots is None else self.most_slots
+
+    def num_agents(self, num_tasks: int) -> int:
+        """One for each task."""
+        return num_tasks
+
+    @property
+    def driver_host(self) -> str:
+        """The address of this host towards the server."""
+        return self.driver_hosts[0]
+
+    @functools.cached_property
+    def driver_hosts(self) -> list[str]:
+        """That one, then all others of this host: executors may lie in another network than the server."""
+        towards = address_towards([self._server.host], self._server.port) or socket.gethostname()
+        if self._is_local and is_loopback(towards):
+            return [LOOPBACK]
+        return list(dict.fromkeys([towards, *own_addresses(), socket.gethostname()]))
+
+    @property
+    def bind_host(self) -> str:
+        """All addresses, since nobody knows which of them executors reach; loopback where they are on this host."""
+        if self.driver_hosts == [LOOPBACK]:
+            return LOOPBACK
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
+        """Starts the barrier stage in a thread, under a tag of its own."""
+        cores = int(self._settings.get(TASK_CPUS, "1"))
+        task = make_task(
+            task_config(config, cores, self._job.processes_per_task, threads_set=THREADS in self._settings),
+            # As a part of the task's function, which Spark sends to each executor once for all tasks there.
+            SimpleNamespace(value=agent_code()),
+            None,
+            LOOPBACK if self._is_local else None,
+        )
+        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end)
+
+    def read_table(
+        self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
+    ) -> Manifest:
+        """By this session; see `EngineSession.read_table`."""
+        return materialize(open_query(self._session, query), folder, name, say, check)
+
+    def is_usable(self) -> bool:
+        """False if the server has ended the session, or has itself ended."""
+        try:
+            return bool(self._session.version)
+        except Exception:
+            return False
+
+    def close(self) -> None:
+        """Closes the connection, if the engine opened it. The session stays for the next launch, until it times out."""
+        if self._owned:
+            with contextlib.suppress(Exception):
+                self._session.client.close()
+
+
+class ConnectGroup(AgentGroup):
+    """The running barrier stage."""
+
+    def __init__(
+        self,
+        session: Any,
+        server: ServerUrl,
+        job: Job,
+        num_tasks: int,
+        task: Callable[[Any], Any],
+        on_end: OnEnd,
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._server = server
+        self._num_tasks = num_tasks
+        self._task = task
+        self._on_end = on_end
+        # Others run in this session, too.
+        self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
+        threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
+
+    def _collect(self) -> None:
+        error: BaseException | None = None
+        try:
+            # Of this thread alone.
+            self._session.addTag(self._tag)
+            tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
+            tasks.mapInArrow(self._task, "task long", barrier=True).collect()
+        except BaseException as caught:
+            error = caught
+        self._ended.set()
+        self._on_end(error)
+
+    def cancel(self) -> None:
+        """Interrupts the stage; Spark kills the tasks, and with them go agents and ranks."""
+        with contextlib.suppress(Exception):
+            self._session.interruptTag(self._tag)
+
+    def explain(self, error: BaseException) -> RankZeroError:
+        """What the server's error means."""
+        return explain(str(error), str(self._server))

@@ -1,0 +1,270 @@
+"""`SparkConnectEngine` on a real Spark Connect server: what a launch gives, refuses, and leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import free_port, until
+from tests.engines.connect_server import ConnectServer, connect_server
+
+from rankzero import (
+    EngineError,
+    HangError,
+    InsufficientSlotsError,
+    InvalidJobError,
+    Launcher,
+    RunCancelledError,
+    SparkConnectEngine,
+    SparkEngine,
+    TorchDistributor,
+    WorkerFailedError,
+)
+
+WAIT = 90.0
+
+MESSAGE_LIMIT = 128 << 20
+"""Bytes that one message of Spark Connect can have."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
+    """A server with four slots."""
+    with connect_server(tmp_path_factory.mktemp("connect")) as started:
+        yield started
+
+
+@pytest.fixture
+def on_connect(launcher: Launcher, server: ConnectServer) -> Launcher:
+    """Two ranks on the server."""
+    return launcher.options(engine=SparkConnectEngine(server.url))
+
+
+@pytest.fixture(scope="module")
+def connect_session(server: ConnectServer) -> Iterator[Any]:
+    """A session of the test's own process."""
+    from pyspark.sql import SparkSession
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Restores it, which pyspark sets and leaves.
+        patch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
+        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+        session = SparkSession.builder.remote(server.url).create()
+        yield session
+        session.stop()
+
+
+def reduce(value: float) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.full((10,), value * (dist.get_rank() + 1))
+    dist.all_reduce(total)
+    print(f"this is rank {dist.get_rank()}")
+    return [total.sum().item(), os.environ["SPARK_JOB_ARTIFACT_UUID"], os.getppid()]
+
+
+def fail() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("a bad batch")
+    threading.Event().wait()
+
+
+def die() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def stand_still(folder: str = "") -> None:
+    if folder:
+        Path(folder, f"up-{os.environ['RANK']}").touch()
+    threading.Event().wait()
+
+
+def size_of(data: Any) -> tuple[int, bytes]:
+    return len(data), bytes(data)
+
+
+# What a pipeline's task is: a process that launches once.
+LAUNCH = """
+import json, sys
+from tests.engines.test_connect import reduce
+from rankzero import Launcher, SparkConnectEngine
+print(json.dumps(Launcher(2, engine=SparkConnectEngine(sys.argv[1]), store=sys.argv[2]).run(reduce, 1.0)))
+print("jvm" if "py4j" in sys.modules else "no jvm")
+"""
+
+
+def test_ranks_train_together_and_their_lines_come_back(
+    on_connect: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    total, *_ = on_connect.run(reduce, 0.5)
+    assert total == 15.0
+    # A first start on a busy machine may say that it waits.
+    lines = [line for line in capfd.readouterr().out.splitlines() if "rankzero:" not in line]
+    assert sorted(lines) == ["[0] this is rank 0", "[1] this is rank 1"]
+
+
+def test_launches_of_fresh_processes_share_what_is_warm(
+    server: ConnectServer, tmp_path: Path, suite_marker: str
+) -> None:
+    def launch() -> tuple[list[Any], str]:
+        command = [sys.executable, "-c", LAUNCH, server.url, str(tmp_path)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.splitlines()
+        return json.loads(lines[-2]), lines[-1]
+
+    (total, artifacts, _), jvm = launch()
+    again, _ = launch()
+    assert (total, again[0]) == (30.0, 30.0)
+    # By this id Spark keeps Python daemons apart, each of which would import everything anew.
+    assert again[1] == artifacts
+    assert jvm == "no jvm"
+
+
+def test_first_cause_of_a_failed_rank(on_connect: Launcher) -> None:
+    with pytest.raises(WorkerFailedError, match="a bad batch") as caught:
+        on_connect.run(fail)
+    assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")
+
+
+def test_a_killed_rank_is_named(on_connect: Launcher) -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        on_connect.run(die)
+    assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
+
+
+def test_ranks_that_hang_end(on_connect: Launcher) -> None:
+    with pytest.raises(HangError):
+        on_connect.options(hang_timeout=1.0).run(stand_still)
+
+
+def test_arguments_and_results_larger_than_a_message(on_connect: Launcher) -> None:
+    data = os.urandom(1 << 20) * (MESSAGE_LIMIT // (1 << 20) + 10)
+    size, back = on_connect.run(size_of, data)
+    assert size == len(data)
+    assert back == data
+
+
+def test_cancelling_one_run_leaves_another_user_of_the_server_alone(on_connect: Launcher, tmp_path: Path) -> None:
+    folder = tmp_path / "up"
+    folder.mkdir()
+    handle = on_connect.submit(stand_still, str(folder))
+    until(lambda: len(list(folder.iterdir())) == 2, WAIT, "two ranks")
+    total: list[Any] = []
+    other = threading.Thread(target=lambda: total.extend(on_connect.run(reduce, 1.0)))
+    other.start()
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+    other.join(WAIT)
+    assert total[:1] == [30.0]
+
+
+def test_a_session_of_the_caller_is_used_and_left_running(launcher: Launcher, connect_session: Any) -> None:
+    total, *_ = launcher.options(engine=SparkConnectEngine(session=connect_session)).run(reduce, 1.0)
+    assert total == 30.0
+    assert connect_session.range(3).count() == 3
+
+
+def test_torch_distributor_on_an_active_connect_session(connect_session: Any, tmp_path: Path) -> None:
+    assert TorchDistributor(2, local_mode=False, use_gpu=False).run(reduce, 1.0)[0] == 30.0
+
+
+@pytest.mark.soak
+def test_a_session_of_a_jvm_of_our_own_beside_one_of_spark_connect(launcher: Launcher, connect_session: Any) -> None:
+    assert launcher.options(engine=SparkEngine("local[2]")).run(reduce, 1.0)[0] == 30.0
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_slots_are_refused(on_connect: Launcher) -> None:
+    with pytest.raises(InsufficientSlotsError, match="needs 5 task slots at once, but the cluster behind sc://"):
+        on_connect.options(num_processes=5).run(reduce, 1.0)
+
+
+def test_gpus_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
+    with pytest.raises(InvalidJobError, match="spark.task.resource.gpu.amount is not set"):
+        on_connect.options(use_gpu=True).run(reduce, 1.0)
+
+
+def test_dynamic_allocation_is_refused(launcher: Launcher, connect_session: Any) -> None:
+    connect_session.conf.set("spark.sql.legacy.setCommandRejectsSparkCoreConfs", "false")
+    connect_session.conf.set("spark.dynamicAllocation.enabled", "true")
+    try:
+        with pytest.raises(InvalidJobError, match="SPARK-24942"):
+            launcher.options(engine=SparkConnectEngine(session=connect_session)).run(reduce, 1.0)
+    finally:
+        connect_session.conf.unset("spark.dynamicAllocation.enabled")
+
+
+def test_a_server_that_is_not_there_is_refused_at_once(launcher: Launcher) -> None:
+    url = f"sc://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineError, match=f"no Spark Connect server answers at {url}"):
+        launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
+
+
+def test_another_kind_of_server_is_refused(launcher: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"sc://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EngineError, match="does not answer as a Spark Connect server"):
+            launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
+
+
+@pytest.mark.parametrize(
+    "url", ["head:15002", "sc://", "sc://head:0", "sc://head:99999", "sc://head/path", "http://head", 3]
+)
+def test_what_is_no_url_is_refused(url: Any) -> None:
+    with pytest.raises(InvalidJobError, match="is no Spark Connect server"):
+        SparkConnectEngine(url)
+
+
+def test_a_token_is_shown_nowhere() -> None:
+    engine = SparkConnectEngine("sc://head:443/;use_ssl=true;token=geheim")
+    assert "geheim" not in repr(engine)
+    assert "geheim" not in str(engine.to_spec()[0])
+    with pytest.raises(InvalidJobError) as caught:
+        SparkConnectEngine("sc://head:443x/;token=geheim")
+    assert "geheim" not in str(caught.value)
+
+
+def test_sessions_of_the_other_kind_are_refused(connect_session: Any) -> None:
+    with pytest.raises(InvalidJobError, match=r"give one of Spark Connect to SparkConnectEngine\(session=...\)"):
+        SparkEngine(session=connect_session)
+    with pytest.raises(InvalidJobError, match=r"give a classic one to SparkEngine\(session=...\)"):
+        SparkConnectEngine(session=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.soak
+def test_a_server_that_is_killed_ends_the_run_with_a_typed_error(launcher: Launcher, tmp_path: Path) -> None:
+    folder = tmp_path / "up"
+    folder.mkdir()
+    with connect_server(tmp_path) as own:
+        on_it = launcher.options(engine=SparkConnectEngine(own.url), store=tmp_path / "store")
+        handle = on_it.submit(stand_still, str(folder))
+        until(lambda: len(list(folder.iterdir())) == 2, WAIT, "two ranks")
+        own.process.kill()
+        with pytest.raises(EngineError) as caught:
+            handle.result(WAIT)
+    assert caught.value.cause == "lost"
