@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rankzero.compat.torch_distributor import TorchDistributor
+    from rankzero.data.table import Table
     from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
@@ -54,6 +55,7 @@ __all__ = [
     "SparkConnectEngine",
     "SparkEngine",
     "StartTimeoutError",
+    "Table",
     "TorchDistributor",
     "WorkerFailedError",
 ]
@@ -66,6 +68,7 @@ _HOMES = {
     "RunHandle": "run.handle",
     "SparkConnectEngine": "engines.connect.engine",
     "SparkEngine": "engines.spark.engine",
+    "Table": "data.table",
     "TorchDistributor": "compat.torch_distributor",
 }
 

@@ -13,6 +13,7 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.frames import Message
+from rankzero.data import table as tables
 from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
 from rankzero.driver.hang import HangWatch
@@ -138,6 +139,11 @@ class Attempt:
 
     def _remove_leftovers(self) -> None:
         """What ranks of an attempt before had begun to write when they died."""
+        values = store.list_names(self._run.path("result"))
+        for name in store.list_names(self._run.path(tables.FOLDER)):
+            # Of an attempt whose value was stored they are a result.
+            if not any(value.startswith(f"value-{int(name)}.") for value in values):
+                store.remove(self._run.path(tables.FOLDER, name))
         if not self._run.is_remote:
             for name in store.list_names(self._run.path("result")):
                 if name.startswith("."):
@@ -189,6 +195,7 @@ class Attempt:
             # What has come meanwhile is committed first.
             self._take_all()
             self._committer.sweep()
+            self._committer.do(lambda: store.remove(self._run.path(tables.FOLDER, tables.folder_of(self._number))))
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()

@@ -16,6 +16,7 @@
     flight/       of ranks that hung: what torch's flight recorder knew of their collectives
     datasets/     rows that Spark has computed for the ranks; their manifests are ``submissions/N/datasets.json``
     result/       rank 0's value
+    tables/       rows that ranks have written, by attempt; see `rankzero.data.table`
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
     driver.log    what a detached driver wrote

@@ -33,6 +33,7 @@ from rankzero.train.process_group import (
     rank_zero_first,
 )
 from rankzero.train.progress import progress
+from rankzero.train.rows import write_rows
 
 if TYPE_CHECKING:
     from rankzero.train.data_loader import PreparedDataLoader, prepare_data_loader
@@ -65,6 +66,7 @@ __all__ = [
     "report",
     "set_result",
     "unwrap_model",
+    "write_rows",
 ]
 
 

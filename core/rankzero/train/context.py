@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankzero.train.checkpoint import Checkpoint
+    from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
@@ -106,7 +108,9 @@ class _Session:
     at_return: list[Callable[[], None]] = field(default_factory=list)
     datasets: str | None = None
     scratch: str | None = None
+    parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
+    tables: Counter[str] = field(default_factory=Counter)
 
     def count_progress(self) -> int:
         """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
@@ -153,6 +157,7 @@ def install(
     context: TrainContext,
     send_report: Callable[[str], None],
     writer: CheckpointWriter,
+    parts: Parts,
     datasets: str | None,
     scratch: str,
 ) -> _Session:
@@ -162,11 +167,12 @@ def install(
         context: Who it is.
         send_report: Takes the metrics of a report as JSON.
         writer: Of checkpoints.
+        parts: Its ways to the run directory.
         datasets: Path of the file that describes the datasets of the run; None if there are none.
         scratch: Directory of this task.
     """
     global _session
-    _session = _Session(context, send_report, writer, datasets=datasets, scratch=scratch)
+    _session = _Session(context, send_report, writer, datasets=datasets, scratch=scratch, parts=parts)
     return _session
 
 

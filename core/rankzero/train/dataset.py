@@ -168,7 +168,7 @@ class DatasetShard:
         Raises:
             InvalidJobError: as `iter_batches`.
         """
-        from rankzero.train.batches import BatchDataset, Cut
+        from rankzero.train.batches import BatchDataset
 
         cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0)
         return BatchDataset(self._manifest, self._world, self._scratch, cut)

@@ -91,10 +91,9 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
 
     start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
     world = context.TrainContext(**start["context"])
-    writer = writers.CheckpointWriter(
-        parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
-    )
-    session = context.install(world, control.report, writer, start["datasets"], start["scratch"])
+    ways = parts.Parts(start, control.fetch)
+    writer = writers.CheckpointWriter(ways, world.attempt, world.rank, world.world_size, control.send)
+    session = context.install(world, control.report, writer, ways, start["datasets"], start["scratch"])
     if start["checkpoint"]:
         writer.committed(start["checkpoint"])
     os.environ.update(start["env"])
