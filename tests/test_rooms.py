@@ -24,6 +24,7 @@ DOWN = (
     "train",
     "data",
     "channel",
+    "report",
     "run",
     "values",
     "job",

@@ -46,6 +46,7 @@ LAUNCHER_FIELDS = (
     "exit_timeout",
     "orphan_timeout",
     "warm_start",
+    "encrypt",
 )
 """Arguments of the operator that `rankzero.Launcher` checks. Texts are not among them: they may hold templates."""
 

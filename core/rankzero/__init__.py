@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
+    from rankzero.engines.spark.submit import SparkSubmitEngine
     from rankzero.errors import (
         EngineError,
         HangError,
@@ -54,6 +55,7 @@ __all__ = [
     "RunTimeoutError",
     "SparkConnectEngine",
     "SparkEngine",
+    "SparkSubmitEngine",
     "StartTimeoutError",
     "Table",
     "TorchDistributor",
@@ -68,6 +70,7 @@ _HOMES = {
     "RunHandle": "run.handle",
     "SparkConnectEngine": "engines.connect.engine",
     "SparkEngine": "engines.spark.engine",
+    "SparkSubmitEngine": "engines.spark.submit",
     "Table": "data.table",
     "TorchDistributor": "compat.torch_distributor",
 }

@@ -52,6 +52,7 @@ class Job:
         ports: First and last port that rankzero may listen on, or None.
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
         warm_start: Ranks may be forks of a process that has torch loaded.
+        encrypt: Connections of agents and driver are encrypted; None: where the engine's own are.
         labels: The caller's own words about the run, such as the task that started it.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
@@ -85,6 +86,7 @@ class Job:
     ports: list[int] | None = None
     checkpoints: dict[str, Any] = field(default_factory=dict)
     warm_start: bool = True
+    encrypt: bool | None = None
     labels: dict[str, str] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
@@ -142,7 +144,7 @@ class Job:
             known = {field.name for field in dataclasses.fields(Job)}
             # A later version may know more of a run that lives; it is the same run.
             return Job(**{name: value for name, value in facts.items() if name in known})
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
 
 

@@ -86,6 +86,9 @@ class Launcher:
         checkpoints: Which checkpoints are kept.
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
             outlive. False starts every rank as a new interpreter.
+        encrypt: Encrypt what crosses between the run's driver and its agents: arguments, results, checkpoints and lines
+            that do not go by the store. None: where Spark's own connections are encrypted. What ranks send each other
+            is torch's, and is not.
 
         labels: Words of yours about the run, kept in its ``job.json``: see `RunHandle.labels`.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
@@ -128,6 +131,7 @@ class Launcher:
     ports: tuple[int, int] | None = None
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: bool = True
+    encrypt: bool | None = None
     labels: Mapping[str, str] | None = None
     code_version: str | None = None
 
@@ -152,6 +156,8 @@ class Launcher:
         jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
         jobs.check_ports(self.ports)
         jobs.check_flag("warm_start", self.warm_start)
+        if self.encrypt is not None:
+            jobs.check_flag("encrypt", self.encrypt)
         jobs.check_strings("labels", self.labels)
         if self.code_version is not None and not isinstance(self.code_version, str):
             raise InvalidJobError(f"code_version is {self.code_version!r}; it must be a string or None")
@@ -270,9 +276,7 @@ class Launcher:
 
         request = self._for(train)._request()
         run, started = prepare(request, train, args, kwargs, detached=True)
-        if not started:
-            return RunHandle.attach(run.directory)
-        return RunHandle(run.directory, drivers.start_driver(run, request.private()))
+        return drivers.start(run, request) if started else RunHandle.attach(run.directory)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -389,6 +393,7 @@ class Launcher:
             ports=list(self.ports) if self.ports else None,
             checkpoints=asdict(self.checkpoints),
             warm_start=self.warm_start,
+            encrypt=self.encrypt,
             labels=jobs.check_strings("labels", self.labels),
         )
         env = jobs.check_strings("env", self.env)

@@ -19,13 +19,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar, cast
 
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.reporter import Reporter
 from rankzero.driver.tables import Tables
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
@@ -56,6 +57,9 @@ SLOTS_INTERVAL = 0.1
 
 MANY_AGENTS = 256
 """Agents from which on the limit of open files is raised in a caller's own process, too."""
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""Of a driver's own log."""
 
 _DONE = "engine-done"
 _SAY = "engine-says"
@@ -94,6 +98,13 @@ class Driver:
         Raises:
             ResultError: the store does not take the outcome.
         """
+        reporter = Reporter(self._run)
+        try:
+            self._run_to_its_end()
+        finally:
+            reporter.close()
+
+    def _run_to_its_end(self) -> None:
         try:
             attempt = self._attempt_until_done()
         except RunCancelledError as error:
@@ -385,26 +396,39 @@ def main() -> None:
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
     parser.add_argument("--owner", type=int, help="file descriptor of a pipe; what comes there cancels the run")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
+
+
+def drive(
+    run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
+) -> NoReturn:
+    """Drives a submission, as the only one, and ends this process.
+
+    Args:
+        run: The run.
+        submission: Which one.
+        read_private: Gives `Request.private`.
+        owner: File descriptor of the owner's pipe; None for a run with a lease.
+    """
     from rankzero.engines.specs import engine_from_spec
 
-    run = RunDirectory(arguments.run_directory)
-    if run.job().submission < arguments.submission:
+    if run.job().submission < submission:
         # See `StatusWriter`.
-        run.restore(arguments.submission)
+        run.restore(submission)
     job = run.job()
-    if job.submission != arguments.submission:
+    if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     if not run.claim_driver(job.submission):
         sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
-    private = json.load(sys.stdin)
+    private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
-    driver = Driver(run, engine, private["env"], leased=arguments.owner is None)
+    driver = Driver(run, engine, private["env"], leased=owner is None)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
-    if arguments.owner is not None:
-        _watch_owner(arguments.owner, job.owner, driver.inbox)
+    if owner is not None:
+        _watch_owner(owner, job.owner, driver.inbox)
     code = 1
     try:
         driver.run()

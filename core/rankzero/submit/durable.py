@@ -11,8 +11,7 @@ from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reconcile import Decision
-from rankzero.submit import submission
-from rankzero.submit.drivers import start_driver
+from rankzero.submit import drivers, submission
 from rankzero.submit.owned import open_owned
 from rankzero.submit.prepare import Request, prepare
 
@@ -72,8 +71,7 @@ def open_durable(
             return
         if caller.is_followed_by_another:
             _, started = prepare(request, train, args, kwargs, detached=True)
-            handle = RunHandle(run.directory, start_driver(run, request.private())) if started else None
-            handle = handle or RunHandle.attach(run.directory)
+            handle = drivers.start(run, request) if started else RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
             yield Opened(handle, attached=not started)
             return

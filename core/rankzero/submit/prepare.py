@@ -11,6 +11,7 @@ from typing import Any
 
 from rankzero import job as jobs
 from rankzero import store
+from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
@@ -113,20 +114,22 @@ def prepare(
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
     engine.check(job)
+    engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
     with contextlib.ExitStack() as unless_started:
         before = datasets.earlier(run) if request.sources else {}
         found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
         unless_started.callback(found.discard, before)
         job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
-        started = _submit(run, job, parts, found)
+        patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
+        started = _submit(run, job, parts, found, patience)
         if started:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
     return run, started
 
 
-def _submit(run: RunDirectory, job: Job, parts: Payload, found: Datasets) -> bool:
+def _submit(run: RunDirectory, job: Job, parts: Payload, found: Datasets, patience: float) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}
@@ -154,7 +157,7 @@ def _submit(run: RunDirectory, job: Job, parts: Payload, found: Datasets) -> boo
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return submission.submit(run, job.identity, make_job, files | listings)
+    return submission.submit(run, job.identity, make_job, files | listings, patience)
 
 
 def _refuse_in_spawned_child() -> None:

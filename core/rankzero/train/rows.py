@@ -30,8 +30,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
 
     Args:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
-            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. It may be a generator: 64 MiB of it are held at a
-            time. A tensor of two dimensions is a column of arrays of one length.
+            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. Of a generator 64 MiB are held at a time. A tensor of two dimensions is a column of arrays of one length.
         name: Of the table.
 
     Returns:

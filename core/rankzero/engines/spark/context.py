@@ -92,17 +92,23 @@ def agent_code() -> bytes:
     untyped: Any = cloudpickle
     for module in (hold_module, start_module):
         untyped.register_pickle_by_value(module)
-    pickled: bytes = untyped.dumps((hold_module.hold, _zipped_packages()))
+    pickled: bytes = untyped.dumps((hold_module.hold, zipped_packages()))
     return pickled
 
 
-def _zipped_packages() -> bytes:
+def zipped_packages() -> bytes:
+    """The rankzero and cloudpickle packages as a zip that Python can import from."""
     import zipfile
+    import zipimport
 
     import cloudpickle
 
     import rankzero
 
+    if isinstance(rankzero.__loader__, zipimport.zipimporter):
+        # A driver in a cluster, which has them from such a zip itself.
+        with open(rankzero.__loader__.archive, "rb") as file:
+            return file.read()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for package in (rankzero, cloudpickle):

@@ -23,6 +23,7 @@ from rankzero.engines.local import LOOPBACK, LocalEngine
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
+    ENCRYPTION,
     EXECUTOR_CORES,
     EXECUTOR_GPUS,
     INSTANCES,
@@ -292,6 +293,11 @@ class SparkEngineSession(EngineSession):
         if self._master.startswith("local"):
             return LOOPBACK
         return without_brackets(self._known.setting("spark.driver.bindAddress") or self.driver_host)
+
+    @property
+    def encrypts(self) -> bool:
+        """True where executors reach Spark's own driver by encrypted connections."""
+        return not self._master.startswith("local") and any(self._known.setting(name) == "true" for name in ENCRYPTION)
 
     @property
     def url(self) -> str | None:
