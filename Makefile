@@ -56,7 +56,7 @@ locks: setup
 # Lightning, Hugging Face, Accelerate and torchdata in ranks: they are installed beside .venv, not into it.
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target .frameworks \
-		lightning transformers accelerate torchdata
+		lightning transformers accelerate torchdata optuna
 	rm -rf .frameworks/torch .frameworks/torch-* .frameworks/numpy .frameworks/numpy-*
 	PYTHONPATH=.frameworks .venv/bin/python -m pytest tests/frameworks
 

@@ -14,6 +14,7 @@ DOWN = (
     "cli",
     "compat",
     "launcher",
+    "sweep",
     "submit",
     "driver",
     "engines",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rankzero.run.detach import Caller
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
+    from rankzero.sweep import Search, StopRule, Sweep
+    from rankzero.sweep.trials import Mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -244,12 +246,81 @@ class Launcher:
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                 on_line(line)
         value = handle.result()
+        self._acknowledge(handle)
+        return value, handle
+
+    @staticmethod
+    def _acknowledge(handle: RunHandle[Any]) -> None:
+        """The value is here; if the store fails now, the next run of this id may get it again instead of training."""
         try:
             handle.acknowledge()
         except Exception:
-            # The value is here; the next run of this id may get it again instead of training.
             logger.warning("the result of run %s could not be acknowledged", handle.id, exc_info=True)
-        return value, handle
+
+    def map(
+        self,
+        train: Any,
+        params: Iterable[Mapping[str, Any]] | Search,
+        /,
+        *,
+        metric: str | None = None,
+        mode: Mode = "min",
+        max_parallel: int = 1,
+        stop: StopRule | None = None,
+    ) -> Sweep:
+        """A sweep: trains with many sets of keyword arguments, some at a time, and compares them.
+
+        Each trial is a run with its own directory, named after ``run_id`` and its number if this launcher has one. A
+        trial that fails does not end the sweep; an interrupt of this call ends all of them. Called again with the
+        same ``run_id`` after an interrupt, the sweep delivers what had succeeded, and trains only the rest. Trials
+        share this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
+        ``max_parallel`` of them; with ``SparkEngine(master=...)`` each starts its own.
+
+        Args:
+            train: As for `run`; a function that takes keyword arguments.
+            params: A dict of keyword arguments for each trial, or a `rankzero.sweep.OptunaSearch`.
+            metric: What rank 0 reports by `rankzero.train.report`, and the trials are compared by: the best of each.
+            mode: ``"min"`` or ``"max"``: whether less or more of it is better.
+            max_parallel: Trials at the same time.
+            stop: Which trials end early: a `rankzero.sweep.MedianRule` or `rankzero.sweep.SuccessiveHalving`.
+
+        Returns:
+            A `rankzero.sweep.Sweep`: a sequence of trials, with ``best`` and, as a table, ``rows()``.
+
+        Raises:
+            InvalidJobError: refused before anything started.
+
+        Example:
+            >>> from rankzero import Launcher
+            >>> def train(lr: float) -> float:
+            ...     import rankzero.train as rt
+            ...     rt.report({"loss": (lr - 0.3) ** 2})
+            ...     return lr
+            >>> sweep = Launcher(1).map(train, [{"lr": 0.1}, {"lr": 0.3}, {"lr": 0.9}], metric="loss", max_parallel=2)
+            >>> sweep.best.load()
+            0.3
+        """
+        from rankzero.sweep.search import ListedParams, Search
+        from rankzero.sweep.trials import run_trials
+
+        jobs.check_limit("max_parallel", max_parallel)
+        if max_parallel < 1:
+            raise InvalidJobError(f"max_parallel is {max_parallel!r}; it must be 1 or more")
+        if mode not in ("min", "max"):
+            raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
+        if stop is not None and metric is None:
+            raise InvalidJobError('stop= decides by a metric: give metric="loss"')
+        search = params if isinstance(params, Search) else ListedParams(params)
+
+        def start(number: int, given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
+            launcher = self.options(run_id=f"{self.run_id}-{number}") if self.run_id else self
+            return launcher.owned(train, (), given)
+
+        sweep = run_trials(start, search, metric, mode, max_parallel, stop)
+        for trial in sweep.trials:
+            if trial.result:
+                self._acknowledge(RunHandle.attach(trial.directory))
+        return sweep
 
     @overload
     def submit(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...

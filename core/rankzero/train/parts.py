@@ -163,7 +163,7 @@ class Parts:
         """
         if (client := self.client()) is None:
             return None
-        url = store.join(self._run_directory, "result", name)
+        url = store.join(self.run_directory, "result", name)
         try:
             self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE)
         except Exception as error:

@@ -30,7 +30,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
 
     Args:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
-            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. Of a generator 64 MiB are held at a time. A tensor of two dimensions is a column of arrays of one length.
+            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. Of a generator 64 MiB are held at a time. A
+            tensor of two dimensions is a column of arrays of one length.
         name: Of the table.
 
     Returns:
@@ -45,7 +46,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Example:
         >>> import torch
         >>> import rankzero.train as rt
-        >>> table = rt.write_rows({"id": torch.arange(3), "score": torch.rand(3)})
+        >>> table = rt.write_rows({"id": torch.arange(3), "score": torch.rand(3)}, "scores")
         >>> table.to_arrow().count_rows()
         3
     """
