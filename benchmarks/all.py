@@ -20,6 +20,7 @@ NAMES = [
     "scale",
     "results",
     "arguments",
+    "encryption",
     "checkpoints",
     "logs",
     "steps",
