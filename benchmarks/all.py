@@ -17,6 +17,7 @@ from measure import RESULTS_VARIABLE, to_markdown
 HERE = Path(__file__).parent
 NAMES = [
     "launch",
+    "fresh",
     "scale",
     "results",
     "arguments",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import secrets
 import sys
@@ -261,6 +262,15 @@ def check_choices(use_gpu: object, backend: object) -> None:
         raise InvalidJobError(f"backend is {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and not use_gpu:
         raise InvalidJobError('backend="nccl" needs use_gpu=True; on CPUs use "gloo" or "auto"')
+
+
+def check_paths(name: str, value: object) -> None:
+    """Raises InvalidJobError unless the value is a sequence of texts or paths, none of them empty."""
+    if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Sequence):
+        raise InvalidJobError(f"{name} is {value!r}; give a list")
+    for item in value:
+        if not isinstance(item, (str, os.PathLike)) or not str(item):
+            raise InvalidJobError(f"{name} has {item!r}; give texts")
 
 
 def check_strings(name: str, value: object) -> dict[str, str]:

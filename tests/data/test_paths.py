@@ -242,7 +242,7 @@ def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> 
 def test_the_identity_of_a_path_is_its_content(parquet: Path, tmp_path: Path) -> None:
     def identity() -> str:
         read = [("train", manifest_of_path(str(folder), "train").digest)]
-        return identity_of(max, (), {}, 1, None, read)
+        return identity_of(max, (), {}, 1, datasets=read)
 
     folder = parquet
     before = identity()

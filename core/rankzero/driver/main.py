@@ -119,6 +119,9 @@ class Driver:
             assert attempt.outcome is not None
             result, value = attempt.outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
+        finally:
+            # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
+            self._close_session()
 
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
@@ -158,8 +161,10 @@ class Driver:
                     self._started_at = attempt.started_at
                 number += 1
                 self._prepare_restart(pause)
-        finally:
+        except BaseException:
+            # What an attempt has left ends with the session, and so before the run has ended.
             self._close_session()
+            raise
 
     def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:
         what = str(error).splitlines()[0]
@@ -208,6 +213,7 @@ class Driver:
         return session
 
     def _open_engine(self) -> tuple[EngineSession, str | None]:
+        self._engine.start_ahead(self._job, self._env)
         session, url = self._engine.open(self._job), None
         # A link for people is not worth a run.
         with contextlib.suppress(Exception):

@@ -79,6 +79,14 @@ class Engine(abc.ABC):
         """
         return None
 
+    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
+        """Starts what need not wait for `open`, such as loading torch. Nothing depends on it, and it does not fail.
+
+        Args:
+            job: What will run.
+            env: The user's environment for the ranks.
+        """
+
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
         """Connects to the engine and checks what only it can tell. Raises EngineError."""

@@ -21,6 +21,7 @@ from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
+from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
 from rankzero.values.envelope import Part
 
@@ -40,6 +41,7 @@ class Request:
         identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
         sources: What the user gave for ranks to read, by name.
+        code: What travels because the user says so.
     """
 
     engine: Engine
@@ -51,6 +53,7 @@ class Request:
     identity: str | None = None
     restart_on: object = ()
     sources: Mapping[str, Any] = field(default_factory=dict)
+    code: UserCode = field(default_factory=UserCode)
 
     @property
     def directory(self) -> str:
@@ -79,7 +82,7 @@ class Request:
         if self.identity is not None:
             return self.identity
         read = found.digests if found else datasets.digests_of(self.sources, self.engine)
-        return identity_of(train, args, kwargs, self.num_processes, self.code_version, read)
+        return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code, read)
 
 
 def prepare(
@@ -122,20 +125,23 @@ def prepare(
         unless_started.callback(found.discard, before)
         job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
         patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
-        started = _submit(run, job, parts, found, patience)
+        started = _submit(run, job, parts, request.code, found, patience)
         if started:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
     return run, started
 
 
-def _submit(run: RunDirectory, job: Job, parts: Payload, found: Datasets, patience: float) -> bool:
+def _submit(run: RunDirectory, job: Job, parts: Payload, code: UserCode, found: Datasets, patience: float) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
+    if code.archive is not None:
+        files[ARCHIVE] = [code.archive]
+        listings["code.txt"] = [code.listing.encode("utf-8", "replace")]
     arguments = _describe_arguments(parts)
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:

@@ -25,7 +25,7 @@ from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
 from rankzero.engines.spark.errors import first_lines
-from rankzero.engines.spark.stage import own_python
+from rankzero.engines.spark.stage import with_own_python
 from rankzero.errors import EngineError, InvalidJobError
 
 logger = logging.getLogger(__name__)
@@ -202,8 +202,8 @@ def _not_shared(folder: str, where: str, why: str) -> EngineError:
 
 
 def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
-    """See `stage.own_python`; Spark Connect's executors have a Python of their server's."""
-    return own_python(frame.sparkSession.sparkContext) if hasattr(frame, "_jdf") else contextlib.nullcontext()
+    """See `stage.with_own_python`; Spark Connect's executors have a Python of their server's."""
+    return with_own_python(frame.sparkSession.sparkContext) if hasattr(frame, "_jdf") else contextlib.nullcontext()
 
 
 def _action(
