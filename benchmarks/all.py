@@ -25,6 +25,7 @@ NAMES = [
     "checkpoints",
     "logs",
     "steps",
+    "training",
     "horovod",
     "control_plane",
     "imports",
