@@ -24,6 +24,7 @@ DOWN = (
     "agent",
     "worker",
     "train",
+    "data",
     "channel",
     "report",
     "run",

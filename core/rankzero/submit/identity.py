@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from rankzero.job import NumProcesses
@@ -27,6 +28,7 @@ def identity_of(
     world_size: NumProcesses,
     code_version: str | None = None,
     user_code: UserCode | None = None,
+    datasets: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Names a training: the same in every process for the same code, arguments and world size.
 
@@ -40,6 +42,7 @@ def identity_of(
         world_size: Number of ranks; of an elastic job the smallest and the largest; or ``"auto"``.
         code_version: Stands for all code, which is not looked at then.
         user_code: What travels because the user says so; counts by content.
+        datasets: Name and checksum of each dataset.
 
     Returns:
         Hexadecimal digits; empty for what cannot be pickled: its submission says what is wrong with it.
@@ -62,7 +65,8 @@ def identity_of(
         return ""
     sources = digest_of_modules(modules) if code_version is None else ""
     archive = user_code.archive if user_code and code_version is None else None
-    facts = (code, arguments, sources, world_size, *([digest_of_bytes([archive])] if archive else []))
+    more = [*([digest_of_bytes([archive])] if archive else []), *([tuple(datasets)] if datasets else [])]
+    facts = (code, arguments, sources, world_size, *more)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:DIGITS]
 
 
