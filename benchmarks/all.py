@@ -17,6 +17,7 @@ from measure import RESULTS_VARIABLE, to_markdown
 HERE = Path(__file__).parent
 NAMES = [
     "launch",
+    "fresh",
     "scale",
     "results",
     "arguments",
@@ -24,6 +25,7 @@ NAMES = [
     "checkpoints",
     "logs",
     "steps",
+    "training",
     "horovod",
     "control_plane",
     "imports",

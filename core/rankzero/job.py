@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import secrets
 import sys
@@ -62,6 +63,7 @@ class Job:
         log_starts: By rank (as text, as JSON has it): piece and offset at which its lines of this submission begin.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of what the workers need.
+        queries: Datasets that the driver has Spark compute: name to table or query.
         python: ``major.minor`` of the Python that made the payload.
         created: Unix time.
     """
@@ -94,6 +96,7 @@ class Job:
     identity: str = ""
     log_starts: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    queries: dict[str, str] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
     created: float = field(default_factory=time.time)
 
@@ -259,6 +262,15 @@ def check_choices(use_gpu: object, backend: object) -> None:
         raise InvalidJobError(f"backend is {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and not use_gpu:
         raise InvalidJobError('backend="nccl" needs use_gpu=True; on CPUs use "gloo" or "auto"')
+
+
+def check_paths(name: str, value: object) -> None:
+    """Raises InvalidJobError unless the value is a sequence of texts or paths, none of them empty."""
+    if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Sequence):
+        raise InvalidJobError(f"{name} is {value!r}; give a list")
+    for item in value:
+        if not isinstance(item, (str, os.PathLike)) or not str(item):
+            raise InvalidJobError(f"{name} has {item!r}; give texts")
 
 
 def check_strings(name: str, value: object) -> dict[str, str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rankzero.run.detach import Caller
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
+    from rankzero.submit.user_code import UserCode
     from rankzero.sweep import Search, StopRule, Sweep
     from rankzero.sweep.trials import Mode
 
@@ -75,7 +76,9 @@ class Launcher:
             ``~/.rankzero/runs``.
         run_id: Name of the run; None makes one up. A run id that lives is not started twice; one that failed or
             was cancelled goes on from its last checkpoint; see `submit` for one that succeeded.
-        dataset: Must be None: not part of this version.
+        dataset: What ranks read by `rankzero.train.get_dataset_shard`: a Spark DataFrame, the path or URL of a
+            Parquet, Delta or Arrow table, or with a Spark engine the name of a table or a query; or a dict of these by
+            name. One without a name is ``"train"``. A DataFrame is computed once, by Spark, into the run's directory.
         max_preemptions: New attempts after the cluster took a place back (SIGTERM from outside); None for as
             many as ``max_restarts``, counted apart.
         stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
@@ -93,6 +96,12 @@ class Launcher:
         labels: Words of yours about the run, kept in its ``job.json``: see `RunHandle.labels`.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
             run id whose function, script or modules have changed begins from scratch.
+        working_dir: A directory that travels with the job: each rank starts in a copy of it, which is first on its
+            search path. Hidden files, what is named like a key or a password, and what a ``.rankzeroignore`` there
+            names (as a .gitignore does) stay here.
+        py_files: Python files, zips, eggs, wheels and directories of packages that travel, for ranks to import. What a
+            function or script imports travels by itself; these are for what it does not show.
+        excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here.
 
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
@@ -134,6 +143,9 @@ class Launcher:
     encrypt: bool | None = None
     labels: Mapping[str, str] | None = None
     code_version: str | None = None
+    working_dir: str | os.PathLike[str] | None = None
+    py_files: Sequence[str | os.PathLike[str]] = ()
+    excludes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.num_processes == jobs.AUTO:
@@ -161,10 +173,15 @@ class Launcher:
         jobs.check_strings("labels", self.labels)
         if self.code_version is not None and not isinstance(self.code_version, str):
             raise InvalidJobError(f"code_version is {self.code_version!r}; it must be a string or None")
+        jobs.check_paths("working_dir", () if self.working_dir is None else (self.working_dir,))
+        jobs.check_paths("py_files", self.py_files)
+        jobs.check_paths("excludes", self.excludes)
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
-            raise InvalidJobError(f"dataset={self.dataset!r} is not supported by this version of rankzero")
+            from rankzero.submit import datasets
+
+            datasets.check(self.dataset)
 
     def options(self, **changes: Any) -> Launcher:
         """A copy with changed fields. Raises InvalidJobError for a field that does not exist."""
@@ -409,9 +426,7 @@ class Launcher:
         Raises:
             InvalidJobError: ``train`` names no script or function.
         """
-        from rankzero.submit.identity import identity_of
-
-        return identity_of(train, args, kwargs, self._for(train).num_processes, self.code_version)
+        return self._for(train)._request().identity_of(train, args, kwargs)
 
     def _for(self, train: Any) -> Launcher:
         """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
@@ -430,6 +445,7 @@ class Launcher:
         return found
 
     def _request(self) -> Request:
+        from rankzero.submit import datasets
         from rankzero.submit.prepare import Request
 
         if self.restart_on and not self.max_restarts:
@@ -468,7 +484,16 @@ class Launcher:
             env,
             self.code_version,
             restart_on=self.restart_on,
+            sources=datasets.check(self.dataset),
+            code=self._code(),
         )
+
+    def _code(self) -> UserCode:
+        from rankzero.submit.user_code import UserCode
+
+        working_dir = None if self.working_dir is None else os.path.expanduser(os.fspath(self.working_dir))
+        py_files = tuple(os.path.expanduser(os.fspath(path)) for path in self.py_files)
+        return UserCode(working_dir, py_files, tuple(self.excludes))
 
     def _engine(self) -> Engine:
         from rankzero.engines.base import Engine

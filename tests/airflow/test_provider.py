@@ -71,7 +71,7 @@ def test_airflow_knows_the_options_and_their_defaults(airflow_home: Path) -> Non
     )
     assert in_a_fresh_airflow(code) == "['', '30', '', ''] None 30"
     changed = in_a_fresh_airflow(code, AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
-    assert changed == "['/data', '0', ''] /data None"
+    assert changed == "['/data', '0', '', ''] /data None"
 
 
 def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) -> None:

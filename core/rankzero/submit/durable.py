@@ -12,7 +12,6 @@ from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reconcile import Decision
 from rankzero.submit import drivers, submission
-from rankzero.submit.identity import identity_of
 from rankzero.submit.owned import open_owned
 from rankzero.submit.prepare import Request, prepare
 
@@ -60,9 +59,7 @@ def open_durable(
     handle: RunHandle[Any] | None = None
     # Its own run, once there is one: by its name alone it may be a later submission by now.
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
-        identity = request.identity
-        if identity is None:
-            identity = identity_of(train, args, kwargs, request.num_processes, request.code_version)
+        identity = request.identity_of(train, args, kwargs)
         request = replace(request, identity=identity)
         before = submission.find(run)
         if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):

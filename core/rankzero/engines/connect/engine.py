@@ -69,6 +69,11 @@ class SparkConnectEngine(Engine):
         return {"kind": "spark-connect", "server": str(self._server)}, private
 
     @property
+    def has_tables(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def can_detach(self) -> bool:
         """Not with a session of the caller's process."""
         return self.session is None
@@ -96,4 +101,5 @@ class SparkConnectEngine(Engine):
 
 def is_connect_session(session: Any) -> bool:
     """True for a SparkSession of Spark Connect. Imports nothing."""
-    return hasattr(session, "client") and not hasattr(session, "_jsparkSession")
+    # In this order: a session of the other kind raises what is no AttributeError when it is asked for a client.
+    return not hasattr(session, "_jsparkSession") and hasattr(session, "client")

@@ -24,7 +24,7 @@ class KnownContext:
         self._conf = self._scala.conf()
         self._profile = self._scala.resourceProfileManager().defaultResourceProfile()
         self._settings: dict[str, str | None] = {}
-        self._code: Any = None
+        self._codes: dict[bool, Any] = {}
 
     @functools.cached_property
     def url(self) -> str | None:
@@ -32,16 +32,16 @@ class KnownContext:
         found: str | None = self._context.uiWebUrl
         return found
 
-    @property
-    def code(self) -> Any:
+    def code(self, *, zipped: bool = True) -> Any:
         """Broadcast of `agent_code`, which so goes to every executor once, and not with every task.
 
         It stays with the SparkContext. Tasks of a local master read the file that pyspark made of it, which who cleans
         the temporary directory may have removed.
         """
-        if self._code is None or not os.path.exists(getattr(self._code, "_path", None) or os.curdir):
-            self._code = self._context.broadcast(agent_code())
-        return self._code
+        code = self._codes.get(zipped)
+        if code is None or not os.path.exists(getattr(code, "_path", None) or os.curdir):
+            code = self._codes[zipped] = self._context.broadcast(agent_code(zipped=zipped))
+        return code
 
     def setting(self, key: str) -> str | None:
         """One setting; a SparkContext's do not change."""
@@ -82,17 +82,20 @@ def known(context: Any) -> KnownContext:
 
 
 @functools.cache
-def agent_code() -> bytes:
+def agent_code(*, zipped: bool = True) -> bytes:
     """A pickle of the function `hold`, and of a zip of the rankzero and cloudpickle packages.
 
     Executors need nothing of rankzero installed: the one is pickled by value, and from the other agents import.
+
+    Args:
+        zipped: False leaves the zip out, for agents that find the packages where this process has them.
     """
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
     for module in (hold_module, start_module):
         untyped.register_pickle_by_value(module)
-    pickled: bytes = untyped.dumps((hold_module.hold, zipped_packages()))
+    pickled: bytes = untyped.dumps((hold_module.hold, zipped_packages() if zipped else None))
     return pickled
 
 

@@ -38,7 +38,7 @@ class SparkGroup(AgentGroup):
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
             tasks = self._num_tasks
             rdd = self._context.parallelize(range(tasks), tasks).barrier().mapPartitions(self._task)
-            with _own_python(self._context):
+            with with_own_python(self._context):
                 # Fixes the executors' Python and pickles the task.
                 rdd._jrdd  # noqa: B018
             rdd.collect()
@@ -104,14 +104,15 @@ def make_task(
         elif config["use_gpu"] and "gpu" in context.resources():
             gpus = list(context.resources()["gpu"].addresses)
         hold, code_zip = pickle.loads(code.value)
-        hold({**config, "task": index, "host": host, "gpus": gpus, "code_path": None, "code_zip": code_zip})
+        found = {"code_path": None, "code_zip": code_zip}
+        hold({**found, **config, "task": index, "host": host, "gpus": gpus})
         return iter(())
 
     return task
 
 
 @contextlib.contextmanager
-def _own_python(context: Any) -> Iterator[None]:
+def with_own_python(context: Any) -> Iterator[None]:
     """Executors on this machine run this very Python, unless the user chose one."""
     before = context.pythonExec
     if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):

@@ -18,7 +18,8 @@ from rankzero.engines.spark import deploy
 from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
 from rankzero.engines.spark.deploy import CODE, PRIVATE, PROGRAM, Deployment, Submitted
-from rankzero.engines.spark.engine import SparkEngine, find_java
+from rankzero.engines.spark.engine import SparkEngine
+from rankzero.engines.spark.jvm import find_java
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 
