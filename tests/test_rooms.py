@@ -12,6 +12,7 @@ CORE = ROOT / "core" / "rankzero"
 DOWN = (
     "rankzero",
     "cli",
+    "testing",
     "compat",
     "launcher",
     "sweep",
@@ -23,6 +24,7 @@ DOWN = (
     "agent",
     "worker",
     "train",
+    "data",
     "channel",
     "report",
     "run",
