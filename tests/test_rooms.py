@@ -12,6 +12,7 @@ CORE = ROOT / "core" / "rankzero"
 DOWN = (
     "rankzero",
     "cli",
+    "doctor",
     "testing",
     "compat",
     "launcher",

@@ -58,7 +58,8 @@ def call(rank: int, world_size: int, home: str, seeded: dict[str, Any] | None, t
         metrics, when = json.loads(row)
         outcome.metrics.append({"rank": rank, "time": when, **metrics})
 
-    with _checkpoints(rank, world_size, home, ATTEMPT) as checkpoints:
+    files = _files(home)
+    with _checkpoints(rank, world_size, files, home, ATTEMPT) as checkpoints:
         if seeded:
             checkpoints.committed(seeded)
         world = context.TrainContext(
@@ -71,7 +72,7 @@ def call(rank: int, world_size: int, home: str, seeded: dict[str, Any] | None, t
             storage_path=home,
         )
         before = context._session
-        session = context.install(world, note, checkpoints)
+        session = context.install(world, note, checkpoints, files, None, home)
         try:
             value = train()
             for function in session.at_return:
@@ -87,7 +88,7 @@ def call(rank: int, world_size: int, home: str, seeded: dict[str, Any] | None, t
 
 def seed_checkpoint(home: str, state: object) -> dict[str, Any]:
     """Commits a checkpoint for the ranks to start from; its manifest. Raises as `rankzero.train.report`."""
-    with _checkpoints(0, 1, home, 0) as checkpoints:
+    with _checkpoints(0, 1, _files(home), home, 0) as checkpoints:
         committed: list[dict[str, Any]] = []
         checkpoints.committed = committed.append  # type: ignore[assignment,method-assign]
         checkpoints.write(state, {}, time.time(), sharded=False)
@@ -96,10 +97,11 @@ def seed_checkpoint(home: str, state: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _checkpoints(rank: int, world_size: int, home: str, attempt: int) -> Iterator[writer.CheckpointWriter]:
+def _checkpoints(
+    rank: int, world_size: int, files: parts.Parts, home: str, attempt: int
+) -> Iterator[writer.CheckpointWriter]:
     """The writer of a rank, and what the driver does of the commit, in this process."""
     run = RunDirectory(home)
-    start = {"shared": True, "run_directory": home, "run_token": "", "scratch": home, "checkpoint": None}
     lost = threading.Event()
 
     def on_commit(manifest: Manifest) -> None:
@@ -114,11 +116,16 @@ def _checkpoints(rank: int, world_size: int, home: str, attempt: int) -> Iterato
         if message["type"] == "checkpoint":
             committer.add(0, message)
 
-    checkpoints = writer.CheckpointWriter(parts.Parts(start, _no_fetch), attempt, rank, world_size, on_message)
+    checkpoints = writer.CheckpointWriter(files, attempt, rank, world_size, on_message)
     try:
         yield checkpoints
     finally:
         committer.close(COMMIT_TIMEOUT)
+
+
+def _files(home: str) -> parts.Parts:
+    start = {"shared": True, "run_directory": home, "run_token": "", "scratch": home, "checkpoint": None}
+    return parts.Parts(start, _no_fetch)
 
 
 def _no_fetch(name: str) -> str:
