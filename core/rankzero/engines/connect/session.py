@@ -21,6 +21,7 @@ from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
+    ENCRYPTION,
     EXECUTOR_CORES,
     EXECUTOR_GPUS,
     INSTANCES,
@@ -52,6 +53,7 @@ _SETTINGS = [
     EXECUTOR_GPUS,
     CORES_MAX,
     THREADS,
+    *ENCRYPTION,
 ]
 
 
@@ -118,6 +120,11 @@ class ConnectSession(EngineSession):
         if self.driver_hosts == [LOOPBACK]:
             return LOOPBACK
         return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+    @property
+    def encrypts(self) -> bool:
+        """True where the server's executors reach its driver by encrypted connections."""
+        return not self._is_local and any(self._settings.get(name) == "true" for name in ENCRYPTION)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
