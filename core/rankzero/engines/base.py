@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rankzero.channel.auth import new_secret
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
 
@@ -104,6 +105,15 @@ class EngineSession(abc.ABC):
     def url(self) -> str | None:
         """Where people can look at the engine, if it shows itself."""
         return None
+
+    @property
+    def can_host_driver(self) -> bool:
+        """True if the run may be driven from within: `launch` takes a ``"stage"`` for its tasks."""
+        return False
+
+    def secret(self, attempt: int) -> str:
+        """Of the channel of an attempt."""
+        return new_secret()
 
     def reserve(self, num_tasks: int) -> bool:
         """Sees to it that nobody else takes the places of the next attempt; False if somebody was faster."""

@@ -63,7 +63,8 @@ class RunStatus:
         written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
-        driver_namespace: The process namespace in which that id means something.
+        driver_namespace: The process namespace in which that id means something; None if its death may not be the
+            run's, so that only the heartbeat tells.
         driver_start: When that process started, in ticks since the boot.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.

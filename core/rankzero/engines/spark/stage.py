@@ -103,8 +103,8 @@ def make_task(
             gpus = local_gpus[index * count : (index + 1) * count]
         elif config["use_gpu"] and "gpu" in context.resources():
             gpus = list(context.resources()["gpu"].addresses)
-        hold, code_zip = pickle.loads(code.value)
-        hold({**config, "task": index, "host": host, "gpus": gpus, "code_path": None, "code_zip": code_zip})
+        run_task, code_zip = pickle.loads(code.value)
+        run_task({**config, "task": index, "host": host, "gpus": gpus, "code_path": None, "code_zip": code_zip})
         return iter(())
 
     return task
