@@ -8,6 +8,7 @@
         job.json      what it asked for
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
+        stage-K/      where a driver in its own stage meets its tasks; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
