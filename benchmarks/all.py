@@ -17,12 +17,15 @@ from measure import RESULTS_VARIABLE, to_markdown
 HERE = Path(__file__).parent
 NAMES = [
     "launch",
+    "fresh",
     "scale",
     "results",
     "arguments",
+    "encryption",
     "checkpoints",
     "logs",
     "steps",
+    "training",
     "horovod",
     "control_plane",
     "imports",

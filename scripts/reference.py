@@ -14,6 +14,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
 PACKAGES = {
     "rankzero": "Core",
     "rankzero.train": "Inside the training function: `import rankzero.train as rt`",
+    "rankzero.sweep": "Sweeps: what `Launcher.map` takes and gives",
     "airflow_rankzero": "Airflow",
     "dagster_rankzero": "Dagster",
 }

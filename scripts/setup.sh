@@ -80,3 +80,6 @@ if [ -z "$java" ] || [ "$(java_version "$java")" -lt 17 ]; then
   echo "setup: installing a headless JRE"
   { apt-get update -qq && apt-get install -y -qq openjdk-17-jre-headless; } >/dev/null || die "$hint"
 fi
+
+# The first trainings on embedded Spark need not wait for what every later one starts with. Nothing depends on it.
+"$venv/bin/python" -m rankzero.engines.spark.dump >/dev/null 2>&1 || true

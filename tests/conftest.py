@@ -1,6 +1,7 @@
 """What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
 
 import contextlib
+import fcntl
 import os
 import posixpath
 import random
@@ -176,9 +177,26 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # A JVM that was killed leaves its files where pytest removes them.
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker
+    _await_archive()
     # The JVM of a SparkSession of this very process ends with it, not before.
     left = [describe(pid) for pid in wait_until_gone(marker) if not is_own_jvm(pid)]
     assert left == [], "processes outlived the suite"
+
+
+def _await_archive() -> None:
+    """A run of the suite may have started its making, which has a bound of its own."""
+    from rankzero.engines.spark import archive, dump
+
+    with contextlib.suppress(OSError), open(os.path.join(archive.directory(), "lock"), "rb") as lock:
+
+        def is_free() -> bool:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        until(is_free, dump.TIMEOUT, "the making of an archive of Spark's classes")
 
 
 @pytest.fixture

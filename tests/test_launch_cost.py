@@ -176,6 +176,6 @@ def test_the_code_goes_to_the_executors_once(launcher: Launcher, spark: Any, mon
         launcher.options(engine=SparkEngine(session=spark)).run(len, [])
     assert len(made) == 1
     # Somebody has cleaned the temporary directory.
-    os.unlink(known(spark.sparkContext).code._path)
+    os.unlink(known(spark.sparkContext).code()._path)
     launcher.options(engine=SparkEngine(session=spark)).run(len, [])
     assert len(made) == 2

@@ -99,6 +99,7 @@ class TrainingArguments(TaskArguments, total=False):
     exit_timeout: float
     orphan_timeout: float | None
     warm_start: bool
+    encrypt: bool | None
     code_version: str | None
     retry_user_errors: bool
     log_ranks: Sequence[int] | None

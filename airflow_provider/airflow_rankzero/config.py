@@ -42,6 +42,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "example": "https://minio.example.com/browser/{path}/",
         "default": "",
     },
+    "report_url": {
+        "description": (
+            "Where a web browser finds the report of a run, for the button 'Report' of a task: of `rankzero serve`, or "
+            "of the file report.html in the run directory. {path} stands for the directory without its scheme, {name} "
+            "for the run's name. Empty: the console of Google Cloud or AWS for gs:// and s3://, and no button for "
+            "other stores."
+        ),
+        "version_added": "0.1.0",
+        "type": "string",
+        "example": "https://reports.example.com/runs/{name}",
+        "default": "",
+    },
 }
 """The options as Airflow's provider information describes them."""
 
@@ -81,12 +93,21 @@ def directory_url() -> str | None:
     Raises:
         InvalidJobError: it has other placeholders than ``{path}`` and ``{name}``.
     """
-    template = _text("directory_url")
+    return _template("directory_url")
+
+
+def report_url() -> str | None:
+    """The template of the web address of a run's report, or None. Raises as `directory_url`."""
+    return _template("report_url")
+
+
+def _template(option: str) -> str | None:
+    template = _text(option)
     try:
         template.format(path="", name="")
     except (KeyError, IndexError, ValueError, AttributeError):
         raise InvalidJobError(
-            f"[{SECTION}] directory_url is {template!r}; only {{path}} and {{name}} can stand in it"
+            f"[{SECTION}] {option} is {template!r}; only {{path}} and {{name}} can stand in it"
         ) from None
     return template or None
 

@@ -1,4 +1,4 @@
-"""The buttons of a training task: the Spark UI and the run directory.
+"""The buttons of a training task: the Spark UI, the run directory and its report.
 
 Airflow's web page shows what it finds under a link's XCom key, while the task runs, too; it shows no button for an
 address other than ``http``, ``https`` or ``mailto``.
@@ -15,6 +15,7 @@ from urllib.parse import quote
 from airflow.sdk import BaseOperatorLink
 
 from airflow_rankzero import config
+from rankzero.report.page import FILE
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -55,6 +56,13 @@ class RunDirectoryLink(_XComLink):
     xcom_key = "rankzero_run_directory_url"
 
 
+class ReportLink(_XComLink):
+    """The report of the run, which is there once it has ended, and on a disk while it lives."""
+
+    name = "Report"
+    xcom_key = "rankzero_report_url"
+
+
 def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = None) -> None:
     """Makes the buttons work from now on. For the operator, as soon as it knows the addresses; may be called again.
 
@@ -67,6 +75,7 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
         DIRECTORY_KEY: lambda: directory,
         SparkUILink.xcom_key: lambda: spark_ui,
         RunDirectoryLink.xcom_key: lambda: web_address(directory) if directory else None,
+        ReportLink.xcom_key: lambda: report_address(directory) if directory else None,
     }
     for key, address_of in addresses.items():
         try:
@@ -94,14 +103,42 @@ def web_address(directory: str) -> str | None:
         >>> web_address("gs://bucket/runs/a")
         'https://console.cloud.google.com/storage/browser/bucket/runs/a'
     """
+    gcs = "https://console.cloud.google.com/storage/browser/{bucket}/{key}"
+    return _address(
+        directory, config.directory_url(), gcs, "https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/"
+    )
+
+
+def report_address(directory: str) -> str | None:
+    """Where a web browser finds the report of a run.
+
+    Args:
+        directory: Path or URL of the run directory.
+
+    Returns:
+        What ``[rankzero] report_url`` says, else the file's page in the console of Google Cloud or AWS; None for other
+        stores.
+
+    Raises:
+        InvalidJobError: that option has unknown placeholders.
+
+    Example:
+        >>> report_address("gs://bucket/runs/a")
+        'https://console.cloud.google.com/storage/browser/_details/bucket/runs/a/report.html'
+    """
+    gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{FILE}"
+    s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{FILE}"
+    return _address(directory, config.report_url(), gcs, s3)
+
+
+def _address(directory: str, template: str | None, gcs: str, s3: str) -> str | None:
     scheme, _, path = directory.rstrip("/").rpartition("://")
     path = quote(path)
-    template = config.directory_url()
     if template:
         return template.format(path=path, name=path.rpartition("/")[2])
+    bucket, _, key = path.partition("/")
     if scheme in ("gs", "gcs"):
-        return f"https://console.cloud.google.com/storage/browser/{path}"
+        return gcs.format(bucket=bucket, key=key)
     if scheme in ("s3", "s3a") and not any(map(os.environ.get, _OTHER_S3)):
-        bucket, _, key = path.partition("/")
-        return f"https://s3.console.aws.amazon.com/s3/buckets/{bucket}?prefix={key}/"
+        return s3.format(bucket=bucket, key=key)
     return None

@@ -22,7 +22,7 @@ from airflow_rankzero.call import beside, keyword, positional
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target
 from airflow_rankzero.delivery import offer, value_of
-from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink, push_links
+from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.task_run import Follower
@@ -98,6 +98,8 @@ class TorchDistributorOperator(BaseOperator):
             task's retries and their delays.
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
             outlive. False starts every rank as a new interpreter.
+        encrypt: Encrypt what crosses between the run's driver and its agents; None: where Spark's own connections are
+            encrypted.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
             task whose function, script or modules have changed begins from scratch.
         retry_user_errors: Let ``retries`` apply to exceptions of the training function, too.
@@ -132,7 +134,7 @@ class TorchDistributorOperator(BaseOperator):
         "env": "json",
     }
     shallow_copy_attrs: Sequence[str] = ("train",)
-    operator_extra_links = (SparkUILink(), RunDirectoryLink())
+    operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
     ui_color = "#f4e3d7"
 
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.
@@ -163,6 +165,7 @@ class TorchDistributorOperator(BaseOperator):
         exit_timeout: float = EXIT_TIMEOUT,
         orphan_timeout: float | None = None,
         warm_start: bool = True,
+        encrypt: bool | None = None,
         code_version: str | None = None,
         retry_user_errors: bool = True,
         log_ranks: Sequence[int] | None = None,
@@ -194,6 +197,7 @@ class TorchDistributorOperator(BaseOperator):
         self.exit_timeout = exit_timeout
         self.orphan_timeout = orphan_timeout
         self.warm_start = warm_start
+        self.encrypt = encrypt
         self.code_version = code_version
         self.retry_user_errors = retry_user_errors
         self.log_ranks = None if log_ranks is None else list(log_ranks)
@@ -232,7 +236,6 @@ class TorchDistributorOperator(BaseOperator):
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
-        self.deferrable = self.deferrable and not config.warn_if_container_ends_with_task(self.log)
         task_try = TaskTry(context["ti"])
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
@@ -347,7 +350,9 @@ class TorchDistributorOperator(BaseOperator):
 
     def _launcher(self, context: Context) -> Launcher:
         target = Target.from_conn_id(self.conn_id) if self.conn_id is not None else Target(master=self.master)
-        spark_conf = lineage.spark_properties(as_text("spark_conf", self.spark_conf), context)
+        engine = target.engine(lineage.spark_properties(as_text("spark_conf", self.spark_conf), context))
+        if self.deferrable and not engine.drives_elsewhere:
+            self.deferrable = not config.warn_if_container_ends_with_task(self.log)
         ti = context["ti"]
         map_index = -1 if ti.map_index is None else ti.map_index
         names = {"dag_id": ti.dag_id, "dag_run_id": ti.run_id, "task_id": ti.task_id, "map_index": str(map_index)}
@@ -361,7 +366,7 @@ class TorchDistributorOperator(BaseOperator):
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
         return Launcher(
             **options,
-            engine=target.engine(spark_conf),
+            engine=engine,
             env=as_text("env", self.env),
             store=self.store or target.store or config.store(),
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),

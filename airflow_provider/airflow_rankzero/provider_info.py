@@ -39,7 +39,7 @@ def get_provider_info() -> dict[str, Any]:
                 "conn-fields": CONN_FIELDS,
             }
         ],
-        "extra-links": ["airflow_rankzero.links.SparkUILink", "airflow_rankzero.links.RunDirectoryLink"],
+        "extra-links": [f"airflow_rankzero.links.{name}" for name in ("SparkUILink", "RunDirectoryLink", "ReportLink")],
         "config": {
             config.SECTION: {
                 "description": "Options of the tasks that run distributed PyTorch.",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any
+
+from airflow.sdk import ObjectStoragePath
 
 from rankzero.errors import InvalidJobError
 from rankzero.job import AUTO
@@ -46,6 +49,7 @@ LAUNCHER_FIELDS = (
     "exit_timeout",
     "orphan_timeout",
     "warm_start",
+    "encrypt",
 )
 """Arguments of the operator that `rankzero.Launcher` checks. Texts are not among them: they may hold templates."""
 
@@ -57,8 +61,15 @@ _DECIDED_ELSEWHERE = ("processes_per_task", "use_gpu", "checkpoints")
 
 
 def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
-    """The template fields without ``train`` and ``restart_on`` where those are functions."""
-    return [name for name in names if name not in ("train", "restart_on") or not callable(getattr(task, name))]
+    """The template fields that may be templates: ``train`` and ``restart_on`` may be functions, and others paths."""
+    return [name for name in names if _may_be_template(name, getattr(task, name))]
+
+
+def _may_be_template(name: str, value: Any) -> bool:
+    if isinstance(value, PurePath) and not isinstance(value, ObjectStoragePath):
+        # Airflow 3.1 takes a path's `resolve` for its own.
+        return False
+    return name not in ("train", "restart_on") or not callable(value)
 
 
 def convert(name: str, value: Any) -> Any:

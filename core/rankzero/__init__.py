@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
+    from rankzero.engines.spark.submit import SparkSubmitEngine
     from rankzero.errors import (
         EngineError,
         HangError,
@@ -53,6 +54,7 @@ __all__ = [
     "RunTimeoutError",
     "SparkConnectEngine",
     "SparkEngine",
+    "SparkSubmitEngine",
     "StartTimeoutError",
     "TorchDistributor",
     "WorkerFailedError",
@@ -66,6 +68,7 @@ _HOMES = {
     "RunHandle": "run.handle",
     "SparkConnectEngine": "engines.connect.engine",
     "SparkEngine": "engines.spark.engine",
+    "SparkSubmitEngine": "engines.spark.submit",
     "TorchDistributor": "compat.torch_distributor",
 }
 

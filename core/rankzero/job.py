@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import secrets
 import sys
@@ -52,6 +53,7 @@ class Job:
         ports: First and last port that rankzero may listen on, or None.
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
         warm_start: Ranks may be forks of a process that has torch loaded.
+        encrypt: Connections of agents and driver are encrypted; None: where the engine's own are.
         labels: The caller's own words about the run, such as the task that started it.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
@@ -84,6 +86,7 @@ class Job:
     ports: list[int] | None = None
     checkpoints: dict[str, Any] = field(default_factory=dict)
     warm_start: bool = True
+    encrypt: bool | None = None
     labels: dict[str, str] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
@@ -140,7 +143,7 @@ class Job:
             known = {field.name for field in dataclasses.fields(Job)}
             # A later version may know more of a run that lives; it is the same run.
             return Job(**{name: value for name, value in facts.items() if name in known})
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
 
 
@@ -257,6 +260,15 @@ def check_choices(use_gpu: object, backend: object) -> None:
         raise InvalidJobError(f"backend is {backend!r}; choose one of {', '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and not use_gpu:
         raise InvalidJobError('backend="nccl" needs use_gpu=True; on CPUs use "gloo" or "auto"')
+
+
+def check_paths(name: str, value: object) -> None:
+    """Raises InvalidJobError unless the value is a sequence of texts or paths, none of them empty."""
+    if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Sequence):
+        raise InvalidJobError(f"{name} is {value!r}; give a list")
+    for item in value:
+        if not isinstance(item, (str, os.PathLike)) or not str(item):
+            raise InvalidJobError(f"{name} has {item!r}; give texts")
 
 
 def check_strings(name: str, value: object) -> dict[str, str]:

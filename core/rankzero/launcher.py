@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rankzero.run.detach import Caller
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
+    from rankzero.submit.user_code import UserCode
+    from rankzero.sweep import Search, StopRule, Sweep
+    from rankzero.sweep.trials import Mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,10 +87,19 @@ class Launcher:
         checkpoints: Which checkpoints are kept.
         warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
             outlive. False starts every rank as a new interpreter.
+        encrypt: Encrypt what crosses between the run's driver and its agents: arguments, results, checkpoints and lines
+            that do not go by the store. None: where Spark's own connections are encrypted. What ranks send each other
+            is torch's, and is not.
 
         labels: Words of yours about the run, kept in its ``job.json``: see `RunHandle.labels`.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
             run id whose function, script or modules have changed begins from scratch.
+        working_dir: A directory that travels with the job: each rank starts in a copy of it, which is first on its
+            search path. Hidden files, what is named like a key or a password, and what a ``.rankzeroignore`` there
+            names (as a .gitignore does) stay here.
+        py_files: Python files, zips, eggs, wheels and directories of packages that travel, for ranks to import. What a
+            function or script imports travels by itself; these are for what it does not show.
+        excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here.
 
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
@@ -126,8 +138,12 @@ class Launcher:
     ports: tuple[int, int] | None = None
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     warm_start: bool = True
+    encrypt: bool | None = None
     labels: Mapping[str, str] | None = None
     code_version: str | None = None
+    working_dir: str | os.PathLike[str] | None = None
+    py_files: Sequence[str | os.PathLike[str]] = ()
+    excludes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.num_processes == jobs.AUTO:
@@ -150,9 +166,14 @@ class Launcher:
         jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
         jobs.check_ports(self.ports)
         jobs.check_flag("warm_start", self.warm_start)
+        if self.encrypt is not None:
+            jobs.check_flag("encrypt", self.encrypt)
         jobs.check_strings("labels", self.labels)
         if self.code_version is not None and not isinstance(self.code_version, str):
             raise InvalidJobError(f"code_version is {self.code_version!r}; it must be a string or None")
+        jobs.check_paths("working_dir", () if self.working_dir is None else (self.working_dir,))
+        jobs.check_paths("py_files", self.py_files)
+        jobs.check_paths("excludes", self.excludes)
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
@@ -234,12 +255,81 @@ class Launcher:
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                 on_line(line)
         value = handle.result()
+        self._acknowledge(handle)
+        return value, handle
+
+    @staticmethod
+    def _acknowledge(handle: RunHandle[Any]) -> None:
+        """The value is here; if the store fails now, the next run of this id may get it again instead of training."""
         try:
             handle.acknowledge()
         except Exception:
-            # The value is here; the next run of this id may get it again instead of training.
             logger.warning("the result of run %s could not be acknowledged", handle.id, exc_info=True)
-        return value, handle
+
+    def map(
+        self,
+        train: Any,
+        params: Iterable[Mapping[str, Any]] | Search,
+        /,
+        *,
+        metric: str | None = None,
+        mode: Mode = "min",
+        max_parallel: int = 1,
+        stop: StopRule | None = None,
+    ) -> Sweep:
+        """A sweep: trains with many sets of keyword arguments, some at a time, and compares them.
+
+        Each trial is a run with its own directory, named after ``run_id`` and its number if this launcher has one. A
+        trial that fails does not end the sweep; an interrupt of this call ends all of them. Called again with the
+        same ``run_id`` after an interrupt, the sweep delivers what had succeeded, and trains only the rest. Trials
+        share this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
+        ``max_parallel`` of them; with ``SparkEngine(master=...)`` each starts its own.
+
+        Args:
+            train: As for `run`; a function that takes keyword arguments.
+            params: A dict of keyword arguments for each trial, or a `rankzero.sweep.OptunaSearch`.
+            metric: What rank 0 reports by `rankzero.train.report`, and the trials are compared by: the best of each.
+            mode: ``"min"`` or ``"max"``: whether less or more of it is better.
+            max_parallel: Trials at the same time.
+            stop: Which trials end early: a `rankzero.sweep.MedianRule` or `rankzero.sweep.SuccessiveHalving`.
+
+        Returns:
+            A `rankzero.sweep.Sweep`: a sequence of trials, with ``best`` and, as a table, ``rows()``.
+
+        Raises:
+            InvalidJobError: refused before anything started.
+
+        Example:
+            >>> from rankzero import Launcher
+            >>> def train(lr: float) -> float:
+            ...     import rankzero.train as rt
+            ...     rt.report({"loss": (lr - 0.3) ** 2})
+            ...     return lr
+            >>> sweep = Launcher(1).map(train, [{"lr": 0.1}, {"lr": 0.3}, {"lr": 0.9}], metric="loss", max_parallel=2)
+            >>> sweep.best.load()
+            0.3
+        """
+        from rankzero.sweep.search import ListedParams, Search
+        from rankzero.sweep.trials import run_trials
+
+        jobs.check_limit("max_parallel", max_parallel)
+        if max_parallel < 1:
+            raise InvalidJobError(f"max_parallel is {max_parallel!r}; it must be 1 or more")
+        if mode not in ("min", "max"):
+            raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
+        if stop is not None and metric is None:
+            raise InvalidJobError('stop= decides by a metric: give metric="loss"')
+        search = params if isinstance(params, Search) else ListedParams(params)
+
+        def start(number: int, given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
+            launcher = self.options(run_id=f"{self.run_id}-{number}") if self.run_id else self
+            return launcher.owned(train, (), given)
+
+        sweep = run_trials(start, search, metric, mode, max_parallel, stop)
+        for trial in sweep.trials:
+            if trial.result:
+                self._acknowledge(RunHandle.attach(trial.directory))
+        return sweep
 
     @overload
     def submit(self, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RunHandle[R]: ...
@@ -266,9 +356,7 @@ class Launcher:
 
         request = self._for(train)._request()
         run, started = prepare(request, train, args, kwargs, detached=True)
-        if not started:
-            return RunHandle.attach(run.directory)
-        return RunHandle(run.directory, drivers.start_driver(run, request.private()))
+        return drivers.start(run, request) if started else RunHandle.attach(run.directory)
 
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -334,9 +422,7 @@ class Launcher:
         Raises:
             InvalidJobError: ``train`` names no script or function.
         """
-        from rankzero.submit.identity import identity_of
-
-        return identity_of(train, args, kwargs, self._for(train).num_processes, self.code_version)
+        return self._for(train)._request().identity_of(train, args, kwargs)
 
     def _for(self, train: Any) -> Launcher:
         """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
@@ -381,6 +467,7 @@ class Launcher:
             ports=list(self.ports) if self.ports else None,
             checkpoints=asdict(self.checkpoints),
             warm_start=self.warm_start,
+            encrypt=self.encrypt,
             labels=jobs.check_strings("labels", self.labels),
         )
         env = jobs.check_strings("env", self.env)
@@ -392,7 +479,15 @@ class Launcher:
             env,
             self.code_version,
             restart_on=self.restart_on,
+            code=self._code(),
         )
+
+    def _code(self) -> UserCode:
+        from rankzero.submit.user_code import UserCode
+
+        working_dir = None if self.working_dir is None else os.path.expanduser(os.fspath(self.working_dir))
+        py_files = tuple(os.path.expanduser(os.fspath(path)) for path in self.py_files)
+        return UserCode(working_dir, py_files, tuple(self.excludes))
 
     def _engine(self) -> Engine:
         from rankzero.engines.base import Engine

@@ -29,8 +29,13 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
         ['geheim']
     """
     texts = [(name, value) for name, value in pairs.items() if isinstance(name, str) and isinstance(value, str)]
-    secret = [value for name, value in texts if _SECRET_NAME.search(name) and not _NO_SECRET_NAME.search(name)]
+    secret = [value for name, value in texts if is_secret(name)]
     return [value for value in secret if not _NO_SECRET.fullmatch(value)]
+
+
+def is_secret(name: str) -> bool:
+    """True for a setting or variable whose name says that its value must not be shown."""
+    return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
 class Mask:

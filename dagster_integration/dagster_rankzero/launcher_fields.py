@@ -39,6 +39,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
         "Left out: an embedded local[N] with as many slots as there are tasks.",
     )
+    deploy_mode: Literal["client", "cluster"] = Field(
+        default="client",
+        description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
+        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees.",
+    )
     connect: str | None = Field(
         default=None,
         description="Spark Connect server instead of a master: sc://host:15002, or with what a client needs beside "
@@ -117,6 +122,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Fork ranks from a process that has torch loaded, one for each executor; false starts every "
         "rank as a new interpreter.",
     )
+    encrypt: bool | None = Field(
+        default=None,
+        description="Encrypt what crosses between a run's driver and its agents. Left out: where Spark's own "
+        "connections are encrypted.",
+    )
     code_version: str | None = Field(
         default=None,
         description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
@@ -175,6 +185,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             ports=None if self.ports is None else tuple(self.ports),  # type: ignore[arg-type]
             checkpoints=CheckpointConfig(**dict(self.checkpoints)),
             warm_start=self.warm_start,
+            encrypt=self.encrypt,
             code_version=self.code_version,
         )
 
@@ -189,6 +200,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             if self.master is not None or self.spark_conf:
                 raise InvalidJobError("connect names a Spark Connect server: give it without master and spark_conf")
             return SparkConnectEngine(self.connect)
-        from rankzero import SparkEngine
+        from rankzero import SparkEngine, SparkSubmitEngine
 
-        return SparkEngine(master=self.master, conf=self.spark_conf)
+        engine = SparkSubmitEngine if self.deploy_mode == "cluster" else SparkEngine
+        return engine(master=self.master, conf=self.spark_conf)

@@ -83,6 +83,7 @@ def test_every_field_of_the_form_is_read() -> None:
     given = {
         "engine": "spark",
         "store": "s3://bucket/runs",
+        "deploy_mode": "client",
         "use_gpu": True,
         "processes_per_task": 4,
         "conf": {"spark.executor.cores": 2, "spark.ui.enabled": False},
@@ -96,7 +97,8 @@ def test_every_field_of_the_form_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"engine": None, "store": "", "use_gpu": None, "processes_per_task": None, "conf": None}]
+    "extra",
+    [{}, {"engine": None, "store": "", "deploy_mode": None, "use_gpu": None, "processes_per_task": None, "conf": None}],
 )
 def test_what_a_form_left_empty_says_nothing(extra: dict[str, Any]) -> None:
     found = rankzero(**extra)
@@ -159,6 +161,19 @@ def test_extra_becomes_configuration(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "extra"), [("spark", '{"deploy-mode": "cluster"}'), ("rankzero", '{"deploy_mode": "cluster"}')]
+)
+def test_a_connection_may_have_its_drivers_on_the_cluster(kind: str, extra: str) -> None:
+    from rankzero import SparkEngine, SparkSubmitEngine
+
+    on_cluster = target(conn_type=kind, host="spark://head", extra=extra)
+    assert on_cluster.engine({"spark.driver.memory": "2g"}) == SparkSubmitEngine(
+        "spark://head:7077", conf={"spark.driver.memory": "2g"}
+    )
+    assert type(target(conn_type=kind, host="spark://head").engine()) is SparkEngine
+
+
 def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         target(host="yarn", extra='{"keytab": "geheim", "queue": "night"}')
@@ -182,7 +197,8 @@ def test_extra_without_effect_is_named_but_not_shown(caplog: pytest.LogCaptureFi
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": "[1]"}'}, "conf is not a JSON object"),
         ({"conn_type": "rankzero", "host": "head", "extra": '{"conf": {"a": [1]}}'}, "conf['a'] is a list"),
         ({"host": None}, "names no host"),
-        ({"host": "yarn", "extra": '{"deploy-mode": "cluster"}'}, "'cluster'"),
+        ({"host": "yarn", "extra": '{"deploy-mode": "clusters"}'}, "deploy mode 'clusters'"),
+        ({"conn_type": "rankzero", "host": "head", "extra": '{"deploy_mode": "x"}'}, "deploy mode 'x'"),
         ({"host": "yarn", "extra": '["queue"]'}, "not a JSON object"),
     ],
 )

@@ -208,6 +208,12 @@ def test_rejected_model_is_not_promoted(load_dag: LoadDag, run_dag: RunDag, tmp_
     assert not (tmp_path / "digits").exists()
 
 
+def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) -> None:
+    outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})
+    assert outcome.state == "success", outcome.errors
+    assert outcome.xcom("evaluate") > 0.8
+
+
 def train_function(name: str) -> str:
     """The source of the function ``train`` of an example, wherever in the file it stands."""
     tree = ast.parse((EXAMPLES / "airflow" / name).read_text())

@@ -17,10 +17,10 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> None:
 def linking_operator(**addresses: str | None) -> Any:
     from airflow.sdk import BaseOperator
 
-    from airflow_rankzero.links import RunDirectoryLink, SparkUILink, push_links
+    from airflow_rankzero.links import ReportLink, RunDirectoryLink, SparkUILink, push_links
 
     class Linking(BaseOperator):
-        operator_extra_links = (SparkUILink(), RunDirectoryLink())
+        operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
 
         def execute(self, context: Any) -> None:
             push_links(context["ti"], **addresses)
@@ -31,7 +31,7 @@ def linking_operator(**addresses: str | None) -> Any:
 def test_links_are_there_while_and_after_the_task_runs(run_dag: Callable[..., Any]) -> None:
     from airflow.sdk import DAG
 
-    from airflow_rankzero.links import DIRECTORY_KEY, RunDirectoryLink, SparkUILink
+    from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink
 
     with DAG("links") as dag:
         linking_operator(spark_ui="http://head:4040", directory="gs://bucket/runs/a b")
@@ -41,6 +41,8 @@ def test_links_are_there_while_and_after_the_task_runs(run_dag: Callable[..., An
     assert outcome.xcom("link", DIRECTORY_KEY) == "gs://bucket/runs/a b"
     address = "https://console.cloud.google.com/storage/browser/bucket/runs/a%20b"
     assert outcome.xcom("link", RunDirectoryLink().xcom_key) == address
+    report = "https://console.cloud.google.com/storage/browser/_details/bucket/runs/a%20b/report.html"
+    assert outcome.xcom("link", ReportLink().xcom_key) == report
 
 
 def test_a_link_that_was_not_pushed_is_empty(run_dag: Callable[..., Any], tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def test_airflow_knows_the_options_and_their_defaults(airflow_home: Path) -> Non
         "from airflow_rankzero import config\n"
         "print([conf.get('rankzero', name) for name in config.OPTIONS], config.store(), config.retention_days())"
     )
-    assert in_a_fresh_airflow(code) == "['', '30', ''] None 30"
+    assert in_a_fresh_airflow(code) == "['', '30', '', ''] None 30"
     changed = in_a_fresh_airflow(code, AIRFLOW__RANKZERO__STORE="/data", AIRFLOW__RANKZERO__RETENTION_DAYS="0")
-    assert changed == "['/data', '0', ''] /data None"
+    assert changed == "['/data', '0', '', ''] /data None"
 
 
 def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) -> None:
@@ -87,7 +87,7 @@ def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) ->
         "print(found.hook_name, found.field_behaviour['relabeling']['host'], len(fields), len(links), "
         "hook.connection_testable)"
     )
-    assert in_a_fresh_airflow(code) == "rankzero Spark master 5 2 True"
+    assert in_a_fresh_airflow(code) == "rankzero Spark master 5 3 True"
 
 
 def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:

@@ -17,6 +17,7 @@ import pytest
 from rankzero.channel import auth, limits
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.driver_end.server import ChannelServer
+from rankzero.channel.driver_end.tls import Identity, make_identity
 from rankzero.channel.frames import Message
 
 TIMEOUT = 20.0
@@ -33,6 +34,10 @@ class Serving:
         self.offered.write_bytes(os.urandom((1 << 20) + 3))
         self.clients: list[ChannelClient] = []
         options.setdefault("served", {"payload": str(self.offered), "missing": str(directory / "missing")})
+        # The whole room's tests, encrypted: RANKZERO_TEST_ENCRYPT=1.
+        if os.environ.get("RANKZERO_TEST_ENCRYPT"):
+            options.setdefault("identity", make_identity())
+        self.identity: Identity | None = options.get("identity")
         self.server = ChannelServer(
             self.secret,
             host,
@@ -47,8 +52,18 @@ class Serving:
     def address(self) -> tuple[str, int]:
         return self.host, self.port
 
-    def client(self, task: int = 0, secret: str | None = None, hosts: Any = None, port: int = 0) -> ChannelClient:
-        client = ChannelClient(hosts or [self.host], port or self.port, secret or self.secret, task)
+    def client(
+        self,
+        task: int = 0,
+        secret: str | None = None,
+        hosts: Any = None,
+        port: int = 0,
+        certificate: bytes | None = None,
+        patience: float | None = None,
+    ) -> ChannelClient:
+        certificate = certificate or (self.identity.certificate if self.identity else None)
+        place = (hosts or [self.host], port or self.port)
+        client = ChannelClient(*place, secret or self.secret, task, patience, certificate)
         client.start()
         self.clients.append(client)
         return client
@@ -138,6 +153,7 @@ class Proxy:
         self._open.set()
         self._closed = False
         self.forwarded = 0
+        self.seen = bytearray()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -157,6 +173,7 @@ class Proxy:
                 self._open.wait()
                 sink.sendall(data)
                 self.forwarded += len(data)
+                self.seen += data
         except OSError:
             pass
         for end in (source, sink):

@@ -1,4 +1,4 @@
-"""The shapes in which guides and users call pyspark's TorchDistributor, with only the import changed."""
+"""pyspark's TorchDistributor as its users call it, with only the import changed; `test_guides` has the guides'."""
 
 import subprocess
 import sys
@@ -16,95 +16,6 @@ from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Torch
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-def test_a_function_with_arguments_in_local_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    def train(a: str, b: str, c: str) -> str:
-        print(f"Got a={a}, b={b}, c={c}")
-        return "success"
-
-    distributor = TorchDistributor(num_processes=1, local_mode=True, use_gpu=False)
-    assert distributor.run(train, "--learning-rate=1e-3", "--batch-size=64", "--my-key=my-value") == "success"
-    assert "Got a=--learning-rate=1e-3, b=--batch-size=64, c=--my-key=my-value" in capsys.readouterr().out
-
-
-def test_a_model_and_a_data_loader_as_in_the_guide() -> None:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    class SimpleModel(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = torch.nn.Linear(10, 1)
-
-        def forward(self, x: Any) -> Any:
-            return self.fc(x)
-
-    dataloader = DataLoader(TensorDataset(torch.randn(100, 10), torch.randn(100, 1)), batch_size=10)
-
-    def train_model(dataloader: Any) -> Any:
-        import torch
-        from torch.optim import SGD
-
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = SimpleModel().to(device)
-        optimizer = SGD(model.parameters(), lr=0.01)
-        loss_fn = torch.nn.MSELoss()
-        for _ in range(2):
-            for inputs, targets in dataloader:
-                optimizer.zero_grad()
-                loss = loss_fn(model(inputs.to(device)), targets.to(device))
-                loss.backward()
-                optimizer.step()
-        return model
-
-    with pytest.warns(DeprecationWarning, match="num_processes"):
-        distributor = TorchDistributor(num_workers=2, use_gpu=False)
-    model = distributor.run(train_model, dataloader)
-    assert isinstance(model, SimpleModel), "the caller gets its own class back"
-
-
-def test_a_function_with_positional_and_keyword_arguments_on_spark(session: Any) -> None:
-    def train(learning_rate: float, use_gpu: bool, steps: int = 1) -> dict[str, Any]:
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel as DDP
-
-        dist.init_process_group("nccl" if use_gpu else "gloo")
-        model = DDP(torch.nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-        for _ in range(steps):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        dist.destroy_process_group()
-        return {name.removeprefix("module."): value for name, value in model.state_dict().items()}
-
-    distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
-    state = distributor.run(train, 1e-3, False, steps=3)
-    assert sorted(state) == ["bias", "weight"]
-
-
-def test_a_training_file_with_arguments_on_spark(session: Any, tmp_path: Path) -> None:
-    train_file = tmp_path / "train.py"
-    train_file.write_text(
-        textwrap.dedent(
-            """
-            import argparse
-            import torch, torch.distributed as dist
-            import rankzero.train as rt
-            parser = argparse.ArgumentParser()
-            parser.add_argument("--learning_rate", type=float)
-            parser.add_argument("--batch_size", type=int)
-            arguments = parser.parse_args()
-            dist.init_process_group("gloo")
-            total = torch.tensor(arguments.learning_rate * arguments.batch_size)
-            dist.all_reduce(total)
-            rt.set_result(round(total.item(), 6))
-            """
-        )
-    )
-    distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
-    assert distributor.run(str(train_file), "--learning_rate=0.001", "--batch_size=16") == 0.032
 
 
 def test_a_failing_file_is_no_success(tmp_path: Path) -> None:

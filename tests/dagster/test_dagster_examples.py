@@ -86,3 +86,11 @@ def test_a_script_is_an_asset(load: Load, instance: dg.DagsterInstance, monkeypa
     event = instance.get_latest_materialization_event(dg.AssetKey("script_scores"))
     shown = metadata_of(result, "script_scores")
     assert event.asset_materialization.tags["dagster/data_version"] == shown["sha256"]
+
+
+def test_a_training_of_horovods_is_an_asset(load: Load, instance: dg.DagsterInstance) -> None:
+    _, defs = load("horovod_training")
+    run(defs, "horovod_scans", instance)
+    run(defs, "horovod_model", instance)
+    accuracy = run(defs, "horovod_accuracy", instance).output_for_node("horovod_accuracy")
+    assert accuracy > 0.8

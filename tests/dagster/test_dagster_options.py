@@ -24,6 +24,7 @@ OF_DAGSTER_ALONE = {
     "min_processes": "a field of Dagster has one type, so the launcher's pair of sizes is two fields",
     "master": "the engine",
     "connect": "the engine",
+    "deploy_mode": "the engine",
     "spark_conf": "the engine",
     "observation_interval": "Dagster's own",
     "by_reference": "Dagster's own",

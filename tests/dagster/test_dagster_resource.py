@@ -61,6 +61,12 @@ def test_a_stored_state_dict_takes_its_own_size_and_not_a_multiple(
     assert 200_000 < (stored / "wide").stat().st_size < 300_000
 
 
+def test_a_driver_on_the_cluster_needs_a_cluster(torch_distributor: TorchDistributorResource) -> None:
+    there = torch_distributor.options(engine="spark", master="local[2]", deploy_mode="cluster")
+    result = dg.materialize([model], resources={"torch_distributor": there}, raise_on_error=False)
+    assert "is no cluster that could run a driver" in failure_of(result, "model")[0]
+
+
 def test_an_asset_shows_the_run_and_its_result(
     torch_distributor: TorchDistributorResource, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ class Standalone:
         import pyspark
 
         self._home = Path(pyspark.__file__).parent
-        self._logs = logs
+        self.logs = logs
         self._gpus = f"-Dspark.worker.resource.gpu.amount=2 -Dspark.worker.resource.gpu.discoveryScript={gpu_script}"
         self.workers: list[subprocess.Popen[bytes]] = []
         options = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
@@ -56,14 +56,14 @@ class Standalone:
             **os.environ,
             "SPARK_HOME": str(self._home),
             "SPARK_WORKER_OPTS": self._gpus,
-            "SPARK_WORKER_DIR": str(self._logs / "work" / name),
+            "SPARK_WORKER_DIR": str(self.logs / "work" / name),
             "SPARK_DAEMON_MEMORY": "256m",
         }
-        return servers.start(str(self._home / "bin" / "spark-class"), *arguments, log=self._logs / name, env=env)
+        return servers.start(str(self._home / "bin" / "spark-class"), *arguments, log=self.logs / name, env=env)
 
     def _wait_for(self, name: str, pattern: str, count: int = 1) -> re.Match[str]:
         def look() -> re.Match[str] | None:
-            found = list(re.finditer(pattern, (self._logs / name).read_text()))
+            found = list(re.finditer(pattern, (self.logs / name).read_text()))
             return found[0] if len(found) >= count else None
 
         return until(look, START_TIMEOUT, f"{pattern} in the log of {name}")

@@ -355,5 +355,5 @@ def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
 
 def test_a_master_that_does_not_answer_is_bounded_by_start_timeout(launcher: Launcher) -> None:
     engine = SparkEngine(master="spark://127.0.0.1:9")
-    with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=10|no SparkSession"):
+    with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=10|no SparkContext"):
         launcher.options(engine=engine, start_timeout=10.0).run(who_am_i)

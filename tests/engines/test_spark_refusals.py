@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rankzero import EngineError, InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
-from rankzero.engines.spark import engine as spark_module
+from rankzero.engines.spark import jvm
 from rankzero.engines.spark.conf import conf_for, spark_defaults
 from rankzero.engines.spark.errors import explain
 from rankzero.job import Job
@@ -143,7 +143,7 @@ def test_a_session_excludes_master_and_conf() -> None:
 
 
 def test_no_java(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark_module, "find_java", lambda: None)
+    monkeypatch.setattr(jvm, "find_java", lambda: None)
     assert "Java 17" in refusal(EngineError, {})
 
 
@@ -176,8 +176,8 @@ def test_a_collector_that_somebody_chose_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], conf: dict[str, str], chooses: bool
 ) -> None:
     # A JVM that is told of two does not start.
-    for name in spark_module._OTHER_JAVA_OPTIONS:
+    for name in jvm._OTHER_JAVA_OPTIONS:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert ("GC" in spark_module._short_lived_jvm(conf)) is chooses
+    assert ("GC" in jvm.short_lived(conf)) is chooses

@@ -227,12 +227,12 @@ from rankzero import Launcher
 from rankzero.run.directory import RunDirectory, RunStatus
 from tests.faults.test_durability import count_and_wait
 
-def write(self, job, write=RunDirectory.write_submission):
+def write(self, *what, write=RunDirectory.write_submission):
     # As a laptop does that is shut at the wrong moment.
     if not os.path.exists(sys.argv[1] + "/held"):
         open(sys.argv[1] + "/held", "w").close()
         os.kill(os.getpid(), signal.SIGSTOP)
-    write(self, job)
+    write(self, *what)
 
 RunDirectory.write_submission = write
 handle = Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])

@@ -23,13 +23,12 @@ NUMBERS = 3_000_000
 
 @pytest.fixture
 def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Files that come to a driver in this process over the channel, but for values."""
+    """Files that come to a driver in this process over the channel."""
     names: list[str] = []
     begin = Uploads.begin
 
     def spying(uploads: Uploads, message: dict[str, Any]) -> None:
-        if message["name"] != "value":
-            names.append(message["name"])
+        names.append(message["name"])
         begin(uploads, message)
 
     monkeypatch.setattr(Uploads, "begin", spying)
@@ -97,7 +96,8 @@ def test_ranks_write_and_read_parts_by_what_they_have(
     assert launcher.run(train, 2) == [1, 1, NUMBERS, 2.0 * NUMBERS]
     handle = RunHandle.attach(f"{bucket}/runs/run")
     assert [manifest.index for manifest in handle.checkpoints()] == [0, 1]
-    assert bool(through_driver) != is_direct
+    # The value itself is small.
+    assert (set(through_driver) != {"value"}) != is_direct
     assert len([key for key in keys(bucket) if "/checkpoints/" in key]) == 6
     assert unfinished(bucket) == []
 
@@ -170,7 +170,47 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
 
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
     assert launcher.run(refused) == [1, 0, NUMBERS, 2.0 * NUMBERS]
-    assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1"]
+    assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
+
+
+@pytest.mark.parametrize("missing", [["fsspec"], ["pyarrow"], ["fsspec", "pyarrow"]])
+def test_rank_0_writes_its_value_to_the_store(
+    launcher: Launcher, bucket: str, tmp_path: Path, through_driver: list[str], missing: list[str]
+) -> None:
+    def value() -> Any:
+        import torch
+
+        return {"w": torch.arange(float(NUMBERS))}
+
+    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env=env)
+    found = launcher.run(value)
+    assert found["w"][-1].item() == NUMBERS - 1
+    assert through_driver == (["value"] if len(missing) > 1 else [])
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-0.safetensors"]
+
+
+def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucket: str) -> None:
+    def train() -> Any:
+        import time
+
+        import torch
+
+        import rankzero.train as rt
+        from rankzero import RetryableError
+
+        context = rt.get_context()
+        if context.rank == 0:
+            return {"w": torch.full((NUMBERS,), float(context.attempt))}
+        # Not before the value is there.
+        while not any("/result/" in key for key in keys(bucket)):
+            time.sleep(0.05)
+        if context.attempt == 0:
+            raise RetryableError("again")
+
+    launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
+    assert launcher.run(train)["w"][0].item() == 1.0
+    assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.safetensors"]
 
 
 def half(folder: str, how: str) -> list[Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rankzero import Launcher, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, WorkerFailedError
+from rankzero.compat.deepspeed_distributor import DeepspeedTorchDistributor
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
@@ -96,6 +97,19 @@ def test_hugging_face_trainer(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.run(hugging_face_fit, str(tmp_path / "out")) == (2, 4)
 
 
+@needs("transformers", "accelerate")
+def test_arguments_that_know_another_world_are_refused(launcher: Launcher, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(InvalidJobError, match=r"argument 'x' \(a TrainingArguments\) cannot be pickled.*inside of the"):
+        launcher.run(lambda x: x, arguments)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(InvalidJobError, match="holds accelerate's .*make TrainingArguments or Accelerator inside"):
+        launcher.run(lambda: accelerator.num_processes)
+
+
 ACCELERATE = """
     import torch
     from accelerate import Accelerator
@@ -141,3 +155,42 @@ def test_a_stateful_loader_of_torchdata_goes_on(launcher: Launcher) -> None:
 
     shares = launcher.run(train)
     assert sorted(shares[0] + shares[1]) == list(range(12))
+
+
+DEEPSPEED = """
+    import argparse, os
+    import deepspeed, torch
+    import rankzero.train as rt
+
+    # Its kernel for shared memory would be compiled for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--local_rank", type=int, default=int(os.environ["LOCAL_RANK"]))
+    args = parser.parse_args()
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    losses = []
+    for _ in range(3):
+        loss = engine(torch.ones(2, 4)).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    rt.set_result([type(engine).__name__, type(optimizer).__name__, engine.world_size, args.lr, losses])
+"""
+
+
+@needs("deepspeed")
+def test_deepspeed_trains_with_its_own_engine(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(DEEPSPEED))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+    }
+    distributor = DeepspeedTorchDistributor(2, useGpu=False, deepspeedConfig=config)
+    engine, optimizer, world_size, lr, losses = distributor.run(str(tmp_path / "train.py"), "--lr=0.5")
+    assert (engine, optimizer, world_size, lr) == ("DeepSpeedEngine", "DeepSpeedZeroOptimizer", 2, 0.5)
+    assert losses[-1] < losses[0]

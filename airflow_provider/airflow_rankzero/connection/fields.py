@@ -11,6 +11,9 @@ from rankzero.errors import InvalidJobError
 SPARK = "spark"
 LOCAL = "local"
 
+CLIENT = "client"
+CLUSTER = "cluster"
+
 CONN_FIELDS: dict[str, dict[str, Any]] = {
     "engine": {
         "label": "Engine",
@@ -21,6 +24,12 @@ CONN_FIELDS: dict[str, dict[str, Any]] = {
         "label": "Store",
         "description": "Root of the run directories: a path that every host sees, or a URL such as s3://bucket/runs.",
         "schema": {"type": ["string", "null"]},
+    },
+    "deploy_mode": {
+        "label": "Deploy mode",
+        "description": "client: the driver of a training runs beside the Airflow task. cluster: on the Spark cluster, "
+        "where it outlives the task's pod; the store must be one that the cluster sees.",
+        "schema": {"type": "string", "enum": [CLIENT, CLUSTER], "default": CLIENT},
     },
     "use_gpu": {
         "label": "Use GPUs",

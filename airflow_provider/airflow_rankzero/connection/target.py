@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from airflow_rankzero.connection.fields import CONN_FIELDS, LOCAL, SPARK, read_count, read_flag, read_object
+from airflow_rankzero.connection.fields import (
+    CLIENT,
+    CLUSTER,
+    CONN_FIELDS,
+    LOCAL,
+    SPARK,
+    read_count,
+    read_flag,
+    read_object,
+)
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from rankzero.errors import InvalidJobError
 
@@ -31,7 +40,6 @@ CONNECT_SCHEME = "sc://"
 _SCHEMES = ("spark://", "k8s://", CONNECT_SCHEME, "local", "yarn")
 _CONF_OF_EXTRA = {"queue": "spark.yarn.queue", "namespace": "spark.kubernetes.namespace"}
 _DEPLOY_MODE = "deploy-mode"
-_SUPPORTED_DEPLOY_MODE = "client"
 # A web form stores every field of a connection, also those without meaning here.
 _WITHOUT_EFFECT = frozenset({"spark-binary", "rest-scheme", "rest-port", "yarn_resourcemanager_webapp_address"})
 
@@ -48,6 +56,7 @@ class Target:
         store: Root of the run directories, where the task names none.
         use_gpu: One GPU for each rank, where the task says nothing.
         processes_per_task: Ranks in one Spark task, where the task says nothing; None leaves it at one.
+        deploy_mode: ``"client"``: a training's driver runs beside the Airflow task. ``"cluster"``: on the cluster.
         parameters: The end of a Spark Connect server's URL: user, token. May hold credentials.
     """
 
@@ -57,6 +66,7 @@ class Target:
     store: str | None = None
     use_gpu: bool = False
     processes_per_task: int | None = None
+    deploy_mode: str = CLIENT
     parameters: str = field(default="", repr=False)
 
     @staticmethod
@@ -115,7 +125,7 @@ class Target:
             InvalidJobError: Spark cannot have this master or configuration.
         """
         # Here: who only reads a DAG file needs no engine.
-        from rankzero import LocalEngine, SparkConnectEngine, SparkEngine
+        from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
 
         if self.kind == LOCAL:
             if conf:
@@ -127,7 +137,7 @@ class Target:
             return SparkConnectEngine(f"{self.master}{self.parameters}")
         merged = {**self.conf, **(conf or {})}
         mask_secrets(merged)
-        return SparkEngine(master=self.master, conf=merged)
+        return (SparkSubmitEngine if self.deploy_mode == CLUSTER else SparkEngine)(master=self.master, conf=merged)
 
     @property
     def is_connect(self) -> bool:
@@ -163,22 +173,24 @@ def _of_rankzero(connection: Connection, where: str) -> Target:
         store=str(extra["store"]) if "store" in extra else None,
         use_gpu=read_flag(where, "use_gpu", extra.get("use_gpu", False)),
         processes_per_task=None if count is None else read_count(where, "processes_per_task", count),
+        deploy_mode=_deploy_mode(where, extra.get("deploy_mode")),
     )
 
 
 def _of_spark(connection: Connection, where: str) -> Target:
     extra = {name: "" if value is None else str(value) for name, value in _read_extra(connection, where).items()}
     deploy_mode = extra.pop(_DEPLOY_MODE, None)
-    if deploy_mode and deploy_mode != _SUPPORTED_DEPLOY_MODE:
-        raise InvalidJobError(
-            f"{where} has deploy-mode {deploy_mode!r}: the driver of a training run lives beside the "
-            "Airflow task, so only 'client' is possible; remove deploy-mode"
-        )
     conf = {key: extra.pop(name) for name, key in _CONF_OF_EXTRA.items() if extra.get(name)}
     unused = sorted(name for name, value in extra.items() if value and name not in _WITHOUT_EFFECT)
     if unused:
         logger.warning("%s: the fields %s have no effect; use spark_conf", where, ", ".join(unused))
-    return Target(SPARK, _master(connection, where), conf)
+    return Target(SPARK, _master(connection, where), conf, deploy_mode=_deploy_mode(where, deploy_mode))
+
+
+def _deploy_mode(where: str, value: object) -> str:
+    if value not in (None, "", CLIENT, CLUSTER):
+        raise InvalidJobError(f"{where} has deploy mode {value!r}; choose {CLIENT!r} or {CLUSTER!r}")
+    return str(value or CLIENT)
 
 
 def _of_spark_connect(connection: Connection, where: str) -> Target:

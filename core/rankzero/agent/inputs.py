@@ -7,6 +7,7 @@ on an object store, and a checkpoint to start from, is fetched only for a worker
 from __future__ import annotations
 
 import os
+import tarfile
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +77,7 @@ class Inputs:
             "master_addr": self._start["master_addr"],
             "payload": self._here["payload.pkl"],
             "modules": self._unpack_modules(),
+            "code": self._unpack_code(),
             "refs": {file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
             "result_directory": os.path.join(directory, "result") if self.shared else self._scratch,
             "checkpoint": self._start["checkpoint"],
@@ -93,6 +95,16 @@ class Inputs:
         directory = os.path.join(self._scratch, "modules")
         with zipfile.ZipFile(self._here["modules.zip"]) as archive:
             archive.extractall(directory)
+        return directory
+
+    def _unpack_code(self) -> str | None:
+        """A copy for this task's ranks, which may write there."""
+        if "code.tar.gz" not in self._here:
+            return None
+        self._check("code.tar.gz")
+        directory = os.path.join(self._scratch, "code")
+        with tarfile.open(self._here["code.tar.gz"]) as archive:
+            archive.extractall(directory, filter="data")
         return directory
 
     def _check(self, name: str) -> None:

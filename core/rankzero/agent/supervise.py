@@ -7,6 +7,7 @@ descendant with it. Ranks are not known here until the driver's ``start``: worke
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -29,6 +30,7 @@ from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
 from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, process_namespace, signal_name
+from rankzero.host.usage import UsageSampler
 
 STACKS_WAIT = 1.0
 """Seconds for the workers to write their stacks."""
@@ -47,7 +49,10 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[Rank] = []
         hosts, port = config["driver"]
-        self._client = ChannelClient(hosts, port, config["secret"], config["task"], config.get("connect_timeout"))
+        certificate = base64.b64decode(config["certificate"]) if config.get("certificate") else None
+        self._client = ChannelClient(
+            hosts, port, config["secret"], config["task"], config.get("connect_timeout"), certificate
+        )
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._asking: dict[str, list[Rank]] = {}
@@ -56,6 +61,7 @@ class Agent:
         self._stacks_at: float | None = None
         self._quiet: list[Rank] = []
         self._listen_at: float | None = None
+        self._usage: UsageSampler | None = None
 
     def run(self) -> None:
         """Runs until everything below this process has ended."""
@@ -110,12 +116,15 @@ class Agent:
             for rank in self._quiet:
                 self._listen_to(rank)
             self._quiet.clear()
+        if self._usage and (sample := self._usage.look(now)):
+            self._client.queue({**sample, "type": "usage"})
         for rank in self._ranks:
             rank.output.pump()
             rank.flush()
 
     def _time_left(self) -> float | None:
-        moments = (self._ending.kill_at, self._stacks_at, self._listen_at)
+        sample_at = self._usage.next_at if self._usage else None
+        moments = (self._ending.kill_at, self._stacks_at, self._listen_at, sample_at)
         times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
             times.append(PUMP_INTERVAL)
@@ -150,6 +159,8 @@ class Agent:
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
         if kind == "start":
+            if message["sample_usage"]:
+                self._usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
             self._inputs = Inputs(message, self._config["scratch"])
             self._inputs.fetch(self._client.fetch)
             self._start_when_complete()

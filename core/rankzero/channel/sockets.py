@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from rankzero.channel import limits
+
+Wait = Callable[[Any, int, float], None]
+"""Waits until a socket is ready for a selector's event, or raises TimeoutError at a monotonic time."""
 
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 

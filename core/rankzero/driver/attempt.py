@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import queue
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
+from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.frames import Message
 from rankzero.driver import policy, verdict
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
@@ -19,7 +21,7 @@ from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
-from rankzero.driver.storage import RESULT_STORED, Storage
+from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
@@ -86,6 +88,8 @@ class Attempt:
         self._start_deadline = start_deadline
         self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
+        encrypts = self._session.encrypts if self._job.encrypt is None else self._job.encrypt
+        identity = make_identity() if encrypts else None
         self._scratch = None
         if self._run.is_remote:
             self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
@@ -112,12 +116,14 @@ class Attempt:
             upload_directory=self._scratch.name if self._scratch else self._run.path("result"),
             ports=(self._job.ports[0], self._job.ports[1]) if self._job.ports else None,
             can_take=lambda: self._messages.qsize() < BACKLOG,
+            identity=identity,
         )
         try:
             agent_config = {
                 "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
                 "attempt": self._number,
+                "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
                 "grace": self._job.stop_grace,
@@ -137,8 +143,10 @@ class Attempt:
                 self._scratch.cleanup()
 
     def _remove_leftovers(self) -> None:
-        """What ranks of an attempt before had begun to write when they died."""
-        if not self._run.is_remote:
+        """What ranks of an attempt before had begun to write when they, or their driver, died."""
+        if self._run.is_remote:
+            remove_values(self._run, range(self._job.first_attempt, self._number))
+        else:
             for name in store.list_names(self._run.path("result")):
                 if name.startswith("."):
                     store.remove(self._run.path("result", name))
@@ -188,7 +196,7 @@ class Attempt:
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             # What has come meanwhile is committed first.
             self._take_all()
-            self._committer.sweep()
+            self._storage.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()
@@ -303,6 +311,8 @@ class Attempt:
             self._on_rendezvous(member, message)
         elif kind == "uploaded":
             self._storage.note_upload(member.task, message)
+        elif kind == "usage":
+            self._recorder.event({**message, "host": member.name})
         elif kind == "leaving":
             member.leave(message["why"], time.monotonic(), message["cause"])
         elif kind == DISCONNECTED:
@@ -330,6 +340,9 @@ class Attempt:
             self._committer.drop(message["index"])
         elif kind == "returned" and not self._stopping and member.left_at is None:
             self._outcome.note_returned(rank)
+            self._note_phase("returned", rank, member, message)
+        elif kind == "entered":
+            self._note_phase("entered", rank, member, message)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
         elif kind == "commit" and not self._outcome.has_returned(rank):
@@ -339,6 +352,13 @@ class Attempt:
             self._storage.commit(rank, member.task, message)
         elif kind == "failure":
             self._on_failure(rank, member, message)
+
+    def _note_phase(self, phase: str, rank: int, member: Member, message: Message) -> None:
+        """When a rank got where it is, for the report of the run."""
+        facts: dict[str, Any] = {
+            name: message[name] for name in ("started", "imported", "time", "torch") if name in message
+        }
+        self._recorder.event({**facts, "type": phase, "rank": rank, "attempt": self._number, "host": member.name})
 
     def _on_join(self, task: int, message: Message) -> None:
         if self._roster.is_surplus(task):
@@ -375,9 +395,13 @@ class Attempt:
                 "backend": self._job.resolved_backend(),
             },
         }
+        sampled: set[str] = set()
         for node_rank, member in enumerate(members):
             resume = self._resume.for_ranks(member.ranks) if self._resume else None
             own = {"first_rank": member.first_rank, "node_rank": node_rank, "checkpoint": resume}
+            # One agent of each host looks at what it does.
+            own["sample_usage"] = member.host not in sampled
+            sampled.add(member.host)
             self._server.send(member.task, {**same, **own})
 
     def _on_rendezvous(self, member: Member, message: Message) -> None:

@@ -81,6 +81,7 @@ class Handover:
             "secret": new_secret(),
             "num_tasks": self._num_tasks,
             "place": self._session.place,
+            "encrypts": self._session.encrypts,
             "first_attempt": self._number,
             "budget": asdict(budget),
         }

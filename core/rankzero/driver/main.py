@@ -18,15 +18,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen, attempts_used, has_place_for
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.reporter import Reporter
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
@@ -55,6 +56,9 @@ SLOTS_INTERVAL = 0.1
 
 MANY_AGENTS = 256
 """Agents from which on the limit of open files is raised in a caller's own process, too."""
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""Of a driver's own log."""
 
 _DONE = "engine-done"
 
@@ -115,6 +119,13 @@ class Driver:
         Raises:
             ResultError: the store does not take the outcome.
         """
+        reporter = Reporter(self._run)
+        try:
+            self._run_to_its_end()
+        finally:
+            reporter.close()
+
+    def _run_to_its_end(self) -> None:
         try:
             attempt = self._attempt_until_done()
         except DrivenElsewhere:
@@ -131,6 +142,9 @@ class Driver:
             assert attempt.outcome is not None
             result, value = attempt.outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
+        finally:
+            # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
+            self._close_session()
 
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
@@ -168,8 +182,10 @@ class Driver:
                     self._started_at = attempt.started_at
                 self._number += 1
                 self._prepare_restart(pause)
-        finally:
+        except BaseException:
+            # What an attempt has left ends with the session, and so before the run has ended.
             self._close_session()
+            raise
 
     def _hand_over(self, session: EngineSession, placement: Placement, deadline: float) -> None:
         """Has the run driven in its own stage; returns if executors do not see its directory.
@@ -245,6 +261,7 @@ class Driver:
         return session
 
     def _open_engine(self) -> tuple[EngineSession, str | None]:
+        self._engine.start_ahead(self._job, self._env)
         session, url = self._engine.open(self._job), None
         # A link for people is not worth a run.
         with contextlib.suppress(Exception):
@@ -424,26 +441,39 @@ def main() -> None:
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
     parser.add_argument("--owner", type=int, help="file descriptor of a pipe; what comes there cancels the run")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
+
+
+def drive(
+    run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
+) -> NoReturn:
+    """Drives a submission, as the only one, and ends this process.
+
+    Args:
+        run: The run.
+        submission: Which one.
+        read_private: Gives `Request.private`.
+        owner: File descriptor of the owner's pipe; None for a run with a lease.
+    """
     from rankzero.engines.specs import engine_from_spec
 
-    run = RunDirectory(arguments.run_directory)
-    if run.job().submission < arguments.submission:
+    if run.job().submission < submission:
         # See `StatusWriter`.
-        run.restore(arguments.submission)
+        run.restore(submission)
     job = run.job()
-    if job.submission != arguments.submission:
+    if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
     if not run.claim_driver(job.submission):
         sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
-    private = json.load(sys.stdin)
+    private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
-    driver = Driver(run, engine, private["env"], leased=arguments.owner is None)
+    driver = Driver(run, engine, private["env"], leased=owner is None)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
-    if arguments.owner is not None:
-        _watch_owner(arguments.owner, job.owner, driver.inbox)
+    if owner is not None:
+        _watch_owner(owner, job.owner, driver.inbox)
     code = 1
     try:
         driver.run()

@@ -57,7 +57,9 @@ def main() -> None:
 
 def _drive(told: dict[str, Any]) -> None:
     run = RunDirectory(told["directory"])
-    engine = StageEngine(told["folder"], told["num_tasks"], told["host"], told["secret"], told["place"])
+    engine = StageEngine(
+        told["folder"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
+    )
     budget = Restarts(**told["budget"])
     driver = Driver(
         run, engine, told["env"], leased=True, replaceable=True, first_attempt=told["first_attempt"], budget=budget

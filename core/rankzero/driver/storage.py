@@ -80,7 +80,7 @@ class Storage:
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
 
         def put() -> None:
-            error = _upload(path, uri)
+            error = _place(path, uri, result["size"])
             fingerprint = None if error else fingerprint_of(uri, result["format"])
             stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
             self._send({**stored, "fingerprint": fingerprint})
@@ -90,6 +90,12 @@ class Storage:
             self._committer.do(put)
         else:
             put()
+
+    def sweep(self) -> None:
+        """Has deleted what this attempt, which has failed, left at the store: parts of checkpoints, and its value."""
+        self._committer.sweep()
+        if self._run.is_remote and self._outcome.success is None:
+            self._committer.do(lambda: remove_values(self._run, range(self._number, self._number + 1)))
 
     def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
         """Rank 0's value is in its place, or the store refused it.
@@ -109,18 +115,33 @@ class Storage:
         self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
 
 
+def remove_values(run: RunDirectory, attempts: range) -> None:
+    """Deletes from an object store the values that ranks of failed attempts wrote there, and what they had begun to."""
+    begins = tuple(f"value-{attempt}." for attempt in attempts)
+    for begin in begins:
+        store.abort_uploads(run.path("result", begin))
+    for name in store.list_names(run.path("result")) if begins else []:
+        if name.startswith(begins):
+            store.remove(run.path("result", name))
+
+
 def _is_whole(uploaded: Message, part: Message) -> bool:
     # Of pieces the index has the checksums, and what came is authenticated.
     is_same = part["format"] == SHARDS or uploaded.get("digest") == part["sha256"]
     return bool(is_same and uploaded.get("size") == part["size"])
 
 
-def _upload(path: str, uri: str) -> str | None:
-    """Moves the result into place; what went wrong, in words, if the store refused it to the end."""
+def _place(path: str, uri: str, size: int) -> str | None:
+    """Moves the result into place, unless its rank has; what went wrong, in words, if the store refused to the end."""
+
+    def place() -> None:
+        if path != uri:
+            store.upload(path, uri)
+        elif (found := store.size(uri)) != size:
+            raise OSError(f"{uri} has {found} bytes, not {size}")
+
     try:
-        store.patiently(
-            lambda: store.upload(path, uri), STORE_OUTAGE, _RESULT_INTERVAL, lambda _: not store.is_url(uri)
-        )
+        store.patiently(place, STORE_OUTAGE, _RESULT_INTERVAL, lambda _: not store.is_url(uri))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.auth import new_secret
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
+
+if TYPE_CHECKING:
+    from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ class Engine(abc.ABC):
             InvalidJobError, InsufficientSlotsError, EngineError
         """
 
+    def check_store(self, root: str) -> None:  # noqa: B027 - most engines see whatever this process sees
+        """Refuses a root of run directories that the driver of a run could not use. Raises InvalidJobError."""
+
     @abc.abstractmethod
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The engine as JSON: what may be shown, and what must stay private."""
@@ -43,6 +49,23 @@ class Engine(abc.ABC):
     def prefers_own_process(self) -> bool:
         """True if opening it would change the caller's process."""
 
+    @property
+    def drives_elsewhere(self) -> bool:
+        """True if `start_driver` starts the driver of a run, in a place that outlives this machine's part in it."""
+        return False
+
+    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+        """Starts the driver of the run's current submission where the engine has a place for it.
+
+        Args:
+            run: What it drives. Its status has no driver yet.
+            private: What may hold secrets: for the driver, and for no file or command line.
+
+        Raises:
+            EngineError: the place does not take it; nothing was started.
+        """
+        raise NotImplementedError
+
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
         """Ranks for ``num_processes="auto"``: as many as there are places; None where nothing says how many.
 
@@ -50,6 +73,14 @@ class Engine(abc.ABC):
             InsufficientSlotsError: there is no place for one.
         """
         return None
+
+    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
+        """Starts what need not wait for `open`, such as loading torch. Nothing depends on it, and it does not fail.
+
+        Args:
+            job: What will run.
+            env: The user's environment for the ranks.
+        """
 
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
@@ -105,6 +136,11 @@ class EngineSession(abc.ABC):
     def url(self) -> str | None:
         """Where people can look at the engine, if it shows itself."""
         return None
+
+    @property
+    def encrypts(self) -> bool:
+        """True if the engine encrypts its own connections, as those of the run then shall be."""
+        return False
 
     @property
     def can_host_driver(self) -> bool:

@@ -12,7 +12,7 @@ import rankzero
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.errors import LOST, EngineError, RankZeroError
-from rankzero.host.processes import available_cores
+from rankzero.host.cores import available_cores
 from rankzero.job import Job
 from rankzero.task.hold import hold
 
@@ -102,7 +102,7 @@ class LocalSession(EngineSession):
                 "host": LOOPBACK,
                 "workers": num_tasks * self._job.processes_per_task,
                 "gpus": self._claims.held,
-                "cores": os.cpu_count(),
+                "cores": available_cores(),
                 "owner": os.getpid(),
                 "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
             },

@@ -31,6 +31,7 @@ class StageEngine(Engine):
         host: The address of this task's executor, as Spark has it.
         stage_secret: Known to the tasks.
         place: Where the stage runs, in words.
+        encrypts: Its cluster encrypts its own connections.
     """
 
     folder: str
@@ -38,6 +39,7 @@ class StageEngine(Engine):
     host: str
     stage_secret: str
     place: str
+    encrypts: bool
     can_detach = False
     prefers_own_process = False
 
@@ -95,6 +97,11 @@ class StageSession(EngineSession):
         if is_loopback(self._engine.host):
             return LOOPBACK
         return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+    @property
+    def encrypts(self) -> bool:
+        """As whoever submitted the stage was told."""
+        return self._engine.encrypts
 
     def secret(self, attempt: int) -> str:
         """As the tasks compute it."""

@@ -40,13 +40,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def process_namespace() -> str:
     """Names the boot and the process namespace (Linux), else the host: where a process id is valid."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:

@@ -111,6 +111,16 @@ class RunStatus:
 
 _STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
 
+# What readers look into.
+_STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
+    "state": str,
+    "heartbeat": (int, float),
+    "metrics": dict,
+    "value": list,
+    "error": (dict, type(None)),
+    "result": (dict, type(None)),
+}
+
 
 class RunDirectory:
     """Reads and writes one run directory. Holds nothing that is not on disk."""
@@ -169,6 +179,10 @@ class RunDirectory:
         """True for the one driver of this submission."""
         return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
 
+    def has_driver(self, submission: int) -> bool:
+        """True if a driver has claimed this submission."""
+        return store.exists(self.submission_path(submission, "driver"))
+
     def newest_claim(self) -> int:
         """Number of the newest submission that somebody claimed; -1 if there is none."""
         return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
@@ -178,10 +192,14 @@ class RunDirectory:
         for name, parts in files.items():
             store.write_parts(self.submission_path(submission, name), parts)
 
-    def write_submission(self, job: Job) -> None:
+    def write_submission(self, job: Job, interval: float = HEARTBEAT_INTERVAL) -> None:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError.
 
         Whoever finds that a later submission was claimed meanwhile leaves its status and job as they are.
+
+        Args:
+            job: What was asked for.
+            interval: Of the heartbeats, until the driver says it itself.
         """
         if not (store.exists(self.path("token")) and self.token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
@@ -189,7 +207,9 @@ class RunDirectory:
         if self.newest_claim() > job.submission:
             return
         # Before job.json: nobody may take an earlier submission's end for this one's.
-        self.write_status(RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission))
+        self.write_status(
+            RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission, interval=interval)
+        )
         store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())
         self.restore(job.submission)
         store.sync_directory(os.path.dirname(self.directory))
@@ -223,9 +243,14 @@ class RunDirectory:
         if not data.strip(b"\0"):
             # A heartbeat that a power failure has emptied: its driver is dead.
             return RunStatus(submission=self.job().submission)
-        facts = json.loads(data)
-        # A driver of a later version may say more.
-        return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+        try:
+            facts = json.loads(data)
+            if strange := [name for name, kinds in _STATUS_KINDS.items() if not isinstance(facts.get(name), kinds)]:
+                raise ValueError(f"{strange[0]} is {facts.get(strange[0])!r}")
+            # A driver of a later version may say more.
+            return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
+        except (AttributeError, ValueError) as error:
+            raise RunNotFoundError(f"status.json in {self.directory} was not written by rankzero: {error}") from None
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status, durably once its outcome is certain: a heartbeat is not worth that."""

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
 from rankzero.bounds import DRIVER_DEAD_AFTER, STORE_OUTAGE
-from rankzero.errors import EngineError, ResultError, RunNotFoundError, error_from_json
+from rankzero.errors import EngineError, ResultError, RunCancelledError, RunNotFoundError, error_from_json
 from rankzero.host.processes import process_namespace, process_state
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
@@ -25,7 +25,7 @@ from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.lines import LineReader
 from rankzero.run.liveness import HeartbeatWatch, process_lives
-from rankzero.run.pace import SHORTEST_PACE
+from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
 from rankzero.values.ref import ResultRef
 
 R = TypeVar("R")
@@ -227,7 +227,7 @@ class RunHandle(Generic[R]):
         """Seconds until there may be something new to see on an object store, as its driver says; 0 on a disk."""
         if not self._run.is_remote:
             return 0.0
-        return min(self._interval, SHORTEST_PACE) if self._is_ending else self._interval
+        return min(self._interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until it is worth another look at the run, at most so many seconds, and not beyond its end."""
@@ -340,7 +340,12 @@ class RunHandle(Generic[R]):
         if not status.final and status.submission <= self._bound:
             self._run.request_cancel(self._bound)
             self._is_ending = True
-            if self._run.is_remote:
+            if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self._bound):
+                # The driver, when it comes, finds that there is one, and ends.
+                error = RunCancelledError("the run was cancelled before its driver started", requested=True)
+                ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
+                self._run.write_status(ended)
+            elif self._run.is_remote:
                 self._wake_driver(status)
 
     @functools.cached_property
@@ -350,6 +355,11 @@ class RunHandle(Generic[R]):
         with contextlib.suppress(RunNotFoundError):
             bound = max(bound, self._run.status().submission)
         return bound
+
+    def _is_for_a_cluster(self) -> bool:
+        """True if a cluster is to start the driver of this submission, perhaps much later."""
+        job = self._run.job()
+        return job.submission == self._bound and "deploy_mode" in job.engine
 
     def _wake_driver(self, status: RunStatus) -> None:
         """Notifies a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
+from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, HEARTBEAT_INTERVAL
 from rankzero.host.processes import STOPPED, process_namespace, process_state
 from rankzero.run.directory import RunStatus
 
@@ -55,9 +55,18 @@ def _process_state(status: RunStatus) -> str | None:
     return process_state(status.driver_pid, status.driver_start)
 
 
+_MISSED = 3
+"""Heartbeats that a driver may miss."""
+
+
 def dead_after(interval: float) -> float:
     """Seconds without a heartbeat after which a driver counts as dead that writes one every so many seconds."""
-    return max(DRIVER_DEAD_AFTER, 3 * interval)
+    return max(DRIVER_DEAD_AFTER, _MISSED * interval)
+
+
+def interval_for(patience: float) -> float:
+    """The interval of a driver that counts as dead after so many seconds: of one that a cluster is yet to start."""
+    return max(HEARTBEAT_INTERVAL, patience / _MISSED)
 
 
 def driver_is_dead(age: float, unchanged: float, interval: float) -> bool:

@@ -1,17 +1,25 @@
-"""Drivers in processes of their own, and those that this process started."""
+"""Drivers outside of this process: where the engine has a place for them, else in processes of this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from dataclasses import replace
 from typing import IO, Any
 
+from rankzero.errors import RankZeroError
 from rankzero.run.directory import RunDirectory
+from rankzero.run.handle import RunHandle
+from rankzero.submit.prepare import Request
+
+logger = logging.getLogger(__name__)
 
 
 class DriverProcess(subprocess.Popen[bytes]):
@@ -27,6 +35,28 @@ class DriverProcess(subprocess.Popen[bytes]):
 # poll() collect its exit status, whoever holds the handle.
 _drivers: list[DriverProcess] = []
 _drivers_lock = threading.Lock()
+
+
+def start(run: RunDirectory, request: Request) -> RunHandle[Any]:
+    """Starts the driver of a run that outlives this process, and gives a handle of the run.
+
+    Raises:
+        EngineError: the engine's place for drivers does not take it.
+    """
+    if not request.engine.drives_elsewhere:
+        return RunHandle(run.directory, start_driver(run, request.private()))
+    handle = RunHandle[Any](run.directory)
+    try:
+        request.engine.start_driver(run, request.private())
+    except RankZeroError as error:
+        # Unless it was taken all the same, and runs.
+        submission = run.job().submission
+        if run.claim_driver(submission):
+            failed = replace(run.status(), state="failed", error=error.to_json(), ended=time.time())
+            run.write_status(failed)
+            raise
+        logger.warning("the driver of run %s has started, although: %s", handle.id, error)
+    return handle
 
 
 def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None = None) -> DriverProcess:

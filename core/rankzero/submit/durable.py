@@ -11,9 +11,7 @@ from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reconcile import Decision
-from rankzero.submit import submission
-from rankzero.submit.drivers import start_driver
-from rankzero.submit.identity import identity_of
+from rankzero.submit import drivers, submission
 from rankzero.submit.owned import open_owned
 from rankzero.submit.prepare import Request, prepare
 
@@ -61,9 +59,7 @@ def open_durable(
     handle: RunHandle[Any] | None = None
     # Its own run, once there is one: by its name alone it may be a later submission by now.
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
-        identity = request.identity
-        if identity is None:
-            identity = identity_of(train, args, kwargs, request.num_processes, request.code_version)
+        identity = request.identity_of(train, args, kwargs)
         request = replace(request, identity=identity)
         before = submission.find(run)
         if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):
@@ -75,8 +71,7 @@ def open_durable(
             return
         if caller.is_followed_by_another:
             _, started = prepare(request, train, args, kwargs, detached=True)
-            handle = RunHandle(run.directory, start_driver(run, request.private())) if started else None
-            handle = handle or RunHandle.attach(run.directory)
+            handle = drivers.start(run, request) if started else RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
             yield Opened(handle, attached=not started)
             return

@@ -24,6 +24,7 @@ from rankzero.submit.modules import is_user_module_name
 from rankzero.submit.payload import TrainingPickler
 from rankzero.submit.sources import digest_of_modules, digest_of_script
 from rankzero.submit.training import Command, Module, Script, resolve, search_path
+from rankzero.submit.user_code import UserCode
 from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
@@ -39,6 +40,7 @@ def identity_of(
     kwargs: dict[str, Any],
     world_size: NumProcesses,
     code_version: str | None = None,
+    user_code: UserCode | None = None,
 ) -> str:
     """Names a training: the same in every process for the same code, arguments and world size.
 
@@ -51,6 +53,7 @@ def identity_of(
         kwargs: Its keyword arguments.
         world_size: Number of ranks; of an elastic job the smallest and the largest; or ``"auto"``.
         code_version: Stands for all code, which is not looked at then.
+        user_code: What travels because the user says so; counts by content.
 
     Returns:
         Hexadecimal digits; empty for what cannot be pickled: its submission says what is wrong with it.
@@ -72,7 +75,9 @@ def identity_of(
         )
         return ""
     sources = digest_of_modules(modules) if code_version is None else ""
-    return hashlib.sha256(repr((code, arguments, sources, world_size)).encode()).hexdigest()[:_DIGITS]
+    archive = user_code.archive if user_code and code_version is None else None
+    facts = (code, arguments, sources, world_size, *([digest_of_bytes([archive])] if archive else []))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:_DIGITS]
 
 
 def _code_of(train: Any) -> tuple[str, ...]:

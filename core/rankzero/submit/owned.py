@@ -18,6 +18,9 @@ from rankzero.run.handle import RunHandle
 from rankzero.submit import drivers
 from rankzero.submit.prepare import Request, prepare
 
+OWNER_LEASE = 20.0
+"""Seconds for which a driver elsewhere goes on without the process that owns its run: less than `CANCEL_TIMEOUT`."""
+
 
 @contextlib.contextmanager
 def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
@@ -31,7 +34,10 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     """
     engine = request.engine
     patience = request.template.stop_grace + CANCEL_TIMEOUT
-    request = replace(request, template=replace(request.template, owner=this_process()))
+    template = replace(request.template, owner=this_process())
+    if engine.drives_elsewhere:
+        template = replace(template, orphan_timeout=min(OWNER_LEASE, template.orphan_timeout or OWNER_LEASE))
+    request = replace(request, template=template)
     run, started = prepare(request, train, args, kwargs, detached=engine.prefers_own_process)
     if not started:
         handle = RunHandle[Any](run.directory)
@@ -43,12 +49,26 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
         # It succeeded, and whoever waited for it died before its result was delivered.
         yield handle
         return
-    if engine.prefers_own_process:
+    if engine.drives_elsewhere:
+        driver = _leased_driver(run, request, patience)
+    elif engine.prefers_own_process:
         driver = _process_driver(run, request.private(), patience)
     else:
         driver = _thread_driver(run, engine, dict(request.env), patience)
     with driver as handle:
         yield handle
+
+
+@contextlib.contextmanager
+def _leased_driver(run: RunDirectory, request: Request, patience: float) -> Iterator[RunHandle[Any]]:
+    """A driver that the engine starts elsewhere; it ends its run when the block does, or when nobody follows it."""
+    try:
+        yield drivers.start(run, request)
+    finally:
+        handle = RunHandle[Any](run.directory)
+        if not handle.status().final:
+            handle.cancel()
+            handle.wait(patience)
 
 
 @contextlib.contextmanager

@@ -145,6 +145,9 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return f"train={name_of(function)}, or something it refers to,"
 
 
+_WORLD_OF_ACCELERATE = "accelerate.state"
+
+
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the user modules that must be importable where the pickle is loaded; others go by value."""
 
@@ -194,6 +197,11 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
             self._note_imports(obj)
+        if type(obj).__module__ == _WORLD_OF_ACCELERATE:
+            raise pickle.PicklingError(
+                f"it holds accelerate's {type(obj).__name__}, the world of this process, and every rank would train "
+                "alone in it: make TrainingArguments or Accelerator inside of the training function"
+            )
         module = getattr(obj, "__module__", None)
         if module is None and isinstance(obj, (type, types.FunctionType)):
             module = cloudpickle.cloudpickle._whichmodule(obj, obj.__qualname__)

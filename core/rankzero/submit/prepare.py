@@ -10,6 +10,7 @@ from typing import Any
 
 from rankzero import job as jobs
 from rankzero import store
+from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
@@ -18,6 +19,7 @@ from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import payload, submission
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
+from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
 from rankzero.values.envelope import Part
 
@@ -36,6 +38,7 @@ class Request:
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
+        code: What travels because the user says so.
     """
 
     engine: Engine
@@ -46,6 +49,13 @@ class Request:
     code_version: str | None = None
     identity: str | None = None
     restart_on: object = ()
+    code: UserCode = field(default_factory=UserCode)
+
+    def identity_of(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The identity of a training, as it is known or else computed."""
+        if self.identity is not None:
+            return self.identity
+        return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code)
 
     @property
     def directory(self) -> str:
@@ -87,16 +97,18 @@ def prepare(
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity
-    if identity is None:
-        identity = identity_of(train, args, kwargs, request.num_processes, request.code_version)
+    identity = request.identity_of(train, args, kwargs)
     job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
     engine.check(job)
+    engine.check_store(request.root)
     files = {"payload.pkl": parts.data}
     listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
+    if request.code.archive is not None:
+        files[ARCHIVE] = [request.code.archive]
+        listings["code.txt"] = [request.code.listing.encode("utf-8", "replace")]
     run = RunDirectory(store.join(request.root, run_id))
     arguments = _describe_arguments(parts)
 
@@ -119,7 +131,8 @@ def prepare(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return run, submission.submit(run, identity, make_job, files | listings)
+    patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
+    return run, submission.submit(run, identity, make_job, files | listings, patience)
 
 
 def _refuse_in_spawned_child() -> None:

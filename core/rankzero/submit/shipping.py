@@ -77,7 +77,7 @@ def zip_modules(names: Iterable[str]) -> Shipped | None:
         if not roots[root] or _lies_in(name, files) or not (spec := spec_of(name)):
             continue
         for archive_name, path in _files_of(name, spec):
-            if _is_private(os.path.basename(path)):
+            if is_private(os.path.basename(path)):
                 left_out.append(archive_name)
                 continue
             files[archive_name] = path
@@ -114,7 +114,13 @@ def _lies_in(name: str, files: dict[str, str]) -> bool:
     return f"{place}.py" in files or os.path.join(place, "__init__.py") in files
 
 
-def _is_private(name: str) -> bool:
+def is_skipped(directory: str) -> bool:
+    """True for a folder that never travels: hidden, or made of what does."""
+    return directory.startswith(".") or directory in _SKIPPED_DIRECTORIES
+
+
+def is_private(name: str) -> bool:
+    """True for a file that never travels: hidden, or named like a key or a password."""
     return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
 
 
@@ -126,7 +132,7 @@ def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
         return
     for base in spec.submodule_search_locations:
         for directory, children, names in os.walk(base):
-            children[:] = [name for name in children if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES]
+            children[:] = [name for name in children if not is_skipped(name)]
             # A folder without __init__.py may be anything that happens to have the name.
             for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.bounds import CANCEL_TIMEOUT, DRIVER_DEAD_AFTER
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
@@ -26,7 +26,7 @@ from rankzero.run.checkpoints import FOLDER
 from rankzero.run.detach import Caller
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.handle import RunHandle
-from rankzero.run.liveness import dead_after
+from rankzero.run.liveness import dead_after, interval_for
 from rankzero.run.reconcile import Decision, decide
 from rankzero.values.envelope import Part
 
@@ -119,7 +119,11 @@ def _await_certainty(handle: RunHandle[object]) -> RunStatus:
 
 
 def submit(
-    run: RunDirectory, identity: str, make_job: Callable[[int, int, int], Job], files: dict[str, list[Part]]
+    run: RunDirectory,
+    identity: str,
+    make_job: Callable[[int, int, int], Job],
+    files: dict[str, list[Part]],
+    patience: float = DRIVER_DEAD_AFTER,
 ) -> bool:
     """Makes this the next submission of the run, unless the same training lives or waits to be delivered.
 
@@ -128,6 +132,7 @@ def submit(
         identity: Of the training.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         files: Payload, modules and their list, by name: the parts of each.
+        patience: Seconds for its driver to show its first heartbeat.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.
@@ -163,7 +168,7 @@ def submit(
                     if existing:
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
-                    run.write_submission(make_job(number, first_attempt, fresh_since))
+                    run.write_submission(make_job(number, first_attempt, fresh_since), interval_for(patience))
                 newest = run.newest_claim()
                 if newest == number:
                     return True

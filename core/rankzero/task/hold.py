@@ -51,7 +51,7 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     temporary = _temporary(scratch)
     # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
     log = tempfile.TemporaryFile(dir=scratch)
-    config = {**config, "env": _with_defaults(config), "temporary": temporary}
+    config = {**config, "env": with_defaults(config), "temporary": temporary}
     # First, so that no long environment pushes the marker out of sight (see `forked`).
     own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
     env = {**own, **os.environ, **own}
@@ -136,7 +136,7 @@ def _temporary(scratch: str) -> str | None:
     return None
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, str]:
+def with_defaults(config: dict[str, Any]) -> dict[str, str]:
     """The user's variables, and what a worker gets where neither they nor this host say otherwise."""
     cores = config["cores"] or os.cpu_count() or 1
     defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}

@@ -127,8 +127,8 @@ def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAge
     try:
         # Kernels and sandboxes that do not have it say so now.
         os.close(os.pidfd_open(os.getpid()))
-        owner = int(os.environ.get(OWNER) or 0) or config.get("owner") or _executor()
-        loaded = {name: value for name, value in {**env, **config["env"]}.items() if _LOAD_TIME.fullmatch(name)}
+        owner = _owner(config)
+        loaded = config.get("loaded") or load_time({**env, **config["env"]})
         path = _socket_path(_key(config, owner, loaded))
         request = {"env": env, "title": f"task {config['task']}", **_surroundings()}
         if connection := _connect(path):
@@ -139,6 +139,28 @@ def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAge
     except Exception:
         # No place for its socket, a torch that cannot be imported, no Linux as we know it: a fresh one says it better.
         return None
+
+
+def start_ahead(config: dict[str, Any]) -> None:
+    """Starts the warm server that agents will look for, so that it loads torch while their places are being made.
+
+    Args:
+        config: As for `start_warm`, with the ``owner`` of the server and what it is ``loaded`` with, on which this
+            process and the agents' holder would else not agree.
+    """
+    # Agents start one for themselves, or say what is missing.
+    with contextlib.suppress(Exception):
+        path = _socket_path(_key(config, _owner(config), config["loaded"]))
+        (_connect(path) or _serve(path, config, _owner(config), config["loaded"])).close()
+
+
+def load_time(env: dict[str, str]) -> dict[str, str]:
+    """The variables that are read while libraries are loaded."""
+    return {name: value for name, value in env.items() if _LOAD_TIME.fullmatch(name)}
+
+
+def _owner(config: dict[str, Any]) -> int:
+    return int(os.environ.get(OWNER) or 0) or config.get("owner") or _executor()
 
 
 def _surroundings() -> dict[str, Any]:
@@ -204,7 +226,7 @@ def start_time(pid: int) -> str:
 def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
     """Names everything on which the state of a warm server depends."""
     places: list[list[Any]] = []
-    for place in sys.path:
+    for place in dict.fromkeys(sys.path):
         # Installing or removing a package changes the directory it is in.
         if os.path.basename(place) in ("site-packages", "dist-packages"):
             with contextlib.suppress(OSError):

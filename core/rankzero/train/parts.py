@@ -1,4 +1,4 @@
-"""`Parts`: the files of checkpoints as this rank writes and reads them, wherever the run directory is."""
+"""`Parts`: a rank's files, of checkpoints and its value, as it writes and reads them wherever the run directory is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
@@ -26,6 +27,8 @@ STORE_INTERVAL = 0.5
 
 READ_AHEAD = 4 << 20
 """Bytes that are asked of a store at once, where less is wanted."""
+
+_COPY_CHUNK = 8 << 20
 
 Part = Mapping[str, Any]
 Message = dict[str, Any]
@@ -148,8 +151,28 @@ class Parts:
         path = self.local_path(checkpoint, file)
         return {**_write_local(path, produce), "path": path, "shared": self.shared}
 
+    def upload_value(self, path: str, name: str) -> str | None:
+        """Copies rank 0's value to the object store; None where only the driver can.
+
+        Args:
+            path: The local file.
+            name: Its name among the run's results.
+
+        Returns:
+            Its URL, where it is as a whole.
+        """
+        if (client := self.client()) is None:
+            return None
+        url = store.join(self._run_directory, "result", name)
+        try:
+            self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE)
+        except Exception as error:
+            print(f"rankzero: the value passes through the driver: the store does not take this rank's ({error})")
+            return None
+        return url
+
     @staticmethod
-    def _upload(client: remote.Client, url: str, produce: Produce) -> Message:
+    def _upload(client: remote.Client, url: str, produce: Produce, patience: float = STORE_PATIENCE) -> Message:
         deadline: float | None = None
         while True:
             try:
@@ -160,7 +183,7 @@ class Parts:
                 raise
             except Exception as error:
                 # From the first failure on: a large part may take longer than that by itself.
-                deadline = deadline or time.monotonic() + STORE_PATIENCE
+                deadline = deadline or time.monotonic() + patience
                 if remote.is_refusal(error) or time.monotonic() > deadline:
                     raise
             threading.Event().wait(STORE_INTERVAL)
@@ -245,6 +268,14 @@ class Parts:
             return [os.path.join(self._run_directory, FOLDER, checkpoint, part["file"])]
         fetched = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
         return [os.path.join(self.folder(checkpoint), part["file"]), fetched]
+
+
+def copy_file(path: str, file: Writable) -> Message:
+    """Writes what a local file holds."""
+    with open(path, "rb") as source:
+        while chunk := source.read(_COPY_CHUNK):
+            file.write(chunk)
+    return {}
 
 
 def _write_local(path: str, produce: Produce) -> Message:

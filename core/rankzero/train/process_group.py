@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -89,12 +91,18 @@ def broadcast_object(value: R, source: int = 0) -> R:
     """
     if get_context().world_size == 1:
         return value
+    import torch
     import torch.distributed as dist
 
     ensure_process_group()
-    box = [value]
-    dist.broadcast_object_list(box, src=source, device=_object_device())
-    return box[0]
+    device, is_source = _object_device(), get_context().rank == source
+    data = _pickled(value, device) if is_source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, source)
+    if not is_source:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, source)
+    return value if is_source else _unpickled(data)
 
 
 def all_gather_object(value: R) -> list[R]:
@@ -114,13 +122,20 @@ def all_gather_object(value: R) -> list[R]:
     world_size = get_context().world_size
     if world_size == 1:
         return [value]
+    import torch
     import torch.distributed as dist
 
     ensure_process_group()
-    _object_device()
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value)
-    return found
+    device = _object_device()
+    data = _pickled(value, device)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    longest = max(map(int, sizes))
+    whole = torch.zeros(longest, dtype=torch.uint8, device=device)
+    whole[: len(data)] = data
+    found = [torch.empty_like(whole) for _ in range(world_size)]
+    dist.all_gather(found, whole)
+    return [_unpickled(part[: int(size)]) for part, size in zip(found, sizes, strict=True)]
 
 
 def on_rank_zero(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -162,8 +177,20 @@ def rank_zero_first() -> Iterator[None]:
         barrier()
 
 
+# Not torch's own `all_gather_object`: it needs numpy, which torch can do without, and so can an executor.
+def _pickled(value: object, device: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device or "cpu")
+
+
+def _unpickled(data: Any) -> Any:
+    here = data.cpu()
+    return pickle.loads(ctypes.string_at(here.data_ptr(), len(here)))
+
+
 def _object_device() -> Any:
-    """Where torch puts pickled objects on their way: this rank's GPU; None with gloo, or without a GPU."""
+    """Where pickled objects are on their way: this rank's GPU; None with gloo, or without a GPU."""
     import torch
     import torch.distributed as dist
 

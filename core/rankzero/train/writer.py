@@ -15,7 +15,7 @@ from typing import Any
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint
-from rankzero.train.parts import NotTakenError, Parts
+from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats, shards
 
 MAX_STAGED = 2
@@ -26,8 +26,6 @@ KEPT_STAGED = 2
 
 MAX_INDEX = 16 << 20
 """Characters of a part's index up to which it goes to the driver, to lie with the others."""
-
-_COPY_CHUNK = 8 << 20
 
 Message = dict[str, Any]
 
@@ -203,7 +201,7 @@ class CheckpointWriter:
         if self._parts.shared or not self._parts.client():
             return {"path": taken.path, "shared": self._parts.shared}
         facts = {key: taken.facts[key] for key in ("size", "sha256")}
-        written = self._parts.write(taken.name, file, functools.partial(_copy_file, taken.path, facts))
+        written = {**facts, **self._parts.write(taken.name, file, functools.partial(copy_file, taken.path))}
         if written["path"] != taken.path:
             _delete(taken.path)
         return written
@@ -295,13 +293,6 @@ def _write_state(state: Any, file_format: str, file: formats.Writable) -> Messag
     size, sha256, index = shards.write_to(state, file)
     facts = {"size": size, "sha256": sha256}
     return {**facts, "pieces": index} if len(index) < MAX_INDEX else facts
-
-
-def _copy_file(path: str, facts: Message, file: formats.Writable) -> Message:
-    with open(path, "rb") as source:
-        while chunk := source.read(_COPY_CHUNK):
-            file.write(chunk)
-    return facts
 
 
 def _delete(path: str) -> None:

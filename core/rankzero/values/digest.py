@@ -19,6 +19,7 @@ from functools import partial
 from typing import IO, Any
 
 from rankzero.errors import ResultError
+from rankzero.host.cores import available_cores
 
 BLOCK = 8 << 20
 """Bytes of a block, of which one core computes the checksum."""
@@ -103,7 +104,7 @@ class Digest:
         Args:
             threads: False computes everything in the threads that call.
         """
-        self._pool = _Pool(_cores() if threads else 0)
+        self._pool = _Pool(available_cores() if threads else 0)
         self._block: list[tuple[Bytes, object]] = []
         self._room = BLOCK
         self.size = 0
@@ -151,7 +152,7 @@ def _text(blocks: Sequence[bytes]) -> str:
 def _blocks_of(file: IO[bytes]) -> list[bytes]:
     """The sha256 of each block of a file."""
     size = os.fstat(file.fileno()).st_size
-    pool = _Pool(min(_cores(), size // BLOCK))
+    pool = _Pool(min(available_cores(), size // BLOCK))
     try:
         for offset in range(0, size, BLOCK):
             pool.do(partial(_hash_at, file.fileno(), offset))
@@ -238,9 +239,3 @@ class _Pool:
             self._results[number] = function()
         except BaseException as error:
             self._failure = error
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -36,6 +36,8 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
     if modules := start["modules"]:
         # The caller's own modules come before installed ones, as they did there.
         sys.path.insert(0, modules)
+    if code := start["code"]:
+        _enter(code)
     # The agent has compared its digest with what the driver recorded.
     payload = open_packed(start["payload"])
     restarts.install(payload.get("restart_on"))
@@ -64,6 +66,20 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
         if leaving.code not in (None, 0):
             raise
     return None
+
+
+def _enter(code: str) -> None:
+    """Starts in the user's working directory, with that, and then their Python files, first on the search path."""
+    working_dir, py_files = os.path.join(code, "working_dir"), os.path.join(code, "py_files")
+    places = []
+    if os.path.isdir(working_dir):
+        os.chdir(working_dir)
+        places.append(working_dir)
+    if os.path.isdir(py_files):
+        archives = [name for name in sorted(os.listdir(py_files)) if name.endswith((".zip", ".egg", ".whl"))]
+        places += [py_files, *(os.path.join(py_files, name) for name in archives)]
+    sys.path[:0] = places
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:

@@ -4,6 +4,7 @@ ready            torch is imported
 <- start         rank, environment, where the payload lies
 rendezvous       rank 0 only: the port it bound
 <- go            where rank 0 listens: MASTER_ADDR and MASTER_PORT
+entered          when it started, had torch, and calls the user's code
 beat             every few seconds, from a thread: progress so far
 metric           rows of reports, several at a time
 checkpoint
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from rankzero.channel.frames import Message
 from rankzero.errors import ResultError
@@ -34,6 +35,9 @@ from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control
 from rankzero.worker.leaving import run_exit_handlers
+
+if TYPE_CHECKING:
+    from rankzero.train.parts import Parts
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Makes a worker write its Python stacks, also while it is blocked in native code."""
@@ -48,6 +52,7 @@ HOROVOD = "RANKZERO_HOROVOD"
 
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
+    phases = {"started": time.time()}
     die_with_parent(agent_pid)
     for stream in (sys.stdout, sys.stderr):
         # As on a terminal: a line is seen when it is written, and costs one write.
@@ -59,7 +64,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     control = Control(control_fd)
     ending = contextlib.ExitStack()
     try:
-        outcome = _work(control, ending)
+        outcome = _work(control, ending, phases)
     except BaseException as error:
         outcome = failures.describe(error)
     control.send(outcome)
@@ -70,20 +75,21 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
             ending.close()
     control.flush()
     if outcome["type"] == "commit":
-        if "result" in outcome:
-            # Rank 0 holds the rendezvous store, which its peers may still be reading.
-            control.ended.wait()
+        # Peers may still be on their way to this rank: a group that they are making breaks when it exits. Rank 0 holds
+        # the rendezvous store, too.
+        control.ended.wait()
         run_exit_handlers(exit_timeout)
     _flush()
     os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"] or 1)
 
 
-def _work(control: Control, ending: contextlib.ExitStack) -> Message:
+def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, float]) -> Message:
     """Does all that this rank is for; what is to be finished even if it fails is left to ``ending``."""
     try:
         import torch
     except ImportError as error:
         return failures.no_torch(error)
+    phases["imported"] = time.time()
     control.send({"type": "ready", "torch": torch.__version__, "main_thread": threading.main_thread().ident})
     start = control.receive()
     from rankzero.train import context, parts
@@ -91,9 +97,8 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
 
     start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
     world = context.TrainContext(**start["context"])
-    writer = writers.CheckpointWriter(
-        parts.Parts(start, control.fetch), world.attempt, world.rank, world.world_size, control.send
-    )
+    files = parts.Parts(start, control.fetch)
+    writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send)
     session = context.install(world, control.report, writer)
     if start["checkpoint"]:
         writer.committed(start["checkpoint"])
@@ -114,16 +119,17 @@ def _work(control: Control, ending: contextlib.ExitStack) -> Message:
     if os.environ.get(HOROVOD) == "1":
         importlib.import_module("rankzero.compat.horovod.install").install()
     ending.callback(writer.finish)
+    control.send({"type": "entered", **phases, "time": time.time(), "torch": torch.__version__})
     value = call(start, control.fetch)
     # Whoever is asked to exit from here on has finished, and gets the grace for what is left to write.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control.send({"type": "returned"})
+    control.send({"type": "returned", "time": time.time()})
     for function in session.at_return:
         function()
     writer.finish()
     if value is None:
         value = session.result
-    return _commit(value, start)
+    return _commit(value, start, files)
 
 
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
@@ -156,8 +162,8 @@ def _count_optimizer_steps(session: Any) -> None:
         register(count)
 
 
-def _commit(value: object, start: Message) -> Message:
-    """The record of success; rank 0's carries the value or names the file that holds it."""
+def _commit(value: object, start: Message, files: Parts) -> Message:
+    """The record of success; rank 0's carries the value or names the file that holds it, on a store its URL."""
     commit: Message = {"type": "commit", "time": time.time()}
     if start["context"]["rank"] != 0:
         return commit
@@ -173,6 +179,11 @@ def _commit(value: object, start: Message) -> Message:
     result["summary"] = formats.summarize(value)
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
+    elif size > INLINE_LIMIT and (
+        url := files.upload_value(path, f"value-{start['context']['attempt']}.{file_format}")
+    ):
+        os.unlink(path)
+        result["path"] = url
     return {**commit, "result": result}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dagster_rankzero.metadata import curve
+from rankzero.report.page import FILE
 from rankzero.run import reports
 from rankzero.run.reports import is_number
 from rankzero.values.digest import BLOCKS, PLAIN, split
@@ -35,6 +36,7 @@ def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
     status = handle.status()
     entries: dict[str, dg.MetadataValue[Any]] = {
         "run_directory": dg.MetadataValue.path(handle.directory),
+        "report": dg.MetadataValue.path(f"{handle.directory}/{FILE}"),
         "world_size": dg.MetadataValue.int(handle.world_size),
     }
     if status.started is not None and status.ended is not None:

@@ -29,7 +29,15 @@ class ChannelClient:
         >>> client.close(timeout=0.0)
     """
 
-    def __init__(self, hosts: Sequence[str], port: int, secret: str, task: int, patience: float | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        port: int,
+        secret: str,
+        task: int,
+        patience: float | None = None,
+        certificate: bytes | None = None,
+    ) -> None:
         """Prepares the client; `start` begins to connect.
 
         Args:
@@ -38,9 +46,10 @@ class ChannelClient:
             secret: The run's secret, hex.
             task: This agent's number.
             patience: Seconds from its start to find the driver; None for `limits.CONNECT_TIMEOUT`.
+            certificate: The driver's, as DER, if the connection is encrypted.
         """
         self._exchange = Exchange()
-        keeper = Keeper(self._exchange, hosts, port, secret, task, patience or limits.CONNECT_TIMEOUT)
+        keeper = Keeper(self._exchange, hosts, port, secret, task, patience or limits.CONNECT_TIMEOUT, certificate)
         self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
     def start(self) -> None:

@@ -10,17 +10,16 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero.channel import auth, frames, limits
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.frames import Decoder, FrameError, Message, Sealer
-from rankzero.channel.sockets import tune
+from rankzero.channel.sockets import Wait, tune
 
-Wait = Callable[[socket.socket, int, float], None]
-"""Waits until a socket is ready for a selector's event, or raises TimeoutError at a monotonic time."""
+if TYPE_CHECKING:
+    from rankzero.channel.agent_end.tls import TlsSocket
 
 Address = tuple[int, Any]
 """Family and address of a socket."""
@@ -34,7 +33,7 @@ class RefusedError(ConnectionError):
 class Link:
     """A connection on which both ends have proved the secret."""
 
-    socket: socket.socket
+    socket: socket.socket | TlsSocket
     decoder: Decoder
     sealer: Sealer
     received: int
@@ -50,19 +49,32 @@ def addresses(host: str, port: int) -> list[Address]:
     return [(info[0], info[4]) for info in infos]
 
 
-def dial(address: Address, secret: str, hello: Hello, wait: Wait) -> Link:
+def dial(address: Address, secret: str, hello: Hello, wait: Wait, certificate: bytes | None = None) -> Link:
     """Connects to one address and does the handshake.
+
+    Args:
+        address: Of the driver, perhaps.
+        secret: The run's secret, hex.
+        hello: What the agent says of itself.
+        wait: Waits for the socket.
+        certificate: The driver's, with which the connection is encrypted; None for a plain one.
 
     Raises:
         RefusedError: The driver is there, and does not want this agent.
         OSError: It cannot be reached in time, or closed the connection.
         FrameError: Whoever answered is not the driver.
     """
-    connection = socket.socket(address[0], socket.SOCK_STREAM)
+    plain = socket.socket(address[0], socket.SOCK_STREAM)
+    connection: socket.socket | TlsSocket = plain
     try:
-        connection.setblocking(False)
-        _connect(connection, address[1], wait)
-        tune(connection)
+        plain.setblocking(False)
+        _connect(plain, address[1], wait)
+        tune(plain)
+        if certificate is not None:
+            # Here: loading the system's TLS library takes time that only who encrypts has.
+            from rankzero.channel.agent_end.tls import encrypt
+
+            connection = encrypt(plain, certificate, wait)
         return _shake_hands(connection, secret, hello, wait)
     except BaseException:
         connection.close()
@@ -78,14 +90,18 @@ def _connect(connection: socket.socket, address: Any, wait: Wait) -> None:
         raise OSError(problem, os.strerror(problem))
 
 
-def _shake_hands(connection: socket.socket, secret: str, hello: Hello, wait: Wait) -> Link:
+def _shake_hands(connection: socket.socket | TlsSocket, secret: str, hello: Hello, wait: Wait) -> Link:
     deadline = time.monotonic() + limits.ANSWER_TIMEOUT
     decoder = Decoder()
 
     def receive() -> Message:
         while (body := decoder.next_body()) is None:
             wait(connection, selectors.EVENT_READ, deadline)
-            data = connection.recv(frames.MAX_HANDSHAKE_FRAME)
+            try:
+                data = connection.recv(frames.MAX_HANDSHAKE_FRAME)
+            except BlockingIOError:
+                # Part of an encrypted record.
+                continue
             if not data:
                 raise ConnectionResetError("the connection was closed during the handshake")
             decoder.feed(data)

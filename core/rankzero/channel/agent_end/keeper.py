@@ -11,7 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rankzero.channel import auth, frames, limits
 from rankzero.channel.agent_end import dial
@@ -20,6 +20,9 @@ from rankzero.channel.agent_end.exchange import Exchange
 from rankzero.channel.auth import Hello
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import ACK, CONTENT, CONTROL, OWN, message_body, split_content
+
+if TYPE_CHECKING:
+    from rankzero.channel.agent_end.tls import TlsSocket
 
 
 class _OverError(Exception):
@@ -30,7 +33,14 @@ class Keeper:
     """Finds the driver, talks to it, and finds it again, until one of both sends a farewell or is lost."""
 
     def __init__(
-        self, exchange: Exchange, hosts: Sequence[str], port: int, secret: str, task: int, patience: float
+        self,
+        exchange: Exchange,
+        hosts: Sequence[str],
+        port: int,
+        secret: str,
+        task: int,
+        patience: float,
+        certificate: bytes | None = None,
     ) -> None:
         """Takes what `ChannelClient` was given."""
         self._exchange = exchange
@@ -39,6 +49,7 @@ class Keeper:
         self._secret = secret
         self._task = task
         self._patience = patience
+        self._certificate = certificate
         self._name = auth.new_nonce()
         self._address: Address | None = None
         self._tries = 0
@@ -78,7 +89,7 @@ class Keeper:
         with contextlib.suppress(TimeoutError):
             self._wait(None, 0, until)
 
-    def _wait(self, connection: socket.socket | None, event: int, deadline: float) -> None:
+    def _wait(self, connection: socket.socket | TlsSocket | None, event: int, deadline: float) -> None:
         """Until the socket is ready; raises TimeoutError at the deadline, _OverError when it is time to go."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._exchange.woken, selectors.EVENT_READ)
@@ -127,7 +138,7 @@ class Keeper:
     def _dial(self, address: Address) -> Link:
         self._tries += 1
         hello = Hello(self._task, self._name, self._tries, self._exchange.received, self._heard > 0)
-        link = dial.dial(address, self._secret, hello, self._wait)
+        link = dial.dial(address, self._secret, hello, self._wait, self._certificate)
         try:
             self._exchange.resume(link.received)
         except FrameError as error:

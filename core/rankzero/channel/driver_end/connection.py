@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from rankzero.channel import auth, frames, limits
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.driver_end.peer import Peer
+from rankzero.channel.driver_end.tls import Identity, Records
 from rankzero.channel.frames import Decoder, FrameError, Sealer
 from rankzero.channel.session import Session
 from rankzero.channel.sockets import tune
@@ -37,8 +38,9 @@ class Reception(Protocol):
 class Connection(asyncio.Protocol):
     """A connection that belongs to nobody until it has proved the secret."""
 
-    def __init__(self, server: Reception, secret: str) -> None:
+    def __init__(self, server: Reception, secret: str, identity: Identity | None = None) -> None:
         self._server = server
+        self._records = Records(identity) if identity else None
         self._secret = secret
         self._nonce = auth.new_nonce()
         self._decoder = Decoder()
@@ -56,13 +58,17 @@ class Connection(asyncio.Protocol):
         with contextlib.suppress(OSError):
             tune(self._transport.get_extra_info("socket"))
         self._server.on_made(self)
-        self._transport.write(frames.pack(b"J" + frames.dump({"type": "challenge", "nonce": self._nonce})))
+        self._write(frames.pack(b"J" + frames.dump({"type": "challenge", "nonce": self._nonce})))
 
     def data_received(self, data: bytes) -> None:
         """Acts on every whole frame, then answers."""
         if self.peer is not None:
             self.peer.heard = time.monotonic()
-        self._decoder.feed(data)
+        try:
+            self._decoder.feed(self._opened(data))
+        except FrameError as error:
+            self.drop(str(error))
+            return
         while not self._is_closed:
             try:
                 body = self._decoder.next_body()
@@ -83,6 +89,21 @@ class Connection(asyncio.Protocol):
         if self.peer is not None:
             self.peer.pump()
 
+    def _opened(self, data: bytes) -> bytes:
+        if self._records is None:
+            return data
+        try:
+            return self._records.feed(data)
+        finally:
+            self._transport.write(self._records.outgoing())
+
+    def _write(self, data: bytes) -> None:
+        if self._records is None:
+            self._transport.write(data)
+            return
+        self._records.write(data)
+        self._transport.write(self._records.outgoing())
+
     def _prove(self, body: bytes) -> None:
         answer = frames.parse(body[1:])
         hello = Hello.parse(answer)
@@ -91,10 +112,10 @@ class Connection(asyncio.Protocol):
         verdict = self._server.admit(self, hello)
         if isinstance(verdict, str):
             self.reason = verdict
-            self._transport.write(frames.pack(b"J" + frames.dump(handshake.refused(verdict))))
+            self._write(frames.pack(b"J" + frames.dump(handshake.refused(verdict))))
             self.close()
             return
-        self._transport.write(frames.pack(b"J" + frames.dump(handshake.welcome(verdict.session.received))))
+        self._write(frames.pack(b"J" + frames.dump(handshake.welcome(verdict.session.received))))
         theirs, self._sealer = handshake.sealers()
         self._decoder.trust(theirs)
         self.peer = verdict
@@ -108,7 +129,7 @@ class Connection(asyncio.Protocol):
                 size += len(body)
             if not batch:
                 return
-            self._transport.write(b"".join(batch))
+            self._write(b"".join(batch))
 
     def pause_writing(self) -> None:
         """The socket is full."""

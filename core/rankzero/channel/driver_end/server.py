@@ -20,6 +20,7 @@ from rankzero.channel import limits
 from rankzero.channel.auth import Hello
 from rankzero.channel.driver_end.connection import Connection
 from rankzero.channel.driver_end.peer import Line, OnMessage, Peer
+from rankzero.channel.driver_end.tls import Identity
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import CONTROL, message_body
 from rankzero.channel.sockets import listen
@@ -49,6 +50,7 @@ class ChannelServer:
         upload_directory: str = ".",
         ports: tuple[int, int] | None = None,
         can_take: Callable[[], bool] = lambda: True,
+        identity: Identity | None = None,
     ) -> None:
         """Prepares the server; `start` opens the port.
 
@@ -61,6 +63,7 @@ class ChannelServer:
             ports: First and last port to try; None lets the system choose.
             can_take: While it gives False, agents may send no further bulk (logs, uploads) than
                 `limits.BULK_WINDOW`; other messages are not held up.
+            identity: With what it encrypts; None for plain connections.
         """
         self._secret = secret
         self._bind_host = bind_host
@@ -69,6 +72,7 @@ class ChannelServer:
         self._served = served or {}
         self._upload_directory = upload_directory
         self._can_take = can_take
+        self._identity = identity
         self._loop = asyncio.new_event_loop()
         self._peers: dict[int, Peer] = {}
         self._unproved: dict[Connection, None] = {}
@@ -195,7 +199,7 @@ class ChannelServer:
             self._loop.remove_reader(self._listener)
 
     def _new_connection(self) -> Connection:
-        return Connection(self, self._secret)
+        return Connection(self, self._secret, self._identity)
 
     async def _make_room(self) -> None:
         oldest = next(iter(self._unproved))

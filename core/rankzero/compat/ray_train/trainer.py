@@ -93,6 +93,10 @@ class TorchTrainer:
         self.datasets = dict(datasets or {})
         self._launcher = launcher
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers get what they train, and not where: a launcher may hold a SparkSession, and credentials."""
+        return {**vars(self), "_launcher": None}
+
     def fit(self) -> Result:
         """Trains, and returns what it came to; the workers' lines go to standard output.
 

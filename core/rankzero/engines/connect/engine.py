@@ -96,4 +96,5 @@ class SparkConnectEngine(Engine):
 
 def is_connect_session(session: Any) -> bool:
     """True for a SparkSession of Spark Connect. Imports nothing."""
-    return hasattr(session, "client") and not hasattr(session, "_jsparkSession")
+    # In this order: a session of the other kind raises what is no AttributeError when it is asked for a client.
+    return not hasattr(session, "_jsparkSession") and hasattr(session, "client")

@@ -20,6 +20,7 @@ from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
+    ENCRYPTION,
     EXECUTOR_CORES,
     EXECUTOR_GPUS,
     INSTANCES,
@@ -54,6 +55,7 @@ _SETTINGS = [
     EXECUTOR_GPUS,
     CORES_MAX,
     THREADS,
+    *ENCRYPTION,
 ]
 
 
@@ -120,6 +122,11 @@ class ConnectSession(EngineSession):
         if self.driver_hosts == [LOOPBACK]:
             return LOOPBACK
         return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+    @property
+    def encrypts(self) -> bool:
+        """True where the cluster encrypts its own connections."""
+        return not self._is_local and any(self._settings.get(name) == "true" for name in ENCRYPTION)
 
     @property
     def can_host_driver(self) -> bool:

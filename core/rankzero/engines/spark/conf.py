@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from rankzero.errors import InsufficientSlotsError, InvalidJobError
-from rankzero.host.processes import available_cores
+from rankzero.host.cores import available_cores
 from rankzero.job import Job
 
 LOCAL = re.compile(r"local(?:\[(\d+|\*)(?:\s*,\s*\d+)?\])?")
@@ -25,6 +25,9 @@ INSTANCES = "spark.executor.instances"
 EXECUTOR_CORES = "spark.executor.cores"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 CORES_MAX = "spark.cores.max"
+ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled", "spark.ssl.enabled")
+"""Of Spark's connections between driver and executors, any of them."""
+
 THREADS = "spark.executorEnv.OMP_NUM_THREADS"
 
 
@@ -33,6 +36,16 @@ def is_master(master: object) -> bool:
     if not isinstance(master, str):
         return False
     return any(pattern.fullmatch(master) for pattern in (LOCAL, _LOCAL_CLUSTER, _REMOTE))
+
+
+def is_standalone(master: str) -> bool:
+    """True for a Spark standalone cluster."""
+    return master.startswith("spark://")
+
+
+def is_kubernetes(master: str) -> bool:
+    """True for a Kubernetes cluster."""
+    return master.startswith("k8s://")
 
 
 def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
@@ -60,7 +73,7 @@ def most_slots(master: str, conf: Mapping[str, str]) -> int | None:
 
 def has_fixed_executors(master: str) -> bool:
     """True where Spark starts as many executors as it was asked for; a standalone cluster gives what it has."""
-    return master == "yarn" or master.startswith("k8s://")
+    return master == "yarn" or is_kubernetes(master)
 
 
 def slots_of_executor(conf: Mapping[str, str]) -> int:
@@ -144,7 +157,7 @@ def require_task_gpus(job: Job, amount: str | None) -> None:
         )
 
 
-def _spark_home() -> str:
+def spark_home() -> str:
     """``SPARK_HOME``, else the folder of the installed pyspark."""
     if home := os.environ.get("SPARK_HOME"):
         return home
@@ -154,7 +167,7 @@ def _spark_home() -> str:
 
 def spark_defaults() -> dict[str, str]:
     """What spark-defaults.conf of this host says: settings that a session has and its conf does not show."""
-    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(_spark_home(), "conf")
+    place = os.environ.get("SPARK_CONF_DIR") or os.path.join(spark_home(), "conf")
     with contextlib.suppress(OSError), open(os.path.join(place, "spark-defaults.conf"), errors="replace") as file:
         return dict(filter(None, map(_setting, file)))
     return {}

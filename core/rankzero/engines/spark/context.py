@@ -23,7 +23,7 @@ class KnownContext:
         self._conf = self._scala.conf()
         self._profile = self._scala.resourceProfileManager().defaultResourceProfile()
         self._settings: dict[str, str | None] = {}
-        self._code: Any = None
+        self._codes: dict[bool, Any] = {}
 
     @functools.cached_property
     def url(self) -> str | None:
@@ -31,16 +31,16 @@ class KnownContext:
         found: str | None = self._context.uiWebUrl
         return found
 
-    @property
-    def code(self) -> Any:
+    def code(self, *, zipped: bool = True) -> Any:
         """Broadcast of `agent_code`, which so goes to every executor once, and not with every task.
 
         It stays with the SparkContext. Tasks of a local master read the file that pyspark made of it, which who cleans
         the temporary directory may have removed.
         """
-        if self._code is None or not os.path.exists(getattr(self._code, "_path", None) or os.curdir):
-            self._code = self._context.broadcast(agent_code())
-        return self._code
+        code = self._codes.get(zipped)
+        if code is None or not os.path.exists(getattr(code, "_path", None) or os.curdir):
+            code = self._codes[zipped] = self._context.broadcast(agent_code(zipped=zipped))
+        return code
 
     def setting(self, key: str) -> str | None:
         """One setting; a SparkContext's do not change."""
@@ -81,27 +81,36 @@ def known(context: Any) -> KnownContext:
 
 
 @functools.cache
-def agent_code() -> bytes:
+def agent_code(*, zipped: bool = True) -> bytes:
     """A pickle of the function `run_task`, and of a zip of the rankzero and cloudpickle packages.
 
     Executors need nothing of rankzero installed: the one is pickled by value, and from the other agents import.
+
+    Args:
+        zipped: False leaves the zip out, for agents that find the packages where this process has them.
     """
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
     for module in (staged, hold, start):
         untyped.register_pickle_by_value(module)
-    pickled: bytes = untyped.dumps((staged.run_task, _zipped_packages()))
+    pickled: bytes = untyped.dumps((staged.run_task, zipped_packages() if zipped else None))
     return pickled
 
 
-def _zipped_packages() -> bytes:
+def zipped_packages() -> bytes:
+    """The rankzero and cloudpickle packages as a zip that Python can import from."""
     import zipfile
+    import zipimport
 
     import cloudpickle
 
     import rankzero
 
+    if isinstance(rankzero.__loader__, zipimport.zipimporter):
+        # A driver in a cluster, which has them from such a zip itself.
+        with open(rankzero.__loader__.archive, "rb") as file:
+            return file.read()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for package in (rankzero, cloudpickle):

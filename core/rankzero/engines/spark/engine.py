@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
+from rankzero.engines.spark import archive, jvm
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
+    ENCRYPTION,
     EXECUTOR_CORES,
     EXECUTOR_GPUS,
     INSTANCES,
@@ -39,37 +38,18 @@ from rankzero.engines.spark.conf import (
     whole_gpus,
 )
 from rankzero.engines.spark.context import KnownContext, known
-from rankzero.engines.spark.errors import first_lines
+from rankzero.engines.spark.embedded import Embedded
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
 from rankzero.job import Job, check_strings
+from rankzero.task.start import start_ahead
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger(__name__)
-
-# Spark's default retries an unready barrier stage every 15 s; a session of our own looks each second.
-_OWN_DEFAULTS = {
-    "spark.ui.showConsoleProgress": "false",
-    "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
-}
-_DRIVER_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
-# A JVM that lives for one launch: what it would gain by compiling better, or collecting in parallel, it never earns
-# back. Half the processor time of its start.
-_SHORT_LIVED_JVM = "-XX:TieredStopAtLevel=1"
-_SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
-# A JVM that is told of two collectors does not start.
-_OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
-
-_CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
-
-_OWN_LOCAL_DEFAULTS = {
-    "spark.driver.host": LOOPBACK,
-    "spark.driver.bindAddress": LOOPBACK,
-    "spark.ui.enabled": "false",
-}
 
 
 @dataclass(frozen=True)
@@ -133,7 +113,7 @@ class SparkEngine(Engine):
             require_local_gpus(job.least_processes)
         elif job.use_gpu:
             require_task_gpus(job, conf.get(TASK_GPUS))
-        if not find_java():
+        if not jvm.find_java():
             raise EngineError(
                 "Spark needs Java 17 or newer and none was found (JAVA_HOME, PATH): install a JRE, for "
                 "example `apt-get install openjdk-17-jre-headless`"
@@ -156,8 +136,11 @@ class SparkEngine(Engine):
     def open(self, job: Job) -> SparkEngineSession:
         """Starts or takes the session, and checks slots and resources there."""
         asked = {} if self.session else conf_for(job, self._master(job), self.conf, spark_defaults())
-        session = self.session or self._start_session(job, asked)
-        opened = SparkEngineSession(session, job, owned=self.session is None, asked=asked)
+        if self.session is not None:
+            opened = SparkEngineSession(self.session.sparkContext, job)
+        else:
+            context = jvm.start_context(self._master(job), job.name, self.conf, asked)
+            opened = SparkEngineSession(context, job, owned=True, asked=asked, embedded=self._embedded(job))
         try:
             opened.check()
         except BaseException:
@@ -165,49 +148,32 @@ class SparkEngine(Engine):
             raise
         return opened
 
+    def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
+        """Where the ranks will run in this very Python, torch is loaded while the JVM starts."""
+        if job.warm_start and (embedded := self._embedded(job)):
+            start_ahead({"env": dict(env), **embedded.config(job, env)})
+
+    def _embedded(self, job: Job) -> Embedded | None:
+        return None if self.session else Embedded.of(self._master(job), self.conf)
+
     def _master(self, job: Job) -> str:
         return self.master or f"local[{job.num_tasks}]"
-
-    def _start_session(self, job: Job, asked: Mapping[str, str]) -> SparkSession:
-        from pyspark import SparkConf
-        from pyspark.sql import SparkSession
-
-        java = find_java()
-        if java:
-            os.environ.setdefault("JAVA_HOME", java)
-        for name in _CONNECT_MODE:
-            # Of a process above us that uses Spark Connect; with them pyspark starts no session of its own.
-            os.environ.pop(name, None)
-        # Without this Spark runs whatever `python3` is first on the PATH.
-        os.environ["PYSPARK_PYTHON"] = self.conf.get(
-            "spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable)
-        )
-        os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-        master = self._master(job)
-        if master.startswith("local"):
-            os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
-            # For the JVM that makes the command line of the next one.
-            os.environ.setdefault("SPARK_LAUNCHER_OPTS", _short_lived_jvm(self.conf))
-        conf = SparkConf().setMaster(master).setAppName(f"rankzero {job.name}")
-        local_defaults = _OWN_LOCAL_DEFAULTS if master.startswith("local") else {}
-        if local_defaults and not spark_defaults():
-            local_defaults = {**local_defaults, _DRIVER_JAVA_OPTIONS: _short_lived_jvm(self.conf)}
-        for key, value in {**_OWN_DEFAULTS, **local_defaults, **asked}.items():
-            conf.setIfMissing(key, value)
-        for key, value in self.conf.items():
-            conf.set(key, value)
-        try:
-            return SparkSession.builder.config(conf=conf).getOrCreate()
-        except Exception as error:
-            raise EngineError(f"no SparkSession on master {master!r}: {first_lines(str(error))}") from error
 
 
 class SparkEngineSession(EngineSession):
     """A SparkContext that runs one barrier stage for each attempt."""
 
-    def __init__(self, session: SparkSession, job: Job, *, owned: bool, asked: Mapping[str, str] | None = None) -> None:
-        self._session = session
-        self._context = session.sparkContext
+    def __init__(
+        self,
+        context: SparkContext,
+        job: Job,
+        *,
+        owned: bool = False,
+        asked: Mapping[str, str] | None = None,
+        embedded: Embedded | None = None,
+    ) -> None:
+        self._context = context
+        self._embedded = embedded
         self._job = job
         self._owned = owned
         self._master = str(self._context.master)
@@ -287,6 +253,11 @@ class SparkEngineSession(EngineSession):
         return without_brackets(self._known.setting("spark.driver.bindAddress") or self.driver_host)
 
     @property
+    def encrypts(self) -> bool:
+        """True where executors reach Spark's own driver by encrypted connections."""
+        return not self._master.startswith("local") and any(self._known.setting(name) == "true" for name in ENCRYPTION)
+
+    @property
     def url(self) -> str | None:
         """The Spark UI; None where it is switched off, as in an embedded Spark."""
         return self._known.url
@@ -305,19 +276,26 @@ class SparkEngineSession(EngineSession):
         if most is not None and self._known.slots() < self._job.least_tasks:
             require_slots(self._job, most, self.place)
         # Here, where somebody watches the clock.
-        _ = self._known.code
+        _ = self._code
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
         cores, workers = int(self._known.setting(TASK_CPUS) or "1"), self._job.processes_per_task
+        config = task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None)
+        if self._embedded:
+            config |= self._embedded.config(self._job, config["env"])
         task = make_task(
-            task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None),
-            self._known.code,
+            config,
+            self._code,
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )
         return SparkGroup(self._context, self._job, num_tasks, task, on_end)
+
+    @property
+    def _code(self) -> Any:
+        return self._known.code(zipped=self._embedded is None)
 
     def is_usable(self) -> bool:
         """False if the JVM has exited or the SparkContext was stopped."""
@@ -333,22 +311,11 @@ class SparkEngineSession(EngineSession):
             return
         alive = self.is_usable()
         with contextlib.suppress(Exception):
-            self._session.stop()
+            self._context.stop()
         if not alive:
-            _forget_jvm()
-
-
-def _forget_jvm() -> None:
-    """Makes pyspark start a new JVM: it keeps the gateway to the one that died. For a process of our own only."""
-    from pyspark import SparkContext
-    from pyspark.sql import SparkSession
-
-    gateway = SparkContext._gateway
-    if gateway is not None:
-        with contextlib.suppress(Exception):
-            gateway.shutdown()
-    SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
-    SparkSession._instantiatedSession = SparkSession._activeSession = None
+            jvm.forget()
+        elif java := jvm.find_java():
+            archive.make_in_background(java)
 
 
 def gpus_per_task(session: SparkSession) -> int:
@@ -358,18 +325,3 @@ def gpus_per_task(session: SparkSession) -> int:
     if amount is None and LOCAL.fullmatch(master):
         return 1
     return whole_gpus(amount)
-
-
-def find_java() -> str | None:
-    """The home of a Java: ``JAVA_HOME``, else the one on the PATH. Its version is Spark's to check."""
-    home = os.environ.get("JAVA_HOME")
-    if home and os.access(os.path.join(home, "bin", "java"), os.X_OK):
-        return home
-    java = shutil.which("java")
-    return os.path.dirname(os.path.dirname(os.path.realpath(java))) if java else None
-
-
-def _short_lived_jvm(conf: Mapping[str, str]) -> str:
-    said = [os.environ.get(name, "") for name in _OTHER_JAVA_OPTIONS]
-    said.append(conf.get("spark.driver.defaultJavaOptions", ""))
-    return _SHORT_LIVED_JVM if "GC" in " ".join(said) else f"{_SHORT_LIVED_JVM} {_SIMPLE_COLLECTOR}"

@@ -104,7 +104,8 @@ def make_task(
         elif config["use_gpu"] and "gpu" in context.resources():
             gpus = list(context.resources()["gpu"].addresses)
         run_task, code_zip = pickle.loads(code.value)
-        run_task({**config, "task": index, "host": host, "gpus": gpus, "code_path": None, "code_zip": code_zip})
+        found = {"code_path": None, "code_zip": code_zip}
+        run_task({**found, **config, "task": index, "host": host, "gpus": gpus})
         return iter(())
 
     return task

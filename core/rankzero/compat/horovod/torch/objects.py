@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rankzero.compat.horovod.torch.messages import bytes_of
 from rankzero.compat.horovod.torch.ops import allgather, broadcast_
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
@@ -22,7 +23,7 @@ def broadcast_object(
     if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
     data = broadcast_(data, root_rank, f"{name}.data", process_set)
-    return obj if is_root else pickle.loads(data.numpy().tobytes())
+    return obj if is_root else pickle.loads(bytes_of(data))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -31,4 +32,4 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     sizes = allgather(torch.tensor([len(data)]), f"{name}.sizes", process_set).tolist()
     whole = allgather(data, f"{name}.data", process_set)
-    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(whole, sizes)]
+    return [pickle.loads(bytes_of(part)) for part in torch.split(whole, sizes)]

@@ -1,0 +1,115 @@
+"""TLS as the driver speaks it: a certificate made for one attempt, and records without a socket.
+
+The standard library makes no certificates, and TLS with pre-shared keys needs Python 3.13: the ``openssl`` command
+makes one in a hundredth of a second. Agents are given it with the secret, by which they in turn prove themselves.
+"""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+
+from rankzero.channel import limits
+from rankzero.channel.frames import FrameError
+from rankzero.errors import EngineError
+
+MAKING_TIMEOUT = 30.0
+"""Seconds for the openssl command."""
+
+_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+_COMMAND = ("openssl", "req", "-x509", *_CURVE, "-nodes", "-days", "3650", "-subj", "/CN=rankzero")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A certificate and its key.
+
+    Attributes:
+        certificate: DER, for the agents.
+        context: Of the connections that show it.
+    """
+
+    certificate: bytes
+    context: ssl.SSLContext = field(repr=False)
+
+
+def make_identity() -> Identity:
+    """A fresh key, which is in no file that has a name for longer than this call, and its self-signed certificate.
+
+    Raises:
+        EngineError: there is no openssl command here, or it fails.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(prefix="rankzero-") as key:
+            # It and its directory are this user's alone.
+            made = subprocess.run(
+                [*_COMMAND, "-keyout", key.name],
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=MAKING_TIMEOUT,
+                check=True,
+            )
+            certificate = ssl.PEM_cert_to_DER_cert(made.stdout.decode())
+            with tempfile.NamedTemporaryFile(prefix="rankzero-") as shown:
+                shown.write(made.stdout)
+                shown.flush()
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(shown.name, key.name)
+    except FileNotFoundError:
+        raise EngineError(
+            "encrypt needs the openssl command where the driver runs, to make the run's certificate: install openssl, "
+            "or give encrypt=False on a network that is yours"
+        ) from None
+    except (subprocess.SubprocessError, ValueError, OSError) as error:
+        words = getattr(error, "stderr", b"") or str(error).encode()
+        raise EngineError(f"openssl made no certificate: {words.decode(errors='replace').strip()[-300:]}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Nobody resumes a TLS session: each connection is a handshake.
+    context.num_tickets = 0
+    return Identity(certificate, context)
+
+
+class Records:
+    """Between a transport and a connection: records on the one side, their content on the other. No I/O."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = identity.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._waiting = bytearray()
+        self._is_open = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes what has arrived; gives its content. What `outgoing` has then must be sent.
+
+        Raises:
+            FrameError: this is no TLS, or somebody has tampered with it.
+        """
+        self._incoming.write(data)
+        pieces: list[bytes] = []
+        try:
+            if not self._is_open:
+                self._tls.do_handshake()
+                self._is_open = True
+                if self._waiting:
+                    self._tls.write(self._waiting)
+                    self._waiting.clear()
+            while piece := self._tls.read(limits.READ_SIZE):
+                pieces.append(piece)
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass
+        except ssl.SSLError as error:
+            raise FrameError(f"the connection is not encrypted as it should be: {error.reason or error}") from None
+        return b"".join(pieces)
+
+    def write(self, data: bytes) -> None:
+        """Encrypts; before the handshake it waits for that."""
+        if self._is_open:
+            self._tls.write(data)
+        else:
+            self._waiting += data
+
+    def outgoing(self) -> bytes:
+        """What is to be sent."""
+        return self._outgoing.read()

@@ -1,0 +1,46 @@
+"""The `rankzero` command: start runs, look at them, end them, remove old ones. Everything it does, a library call does.
+
+A file for what a person wants: ``run`` starts, ``look`` and ``show`` look, ``end`` ends. Shell completion is click's:
+``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rankzero import __version__
+from rankzero.cli.end import cancel, gc
+from rankzero.cli.look import logs, runs, status
+from rankzero.cli.run import run
+from rankzero.cli.show import report, serve
+from rankzero.errors import RankZeroError
+
+
+class Commands(click.Group):
+    """Commands whose expected errors are one line on standard error and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # `rankzero logs ... | head`: click knows what to do.
+            raise
+        except (RankZeroError, OSError, ImportError, ValueError) as error:
+            first_line = (str(error) or "no reason given").splitlines()[0]
+            raise click.ClickException(f"{type(error).__name__}: {first_line}") from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="rankzero")
+def main() -> None:
+    """Start runs of rankzero, look at them, end them, and remove old ones.
+
+    A DIRECTORY is a run directory, a STORE holds run directories; both are local paths or fsspec URLs.
+    """
+
+
+for _command in (run, runs, status, logs, cancel, report, serve, gc):
+    main.add_command(_command)

@@ -1,0 +1,5 @@
+"""``python -m rankzero.cli``."""
+
+from rankzero.cli import main
+
+main()

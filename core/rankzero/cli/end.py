@@ -1,0 +1,59 @@
+"""``rankzero cancel`` and ``rankzero gc``: end runs, remove old ones."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from rankzero.cli import words
+from rankzero.run.handle import RunHandle
+
+
+@click.command()
+@click.argument("directory")
+@click.option("--json", "as_json", is_flag=True, help="What was done, as one JSON object.")
+def cancel(directory: str, as_json: bool) -> None:
+    """Ask a run to end. Returns at once; `status` tells when it has."""
+    handle = RunHandle.attach(directory)
+    found = handle.status()
+    if not found.final:
+        handle.cancel()
+    if as_json:
+        click.echo(json.dumps({"id": handle.id, "state": found.state, "asked": not found.final}))
+    elif found.final:
+        click.echo(f"run {handle.id} has ended already: {found.state}")
+    else:
+        click.echo(f"run {handle.id} is asked to end")
+
+
+@click.command()
+@click.argument("store")
+@click.option("--older-than", required=True, callback=words.seconds, metavar="TIME", help="Age of what goes: 30d, 12h.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing, show what would be removed.")
+@click.option("--json", "as_json", is_flag=True, help="What was removed, as one JSON object.")
+@click.pass_context
+def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json: bool) -> None:
+    """Remove the directories of runs that ended long ago, with their logs, checkpoints and results.
+
+    A run that lives is never removed, nor anything in STORE that is no run directory. A directory that cannot be
+    read or removed is named on standard error, and makes the exit code 1; the others are removed all the same.
+    """
+    from rankzero.run.retention import collect
+
+    collection = collect(store, older_than, dry_run)
+    if as_json:
+        click.echo(json.dumps(collection.to_json()))
+    else:
+        for removed in collection.removed:
+            since = words.moment(removed.since)
+            click.echo(f"{since}  {removed.state:<12}  {words.size(removed.size):>9}  {removed.directory}")
+        done = "would remove" if dry_run else "removed"
+        click.echo(
+            f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "
+            f"{words.size(collection.size)}"
+        )
+    for directory, problem in collection.problems.items():
+        click.echo(f"Error: {directory}: {problem.splitlines()[0]}", err=True)
+    if collection.problems:
+        ctx.exit(1)

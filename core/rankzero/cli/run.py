@@ -1,0 +1,249 @@
+"""``rankzero run``: a script on several ranks, here or on a cluster. A ``torchrun`` line moves by its first word."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rankzero.cli import words
+from rankzero.errors import (
+    EngineError,
+    HangError,
+    InvalidJobError,
+    RankZeroError,
+    RunCancelledError,
+    RunTimeoutError,
+)
+from rankzero.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rankzero.run.handle import RunHandle
+
+EXIT_CODES = {InvalidJobError: 2, EngineError: 3, RunTimeoutError: 4, HangError: 4, RunCancelledError: 130}
+"""By error; the training's own failure is 1."""
+
+INTERRUPTED = 130
+
+PROGRESS_INTERVAL = 0.5
+"""Seconds between two looks at the status for the line of progress."""
+
+_SHOWN_METRICS = 5
+
+# What torchrun has for its own rendezvous, logs and monitors, which are rankzero's here.
+_IGNORED = (
+    "--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --monitor-interval --start-method --event-log-handler --role "
+    "--log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters "
+    "--node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle "
+    "--shutdown-timeout"
+)
+_IGNORED_FLAGS = "--standalone --run-path --virtual-local-rank"
+_SHORT = {"--redirects": "-r", "--tee": "-t"}
+
+
+def _ignored(command: Any) -> Any:
+    """Adds the options of torchrun that have no meaning here."""
+    for names, is_flag in ((_IGNORED, False), (_IGNORED_FLAGS, True)):
+        for name in names.split():
+            spellings = [name, _SHORT[name]] if name in _SHORT else [name]
+            option = click.option(*spellings, is_flag=is_flag, hidden=True, expose_value=False, callback=_note_ignored)
+            command = option(command)
+    return command
+
+
+def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    if value:
+        click.echo(f"rankzero: {param.opts[0]} has no meaning here and is ignored", err=True)
+
+
+@click.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        # torchrun writes --nproc_per_node, too.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    }
+)
+@click.option("-n", "--num-processes", metavar="N", help="Ranks: a number, 'auto', or 'MIN:MAX' for an elastic world.")
+@click.option("--nproc-per-node", metavar="N", help="torchrun's: ranks of each node; 'auto', 'gpu' and 'cpu' too.")
+@click.option("--nnodes", metavar="N", help="torchrun's: nodes, or MIN:MAX.")
+@click.option(
+    "--engine", default="local", show_default=True, help="local, a Spark master (spark://..., yarn), sc://..."
+)
+@click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
+@click.option("--env", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Variables for the ranks.")
+@click.option("--use-gpu", is_flag=True, help="A GPU for each rank.")
+@click.option("--processes-per-task", type=int, default=1, show_default=True, help="Ranks of one Spark task.")
+@click.option("--backend", default="auto", show_default=True, help="auto, nccl, gloo or none.")
+@click.option("--max-restarts", type=int, default=0, show_default=True, help="Attempts after a lost or killed rank.")
+@click.option("--timeout", callback=words.seconds, metavar="TIME", help="Of the training: 90m, 12h.")
+@click.option("--start-timeout", callback=words.seconds, metavar="TIME", default="10m", show_default=True)
+@click.option("--hang-timeout", callback=words.seconds, metavar="TIME", help="End a training that stands still.")
+@click.option("--store", metavar="STORE", help="Root of the run directories. [default: $RANKZERO_STORE]")
+@click.option("--run-id", metavar="ID", help="Name of the run; under it a failed run goes on.")
+@click.option("--label", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Of the run, to find it by.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
+@click.option("--detach", "-d", is_flag=True, help="Start it, print its directory and return.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="At the end the run's state as one JSON object, on the last line."
+)
+@_ignored
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Train SCRIPT on several ranks. What follows SCRIPT is its own command line.
+
+    SCRIPT is a file, "module:function", or with -m a module. The ranks' lines go to standard output, each with its
+    rank; a line of progress to the terminal.
+
+    Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
+    4 it took too long or hung; 130 cancelled.
+    """
+    ctx.exit(_run(script, arguments, **options))
+
+
+def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
+    from rankzero.launcher import print_line
+
+    handle: RunHandle[Any] | None = None
+    try:
+        train = _train(script, module=options.pop("module"), no_python=options.pop("no_python"))
+        if isinstance(train, list):
+            train, arguments = [*train, *arguments], ()
+        launcher = _launcher(**options)
+        if detach:
+            handle = launcher.submit(train, *arguments)
+            click.echo(json.dumps({"id": handle.id, "directory": handle.directory}) if as_json else handle.directory)
+            return 0
+        with launcher.owned(train, arguments, {}) as handle, _progress(handle):
+            for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
+                print_line(line)
+        handle.result_ref()
+        handle.acknowledge()
+    except RankZeroError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+    except KeyboardInterrupt:
+        click.echo(f"cancelled: {handle.directory if handle else script}", err=True)
+        return INTERRUPTED
+    finally:
+        if as_json and handle and not detach:
+            found = handle.status()
+            facts = {"id": handle.id, "directory": handle.directory, "state": found.state, "metrics": found.metrics}
+            click.echo(json.dumps({**facts, "result": found.result, "error": found.error}))
+    if not as_json:
+        click.echo(f"succeeded: {handle.directory}", err=True)
+    return 0
+
+
+def _train(script: str, *, module: bool, no_python: bool) -> str | list[str]:
+    if module and no_python:
+        raise InvalidJobError("-m and --no-python exclude each other")
+    return [script] if no_python else f"-m {script}" if module else script
+
+
+def _launcher(
+    *,
+    num_processes: str | None,
+    nproc_per_node: str | None,
+    nnodes: str | None,
+    engine: str,
+    conf: dict[str, str],
+    label: dict[str, str],
+    backend: str,
+    **options: Any,
+) -> Any:
+    from rankzero.launcher import Launcher
+
+    return Launcher(
+        _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
+        engine=_engine(engine, conf),
+        backend=None if backend == "none" else backend,
+        labels=label,
+        **options,
+    )
+
+
+def _engine(name: str, conf: dict[str, str]) -> Any:
+    from rankzero import LocalEngine, SparkConnectEngine, SparkEngine
+
+    if name == "local":
+        if conf:
+            raise InvalidJobError("--conf is Spark's: name a Spark master with --engine, such as local[2]")
+        return LocalEngine()
+    if name.startswith("sc://"):
+        return SparkConnectEngine(name)
+    return SparkEngine(master=name, conf=conf)
+
+
+def _world(num_processes: str | None, nproc_per_node: str | None, nnodes: str | None, *, use_gpu: bool) -> Any:
+    """The world size: ours, or torchrun's two numbers multiplied."""
+    if num_processes is not None and (nproc_per_node or nnodes):
+        raise InvalidJobError("give --num-processes, or torchrun's --nnodes and --nproc-per-node, not both")
+    if num_processes is not None:
+        return _counts(num_processes, "--num-processes")
+    each = nproc_per_node or "1"
+    nodes = _counts(nnodes or "1", "--nnodes")
+    if each in ("auto", "gpu", "cpu"):
+        if each == "gpu" and not use_gpu:
+            raise InvalidJobError("--nproc-per-node=gpu is a rank for each GPU: say --use-gpu, too")
+        if nodes not in (1, (1, 1)):
+            raise InvalidJobError(f"--nproc-per-node={each} counts what one node has: give --num-processes=auto")
+        return "auto"
+    per_node = _counts(each, "--nproc-per-node")
+    if not isinstance(per_node, int) or not isinstance(nodes, (int, tuple)):
+        raise InvalidJobError(f"--nproc-per-node is {each!r}; it must be a number, auto, gpu or cpu")
+    if isinstance(nodes, int):
+        return nodes * per_node
+    least, most = nodes
+    return least * per_node if least == most else (least * per_node, most * per_node)
+
+
+def _counts(text: str, option: str) -> int | tuple[int, int] | str:
+    if text == "auto":
+        return text
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+        raise InvalidJobError(f"{option} is {text!r}; it must be a number or MIN:MAX")
+    return int(numbers[0]) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
+
+
+@contextmanager
+def _progress(handle: RunHandle[Any]) -> Iterator[None]:
+    """A line at the foot of a terminal: the state, the last metrics, the time; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    ended = threading.Event()
+    began = time.monotonic()
+    console = Console(stderr=True)
+    with console.status("starting") as line:
+
+        def look() -> None:
+            while not ended.wait(PROGRESS_INTERVAL):
+                try:
+                    found = RunDirectory(handle.directory).status()
+                except Exception:
+                    continue
+                metrics = [
+                    f"{name} {value:.4g}" for name, value in found.metrics.items() if type(value) in (int, float)
+                ]
+                facts = [found.state, *metrics[:_SHOWN_METRICS], words.duration(time.monotonic() - began)]
+                line.update("  ".join(facts).replace("[", "\\["))
+
+        thread = threading.Thread(target=look, name="rankzero-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(PROGRESS_INTERVAL * 2)

@@ -1,0 +1,45 @@
+"""``rankzero report`` and ``rankzero serve``: a look at runs in a browser."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from rankzero.run.handle import RunHandle
+
+
+@click.command()
+@click.argument("directory", nargs=-1, required=True)
+@click.option("-o", "--output", default="report.html", show_default=True, help="The file to write; - for the output.")
+@click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
+def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
+    """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
+
+    A run that has ended has it already, as report.html in its directory.
+    """
+    from rankzero.report import facts, page
+
+    runs = [facts.collect(RunHandle.attach(one)) for one in directory]
+    text = json.dumps({"runs": runs}) + "\n" if as_json else page.render(runs)
+    if as_json or output == "-":
+        click.echo(text, nl=False)
+        return
+    with open(output, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+    click.echo(output)
+
+
+@click.command()
+@click.argument("store")
+@click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
+def serve(store: str, port: int) -> None:
+    """Show the runs of a STORE in a browser of this machine, until interrupted. Read only."""
+    from rankzero.report.server import ReportServer
+
+    with ReportServer(store, port) as server:
+        click.echo(f"the runs of {store} are shown at {server.url}  (Ctrl-C ends this)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            click.echo()

@@ -1,0 +1,57 @@
+"""Times and sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import click
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+_KILO = 1024
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """A time such as ``30d`` or ``12h``, in seconds; None for none. Raises click.BadParameter."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
+    if not found or float(found[1]) == 0:
+        raise click.BadParameter(f"{value!r} is no time: give a number and a unit, for example 30d, 12h, 45m")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """``NAME=VALUE``, given several times, as a dict. Raises click.BadParameter."""
+    for value in values:
+        if not re.match(r"[^=]+=", value):
+            raise click.BadParameter(f"{value!r} is no NAME=VALUE")
+    return {value.partition("=")[0]: value.partition("=")[2] for value in values}
+
+
+def moment(when: float | None) -> str | None:
+    """A Unix time by this machine's clock and zone."""
+    return None if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def duration(length: float | None) -> str:
+    """Seconds as ``12 s``, ``3 min 5 s`` or ``2 h 10 min``."""
+    if length is None:
+        return ""
+    if length < 60:
+        return f"{length:.3g} s"
+    minutes, rest = divmod(round(length), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(count: float) -> str:
+    """Bytes as ``12 B`` or ``3.4 MiB``."""
+    if count < _KILO:
+        return f"{count:.0f} B"
+    power = 0
+    while count >= _KILO and power < len(_UNITS):
+        count /= _KILO
+        power += 1
+    return f"{count:.1f} {_UNITS[power - 1]}"

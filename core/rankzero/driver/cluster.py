@@ -1,0 +1,82 @@
+"""A driver that a Spark cluster has started as the program of an application, in a process below that one's JVM.
+
+Its session is that application's: pyspark finds the JVM by the variables that it was started with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from rankzero.driver.main import LOG_FORMAT, OWNER_INTERVAL, drive
+from rankzero.engines.spark.deploy import unpack
+from rankzero.errors import RunNotFoundError
+from rankzero.host.processes import is_gone, pidfd_of, process_namespace, process_start
+from rankzero.run.directory import RunDirectory
+
+
+def main() -> None:
+    """Entry point, whose arguments `rankzero.engines.spark.deploy` makes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_directory")
+    parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
+    parser.add_argument("--private", required=True, help="where what is secret is: env:NAME, conf:NAME or file:PATH")
+    arguments = parser.parse_args()
+    parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
+    private = unpack(_read_private(arguments.private))
+    run = RunDirectory(arguments.run_directory)
+    try:
+        is_same = run.token() == private.pop("token")
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
+        sys.exit(
+            f"{run.directory} on {socket.gethostname()} is not the directory of the run: the store must be a path that "
+            "the cluster's hosts and whoever submits have in common, or the URL of an object store"
+        )
+    log: list[logging.Handler] = [logging.StreamHandler()]
+    if not run.is_remote:
+        log.append(logging.FileHandler(run.path("driver.log")))
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
+    _end_with(parent)
+    try:
+        drive(run, arguments.submission, lambda: private)
+    except RunNotFoundError as error:
+        sys.exit(str(error))
+
+
+def _read_private(place: str) -> str:
+    kind, _, name = place.partition(":")
+    if kind == "env":
+        # Nothing that this process starts shall have it.
+        return os.environ.pop(name)
+    if kind == "file":
+        with open(name) as file:
+            return file.read()
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext
+    gateway._ensure_initialized()
+    # The application's SparkContext shall not have it either.
+    return str(gateway._jvm.java.lang.System.clearProperty(name))
+
+
+def _end_with(parent: dict[str, Any]) -> None:
+    """Ends the run when the JVM has exited: a cluster that kills an application kills that process, not this one."""
+    watched = pidfd_of(parent)
+
+    def watch() -> None:
+        sources = [] if watched is None else [watched]
+        while not select.select(sources, [], [], OWNER_INTERVAL if watched is None else None)[0]:
+            if is_gone(parent):
+                break
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()

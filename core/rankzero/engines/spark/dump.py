@@ -1,0 +1,115 @@
+"""The process that makes an archive of Spark's classes.
+
+``python -m rankzero.engines.spark.dump`` makes one for an image or a set-up. Else a run that found none starts it in
+the background, when it has ended. One at a time works on it, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rankzero.engines.spark import archive
+from rankzero.engines.spark.context import known
+from rankzero.engines.spark.jvm import DRIVER_JAVA_OPTIONS, find_java, short_lived, start_context
+from rankzero.host import descendants
+
+TIMEOUT = 180.0
+"""Seconds for an archive to be made, on a machine that has other things to do."""
+
+KEPT = 3
+"""Archives that stay, the last used ones; each is about 70 MB."""
+
+UNFINISHED = ".tmp"
+
+
+def main() -> None:
+    """Makes the archive, unless it is there or somebody else is at it; with ``--idle`` when nobody wants the cores."""
+    java = find_java()
+    if java is None:
+        sys.exit("an archive of Spark's classes needs a Java, and none was found (JAVA_HOME, PATH)")
+    path = archive.path_for(java)
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    lock = os.open(os.path.join(os.path.dirname(path), "lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    if os.path.exists(path):
+        return
+    _end_in_time()
+    if "--idle" in sys.argv:
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _remove(_superfluous(os.path.dirname(path)))
+    # A JVM with a folder of files on its class path makes no archive.
+    for name in ("HADOOP_CONF_DIR", "YARN_CONF_DIR"):
+        os.environ.pop(name, None)
+    os.environ["SPARK_CONF_DIR"] = os.path.join(os.path.dirname(path), "no-conf")
+    unfinished = f"{path}.{os.getpid()}{UNFINISHED}"
+    try:
+        _dump(unfinished)
+        # A Java that makes none is not asked again.
+        open(unfinished, "ab").close()
+        os.replace(unfinished, path)
+    finally:
+        _remove([unfinished])
+        descendants.kill_all()
+
+
+def _end_in_time() -> None:
+    def give_up(*_: object) -> None:
+        descendants.kill_all()
+        os._exit(1)
+
+    descendants.become_subreaper()
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, give_up)
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT)
+
+
+def _superfluous(place: str) -> list[str]:
+    """What killed makers left, and the archives that were not used for longest. For who holds the lock."""
+    names = os.listdir(place)
+    archives = [os.path.join(place, name) for name in names if name.endswith(archive.SUFFIX)]
+    unfinished = [os.path.join(place, name) for name in names if name.endswith(UNFINISHED)]
+    return unfinished + sorted(archives, key=os.path.getmtime, reverse=True)[KEPT - 1 :]
+
+
+def _remove(paths: Iterable[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _dump(path: str) -> None:
+    """Has a JVM do what one of ours does for a run, and write its classes down as it ends."""
+    from pyspark import SparkContext
+
+    dumping = f"{short_lived({})} -XX:ArchiveClassesAtExit={path} {archive.QUIET}"
+    context = start_context("local[2]", "archive", {DRIVER_JAVA_OPTIONS: dumping}, {})
+    found = known(context)
+    code = context.broadcast(b"code")
+    context.setJobGroup("archive", "rankzero: archive", interruptOnCancel=True)
+
+    def task(rows: Iterable[int]) -> list[int]:
+        from pyspark import BarrierTaskContext
+
+        return [len(code.value), len(BarrierTaskContext.get().getTaskInfos()), *rows]
+
+    context.parallelize(range(found.slots()), 2).barrier().mapPartitions(task).collect()
+    context.cancelJobGroup("archive")
+    context.stop()
+    gateway: Any = SparkContext._gateway
+    jvm = gateway.proc
+    jvm.stdin.close()
+    jvm.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A JVM of our own, with the SparkContext of one run: started for a short life, and forgotten when it died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rankzero.engines.local import LOOPBACK
+from rankzero.engines.spark import archive
+from rankzero.engines.spark.conf import LOCAL, spark_defaults
+from rankzero.engines.spark.errors import first_lines
+from rankzero.errors import EngineError
+
+# Spark's default retries an unready barrier stage every 15 s; a session of our own looks each second.
+_OWN_DEFAULTS = {
+    "spark.ui.showConsoleProgress": "false",
+    "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
+}
+_OWN_LOCAL_DEFAULTS = {
+    "spark.driver.host": LOOPBACK,
+    "spark.driver.bindAddress": LOOPBACK,
+    "spark.ui.enabled": "false",
+}
+PYTHON = "spark.pyspark.python"
+# Spark puts these before what the user gives as extraJavaOptions.
+DRIVER_JAVA_OPTIONS = "spark.driver.defaultJavaOptions"
+_USERS_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+# A JVM that lives for one launch: what it would gain by compiling better, or collecting in parallel, it never earns
+# back. Half the processor time of its start.
+SHORT_LIVED = "-XX:TieredStopAtLevel=1"
+_SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
+# A JVM that is told of two collectors does not start.
+_OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
+
+_CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
+
+
+def find_java() -> str | None:
+    """The home of a Java: ``JAVA_HOME``, else the one on the PATH. Its version is Spark's to check."""
+    home = os.environ.get("JAVA_HOME")
+    if home and os.access(os.path.join(home, "bin", "java"), os.X_OK):
+        return home
+    java = shutil.which("java")
+    return os.path.dirname(os.path.dirname(os.path.realpath(java))) if java else None
+
+
+def own_python(conf: Mapping[str, str]) -> str:
+    """The Python of the executors of a SparkContext of our own."""
+    return conf.get(PYTHON, os.environ.get("PYSPARK_PYTHON", sys.executable))
+
+
+def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mapping[str, str]) -> Any:
+    """A SparkContext, without the SQL session around it, which no barrier stage needs.
+
+    Args:
+        master: The cluster.
+        name: Of the application.
+        conf: The user's; what it says comes first.
+        asked: What the run needs.
+
+    Raises:
+        EngineError: Spark does not start, or does not reach the master.
+    """
+    from pyspark import SparkConf, SparkContext
+
+    java, is_local = find_java(), master.startswith("local")
+    for variable in _CONNECT_MODE:
+        # Of a process above us that uses Spark Connect; with them pyspark starts no JVM of its own.
+        os.environ.pop(variable, None)
+    if java:
+        os.environ.setdefault("JAVA_HOME", java)
+    # Without this Spark runs whatever `python3` is first on the PATH.
+    os.environ["PYSPARK_PYTHON"] = own_python(conf)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    if is_local:
+        os.environ.setdefault("SPARK_LOCAL_IP", LOOPBACK)
+        # For the JVM that makes the command line of the next one.
+        os.environ.setdefault("SPARK_LAUNCHER_OPTS", short_lived({**spark_defaults(), **conf}))
+    ours = {**_OWN_DEFAULTS, **(_OWN_LOCAL_DEFAULTS if is_local else {}), **asked}
+    said = {**spark_defaults(), **conf}
+    if DRIVER_JAVA_OPTIONS not in said and (options := java_options(master, said, java)):
+        ours[DRIVER_JAVA_OPTIONS] = options
+    # In a driver that spark-submit has started this has what was said there.
+    spark_conf = SparkConf().setMaster(master).setAppName(f"rankzero {name}")
+    for key, value in ours.items():
+        spark_conf.setIfMissing(key, value)
+    try:
+        return SparkContext.getOrCreate(spark_conf.setAll(list(conf.items())))
+    except Exception as error:
+        raise EngineError(f"no SparkContext on master {master!r}: {first_lines(str(error))}") from error
+
+
+def java_options(master: str, conf: Mapping[str, str], java: str | None) -> str:
+    """Options of a driver's JVM: of one that runs all tasks itself, and ends with its run, those of a short life."""
+    options = [short_lived(conf)] if LOCAL.fullmatch(master) else []
+    if java and (options_of_archive := archive.options(java)):
+        options.append(options_of_archive)
+    return " ".join(options)
+
+
+def short_lived(conf: Mapping[str, str]) -> str:
+    """Options of a JVM that lives for one launch, beside those that the user gave it."""
+    said = [os.environ.get(name, "") for name in _OTHER_JAVA_OPTIONS]
+    said += [conf.get(_USERS_JAVA_OPTIONS, ""), conf.get(DRIVER_JAVA_OPTIONS, "")]
+    return SHORT_LIVED if "GC" in " ".join(said) else f"{SHORT_LIVED} {_SIMPLE_COLLECTOR}"
+
+
+def forget() -> None:
+    """Makes pyspark start a new JVM: it keeps the gateway to the one that died. For a process of our own only."""
+    from pyspark import SparkContext
+
+    gateway = SparkContext._gateway
+    if gateway is not None:
+        with contextlib.suppress(Exception):
+            gateway.shutdown()
+    SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None

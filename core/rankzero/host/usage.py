@@ -1,0 +1,127 @@
+"""What a host's processors, memory, network and GPUs do, sampled from the kernel's counters.
+
+One sample reads a few small files: some 0.2 ms (`benchmarks/usage.py`). GPUs are asked by NVIDIA's library, which opens
+none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from typing import Any
+
+FIRST_SAMPLE = 1.0
+"""Seconds after which a host is looked at first."""
+
+SHORTEST_INTERVAL = 5.0
+LONGEST_INTERVAL = 60.0
+"""Seconds between two samples: a hundredth of the time that the ranks have run, between these two."""
+
+_SHARE = 100
+_PAGE_OF_MEMINFO = 1024
+
+
+class UsageSampler:
+    """Samples this host now and then. Counters that do not exist here (macOS) are left out."""
+
+    def __init__(self, *, use_gpu: bool, now: float) -> None:
+        self._began = self._sampled = now
+        self.next_at = now + FIRST_SAMPLE
+        """Monotonic time of the next sample."""
+        self._gpus = _Gpus() if use_gpu else None
+        self._busy, self._bytes = _busy_seconds(), _network_bytes()
+
+    def look(self, now: float) -> dict[str, Any] | None:
+        """A sample if it is time for one.
+
+        Returns:
+            ``time`` (Unix), ``cpu`` (busy cores since the last sample), ``cores``, ``memory`` and ``memory_total``
+            (bytes), ``received`` and ``sent`` (bytes a second), ``gpus``: a list of ``use`` (0 to 1), ``memory`` and
+            ``memory_total`` (bytes). What this host does not tell is left out.
+        """
+        if now < self.next_at:
+            return None
+        seconds, self._sampled = max(1e-3, now - self._sampled), now
+        self.next_at = now + min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, (now - self._began) / _SHARE))
+        sample: dict[str, Any] = {"time": time.time(), "cores": os.cpu_count() or 1}
+        busy, moved = _busy_seconds(), _network_bytes()
+        if busy is not None and self._busy is not None:
+            sample["cpu"] = round(max(0.0, busy - self._busy) / seconds, 3)
+        if moved and self._bytes:
+            received, sent = (max(0, after - before) for after, before in zip(moved, self._bytes, strict=True))
+            sample |= {"received": round(received / seconds), "sent": round(sent / seconds)}
+        self._busy, self._bytes = busy, moved
+        if memory := _memory():
+            sample |= {"memory": memory[0], "memory_total": memory[1]}
+        if self._gpus and (gpus := self._gpus.sample()):
+            sample["gpus"] = gpus
+        return sample
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that all cores together have worked since the boot."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _memory() -> tuple[int, int] | None:
+    """Bytes in use and in all: of the container where it has a limit, else of the host."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = _read("/sys/fs/cgroup/memory.max").strip()
+        if limit != "max":
+            facts = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
+            # Files that can be dropped at any time are no use of memory.
+            return int(_read("/sys/fs/cgroup/memory.current")) - int(facts["inactive_file"]), int(limit)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in _read("/proc/meminfo").splitlines())
+        facts = {words[0].rstrip(":"): words[1] for words in lines if len(words) > 1}
+        total = int(facts["MemTotal"]) * _PAGE_OF_MEMINFO
+        return total - int(facts["MemAvailable"]) * _PAGE_OF_MEMINFO, total
+    return None
+
+
+def _network_bytes() -> tuple[int, int] | None:
+    """Bytes received and sent by all interfaces but the loopback since the boot."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        received = sent = 0
+        for line in _read("/proc/net/dev").splitlines()[2:]:
+            name, _, counts = line.partition(":")
+            if name.strip() != "lo":
+                words = counts.split()
+                received, sent = received + int(words[0]), sent + int(words[8])
+        return received, sent
+    return None
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+class _Gpus:
+    """NVIDIA's management library, if it is here: it needs no context on a GPU."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            if library.nvmlInit_v2() == 0:
+                self._library = library
+
+    def sample(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        count = ctypes.c_uint()
+        if self._library is None or self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return found
+        for index in range(count.value):
+            device, use, memory = ctypes.c_void_p(), (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
+            if self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+                continue
+            failed = self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(use))
+            if not failed and not self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                found.append({"use": use[0] / 100, "memory": memory[2], "memory_total": memory[0]})
+        return found

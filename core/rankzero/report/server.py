@@ -1,0 +1,115 @@
+"""The runs of a store in a browser of this machine: a list, and the report of each. Nothing can be changed there."""
+
+from __future__ import annotations
+
+import http
+import http.server
+import json
+import logging
+import re
+import urllib.parse
+from typing import Any
+
+from rankzero import store
+from rankzero.errors import RankZeroError
+from rankzero.report import facts, page
+from rankzero.run.handle import RunHandle
+from rankzero.run.listing import list_runs
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+"""The only address: what runs print is for those who may log in here."""
+
+REQUEST_TIMEOUT = 30.0
+"""Seconds for a browser to send its request."""
+
+_LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
+
+
+class ReportServer(http.server.ThreadingHTTPServer):
+    """Answers ``/`` with the list of runs, ``/runs/ID`` with a report, ``/runs/ID.json`` with its facts.
+
+    Args:
+        location: Root of the run directories, a path or an fsspec URL.
+        port: 0 for any free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, location: str, port: int) -> None:
+        self.location = store.normalize(location)
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """Where a browser finds it."""
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: ReportServer
+    timeout = REQUEST_TIMEOUT
+
+    def do_GET(self) -> None:
+        # Another site's page may have its name resolved to this machine, and would then read what is here.
+        if not _LOCAL.fullmatch(self.headers.get("Host", "")):
+            self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "ask for this page at 127.0.0.1")
+            return
+        parsed = urllib.parse.urlsplit(self.path)
+        try:
+            self._answer(parsed.path, urllib.parse.parse_qs(parsed.query))
+        except (RankZeroError, OSError, ValueError) as error:
+            self._send(http.HTTPStatus.NOT_FOUND, "text/plain", str(error).splitlines()[0] if str(error) else "")
+
+    def _answer(self, path: str, query: dict[str, list[str]]) -> None:
+        if path == "/":
+            self._send(http.HTTPStatus.OK, "text/html", page.render_list(self.server.location, self._listed()))
+        elif path == "/compare":
+            if "run" not in query:
+                raise ValueError("name runs: /compare?run=ID&run=ID")
+            self._send(http.HTTPStatus.OK, "text/html", page.render([self._run(one) for one in query["run"]]))
+        elif path.startswith("/runs/") and path.endswith(".json"):
+            name = path.removeprefix("/runs/").removesuffix(".json")
+            self._send(http.HTTPStatus.OK, "application/json", json.dumps(self._run(name)))
+        elif path.startswith("/runs/"):
+            self._send(http.HTTPStatus.OK, "text/html", page.render([self._run(path.removeprefix("/runs/"))]))
+        else:
+            self._send(http.HTTPStatus.NOT_FOUND, "text/plain", "there is no such page")
+
+    def _run(self, name: str) -> dict[str, Any]:
+        name = urllib.parse.unquote(name)
+        if not name or "/" in name or "\\" in name or name.startswith("."):
+            raise ValueError(f"{name!r} is no run id")
+        return facts.collect(RunHandle.attach(store.join(self.server.location, name)))
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": one.job.run_id,
+                "name": one.job.name,
+                "state": one.status.state,
+                "world": one.job.world,
+                "created": one.job.created,
+                "started": one.status.started,
+                "ended": one.status.ended,
+                "last": one.status.metrics,
+            }
+            for one in sorted(list_runs(self.server.location), key=lambda one: -one.job.created)
+        ]
+
+    def _send(self, code: http.HTTPStatus, kind: str, text: str) -> None:
+        data = text.encode("utf-8", "replace")
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)

@@ -1,0 +1,147 @@
+"""The user's code that travels because they say so: a working directory, Python files, and what of them stays here."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import logging
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rankzero.errors import InvalidJobError
+from rankzero.submit.shipping import is_private, is_skipped
+
+logger = logging.getLogger(__name__)
+
+IGNORE_FILE = ".rankzeroignore"
+"""In a working directory: what stays here, as .gitignore has it."""
+
+LIMIT = 64 << 20
+"""Bytes of files that travel."""
+
+ARCHIVE = "code.tar.gz"
+WORKING_DIR, PY_FILES = "working_dir", "py_files"
+"""Folders in the archive."""
+
+_ARCHIVES = (".zip", ".egg", ".whl")
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What `Launcher` was told to send.
+
+    Attributes:
+        working_dir: A directory of this machine; ranks start in a copy of it. None for none.
+        py_files: Files ``.py``, ``.zip``, ``.egg``, ``.whl`` and directories of packages.
+        excludes: Patterns, as in a .gitignore, of what stays here.
+
+    Raises:
+        InvalidJobError: something does not exist, or is of no such kind.
+    """
+
+    working_dir: str | None = None
+    py_files: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.working_dir is not None and not os.path.isdir(self.working_dir):
+            raise InvalidJobError(f"working_dir={self.working_dir!r} is no directory of this machine")
+        for path in self.py_files:
+            kind = os.path.splitext(path)[1]
+            if not (os.path.isdir(path) or (os.path.isfile(path) and kind in (".py", *_ARCHIVES))):
+                raise InvalidJobError(
+                    f"py_files has {path!r}; give .py, .zip, .egg or .whl files and directories of packages that exist"
+                )
+
+    @functools.cached_property
+    def files(self) -> dict[str, str]:
+        """What travels: names in the archive, and where each file lies."""
+        found: dict[str, str] = {}
+        if self.working_dir is not None:
+            ignored = _matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
+            found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored)}
+        for path in self.py_files:
+            root = os.path.basename(os.path.abspath(path))
+            if os.path.isdir(path):
+                ignored = _matcher(self.excludes)
+                found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored)}
+            else:
+                found[f"{PY_FILES}/{root}"] = path
+        return dict(sorted(found.items()))
+
+    @functools.cached_property
+    def archive(self) -> bytes | None:
+        """A tar of them, the same bytes for the same contents; None if nothing is to travel.
+
+        Raises:
+            InvalidJobError: it is too much; names what is largest.
+        """
+        if self.working_dir is None and not self.py_files:
+            return None
+        sizes = {name: os.path.getsize(path) for name, path in self.files.items()}
+        total = sum(sizes.values())
+        if total > LIMIT:
+            largest = ", ".join(
+                f"{name.partition('/')[2]} ({sizes[name] >> 20} MiB)"
+                for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+            )
+            raise InvalidJobError(
+                f"working_dir and py_files hold {total >> 20} MiB, over the limit of {LIMIT >> 20} MiB that travel "
+                f"with a job; the largest are {largest}: name what stays in excludes= or {IGNORE_FILE}"
+            )
+        logger.info("%s files of working_dir and py_files travel with the job, %.1f MiB", len(sizes), total / (1 << 20))
+        buffer = io.BytesIO()
+        with (
+            gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            if self.working_dir is not None:
+                archive.addfile(_entry(WORKING_DIR, 0o755, tarfile.DIRTYPE))
+            for name, path in self.files.items():
+                with open(path, "rb") as file:
+                    data = file.read()
+                entry = _entry(name, 0o755 if os.access(path, os.X_OK) else 0o644)
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+        return buffer.getvalue()
+
+    @property
+    def listing(self) -> str:
+        """For people: a line for each file, with its size."""
+        return "".join(f"{os.path.getsize(path):>12}  {name}\n" for name, path in self.files.items())
+
+
+def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    # Times and owners are no part of what makes a training the same.
+    entry = tarfile.TarInfo(name)
+    entry.mode, entry.type = mode, kind
+    return entry
+
+
+def _matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable[[str], bool]:
+    """True for a path, below the directory and with a slash at its end if it is one, that stays here."""
+    lines: list[str] = []
+    if ignore_file and os.path.isfile(ignore_file):
+        with open(ignore_file, encoding="utf-8") as file:
+            lines += file.read().splitlines()
+    lines += excludes
+    if not lines:
+        return lambda path: False
+    from pathspec import GitIgnoreSpec
+
+    spec = GitIgnoreSpec.from_lines(lines)
+    return lambda path: bool(spec.match_file(path))
+
+
+def _walk(root: str, ignored: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    for directory, children, names in os.walk(root):
+        below = os.path.relpath(directory, root)
+        prefix = "" if below == os.curdir else f"{below}/"
+        children[:] = sorted(name for name in children if not (is_skipped(name) or ignored(f"{prefix}{name}/")))
+        for name in sorted(names):
+            path = os.path.join(directory, name)
+            if os.path.isfile(path) and not is_private(name) and not ignored(prefix + name):
+                yield prefix + name, path

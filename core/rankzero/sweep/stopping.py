@@ -1,0 +1,91 @@
+"""Which trials are not worth going on: pure functions of what has been reported."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rankzero.errors import InvalidJobError
+
+Curves = Mapping[int, Sequence[float]]
+"""By trial: the values of the metric, one for each report of rank 0, the smaller the better."""
+
+
+class StopRule(Protocol):
+    """Decides about a trial each time that it has reported."""
+
+    def stops(self, trial: int, curves: Curves) -> bool:
+        """True if the trial is to end now.
+
+        Args:
+            trial: Its number.
+            curves: Of all trials so far, also those that have ended; smaller is better.
+        """
+
+
+@dataclass(frozen=True)
+class MedianRule:
+    """Stops a trial whose best value so far is worse than the median of the others' means up to the same report.
+
+    After Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.2.
+
+    Attributes:
+        grace: Reports that every trial may make.
+        min_trials: Other trials that must have come as far, before one is judged by them.
+
+    Example:
+        >>> MedianRule(grace=1, min_trials=2).stops(2, {0: [1.0, 0.5], 1: [1.0, 0.4], 2: [3.0, 2.9]})
+        True
+    """
+
+    grace: int = 5
+    min_trials: int = 3
+
+    def __post_init__(self) -> None:
+        if self.grace < 1 or self.min_trials < 1:
+            raise InvalidJobError(f"{self}: grace and min_trials must be 1 or more")
+
+    def stops(self, trial: int, curves: Curves) -> bool:
+        """See `StopRule`."""
+        own = curves[trial]
+        others = [values[: len(own)] for other, values in curves.items() if other != trial and len(values) >= len(own)]
+        if len(own) <= self.grace or len(others) < self.min_trials:
+            return False
+        return min(own) > statistics.median(statistics.fmean(values) for values in others)
+
+
+@dataclass(frozen=True)
+class SuccessiveHalving:
+    """Lets only the best part of the trials go beyond each rung; asynchronous, so nobody waits for the others.
+
+    The rungs are at ``first``, ``first * factor``, ``first * factor**2``, ... reports. At each, a trial goes on if it
+    is among the best 1/``factor`` of those that have reached it so far; the first to come always goes on. After Li et
+    al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020 (ASHA).
+
+    Attributes:
+        first: Reports of the first rung.
+        factor: How many of those that reach a rung one goes on from.
+
+    Example:
+        >>> SuccessiveHalving(first=2, factor=2).stops(1, {0: [1.0, 0.5], 1: [1.0, 0.9]})
+        True
+    """
+
+    first: int = 4
+    factor: int = 3
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.factor < 2:
+            raise InvalidJobError(f"{self}: first must be 1 or more, and factor 2 or more")
+
+    def stops(self, trial: int, curves: Curves) -> bool:
+        """See `StopRule`."""
+        rung, reports = self.first, len(curves[trial])
+        while rung <= reports:
+            reached = sorted(min(values[:rung]) for values in curves.values() if len(values) >= rung)
+            if min(curves[trial][:rung]) > reached[max(0, len(reached) // self.factor - 1)]:
+                return True
+            rung *= self.factor
+        return False

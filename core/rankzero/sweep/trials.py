@@ -1,0 +1,259 @@
+"""The trials of a sweep: runs side by side, watched for the metric, and the table of how they did."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rankzero.errors import InvalidJobError, RankZeroError, ResultError, RunCancelledError
+from rankzero.run.handle import RunHandle
+from rankzero.run.reports import is_number
+from rankzero.sweep.search import Params, Search
+from rankzero.sweep.stopping import StopRule
+from rankzero.values.ref import ResultRef
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["min", "max"]
+
+STOPPED = "stopped"
+"""State of a trial that a rule has stopped."""
+
+
+class Start(Protocol):
+    """Starts the run of a trial, which ends with the block."""
+
+    def __call__(self, number: int, params: Params, /) -> AbstractContextManager[RunHandle[Any]]:
+        """A run that has not been followed yet."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One set of arguments, and how it did.
+
+    Attributes:
+        number: From 0, in the order in which they were started.
+        params: The keyword arguments.
+        state: ``"succeeded"``, ``"failed"``, ``"cancelled"``, or ``"stopped"`` by a rule.
+        value: The best value that rank 0 reported of the sweep's metric; None if there was none.
+        metrics: The last value of every metric.
+        directory: The run directory; ``""`` if none was made.
+        error: Why it did not succeed, or None.
+        result: Handle of rank 0's value; None unless it succeeded.
+    """
+
+    number: int
+    params: Params
+    state: str
+    value: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    directory: str = ""
+    error: RankZeroError | None = field(default=None, repr=False)
+    result: ResultRef | None = field(default=None, repr=False)
+
+    def load(self) -> Any:
+        """Rank 0's value.
+
+        Raises:
+            RankZeroError: why there is none.
+        """
+        if self.result is None:
+            raise self.error or ResultError(f"trial {self.number} was {self.state} and has no result")
+        return self.result.load()
+
+
+@dataclass(frozen=True)
+class Sweep(Sequence[Trial]):
+    """The trials, in the order in which they were started.
+
+    Attributes:
+        trials: All of them.
+        metric: By which they are compared; None: not at all.
+        mode: Whether less or more of it is better.
+    """
+
+    trials: tuple[Trial, ...]
+    metric: str | None
+    mode: Mode
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.trials[index]
+
+    def __len__(self) -> int:
+        return len(self.trials)
+
+    @property
+    def best(self) -> Trial:
+        """The trial that succeeded with the best value of the metric.
+
+        Raises:
+            InvalidJobError: the sweep has no metric.
+            RankZeroError: none succeeded: the error of the first.
+            ResultError: none that succeeded has reported the metric.
+        """
+        if self.metric is None:
+            raise InvalidJobError('the best trial is that by a metric: give map(..., metric="loss")')
+        done = [trial for trial in self.trials if trial.state == "succeeded"]
+        if not done:
+            raise next((trial.error for trial in self.trials if trial.error), None) or ResultError("no trial succeeded")
+        scored = [(trial.value, trial) for trial in done if trial.value is not None]
+        if not scored:
+            raise ResultError(f"no trial that succeeded has reported {self.metric!r} on rank 0")
+        choose = min if self.mode == "min" else max
+        return choose(scored, key=lambda pair: pair[0])[1]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A table: a dict for each trial, of plain values, as ``pandas.DataFrame`` takes it."""
+        return [
+            {"trial": trial.number, "state": trial.state, **trial.params, **trial.metrics, "directory": trial.directory}
+            for trial in self.trials
+        ]
+
+
+def run_trials(
+    start: Start, search: Search, metric: str | None, mode: Mode, max_parallel: int, stop: StopRule | None
+) -> Sweep:
+    """Runs trials until the search has no more. A trial that fails does not end the sweep; an interrupt does.
+
+    Args:
+        start: Makes the run of a trial.
+        search: Where the arguments come from.
+        metric: What rank 0 reports, and the trials are compared by.
+        mode: ``"min"`` or ``"max"``.
+        max_parallel: Trials at the same time.
+        stop: Which trials end early, or None.
+    """
+    board = _Board(search, metric, mode, stop)
+    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            for number, params in board.next_trials():
+                board.end(_run(start, number, params, board))
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
+
+    threads = [
+        threading.Thread(target=work, name=f"rankzero-trial-{index}", daemon=True) for index in range(max_parallel)
+    ]
+    for thread in threads:
+        thread.start()
+    first: BaseException | None = None
+    try:
+        for _ in threads:
+            # A signal's exception gets out here.
+            first = done.get() or first
+            if first:
+                board.cancel()
+    except BaseException:
+        board.cancel()
+        for thread in threads:
+            thread.join()
+        raise
+    if first:
+        raise first
+    return Sweep(tuple(board.ended[number] for number in sorted(board.ended)), metric, mode)
+
+
+class _Board:
+    """What the threads of a sweep share: the curves so far, and which trials are to end."""
+
+    def __init__(self, search: Search, metric: str | None, mode: Mode, stop: StopRule | None) -> None:
+        self._search, self._stop = search, stop
+        self.metric, self._sign = metric, 1.0 if mode == "min" else -1.0
+        self._lock = threading.Lock()
+        self._curves: dict[int, list[float]] = {}
+        self._handles: dict[int, RunHandle[Any]] = {}
+        self._is_cancelled = False
+        self._started = 0
+        self.ended: dict[int, Trial] = {}
+        self.stopped: set[int] = set()
+
+    def next_trials(self) -> Iterator[tuple[int, Params]]:
+        """Numbers and arguments, until there are no more or the sweep is cancelled."""
+        while True:
+            with self._lock:
+                params = None if self._is_cancelled else self._search.ask()
+                if params is None:
+                    return
+                number, self._started = self._started, self._started + 1
+            yield number, params
+
+    def begin(self, number: int, handle: RunHandle[Any]) -> None:
+        """A trial runs."""
+        with self._lock:
+            self._handles[number] = handle
+            self._curves[number] = []
+            is_late = self._is_cancelled
+        if is_late:
+            handle.cancel()
+
+    def report(self, number: int, value: float) -> bool:
+        """Rank 0 of a trial has reported; True if the trial is to end now."""
+        with self._lock:
+            self._curves[number].append(self._sign * value)
+            if self._stop and number not in self.stopped and self._stop.stops(number, self._curves):
+                self.stopped.add(number)
+                return True
+        return False
+
+    def best(self, number: int) -> float | None:
+        """The best value of a trial so far."""
+        with self._lock:
+            curve = self._curves.get(number)
+            return self._sign * min(curve) if curve else None
+
+    def end(self, trial: Trial) -> None:
+        """A trial has ended."""
+        with self._lock:
+            self.ended[trial.number] = trial
+            self._handles.pop(trial.number, None)
+        if trial.state == STOPPED:
+            self._search.pruned(trial.number, trial.value)
+        else:
+            self._search.tell(trial.number, trial.value if trial.state == "succeeded" else None)
+
+    def cancel(self) -> None:
+        """Ends all that run, and begins no more."""
+        with self._lock:
+            self._is_cancelled = True
+            handles = list(self._handles.values())
+        for handle in handles:
+            try:
+                handle.cancel()
+            except Exception:
+                logger.warning("run %s could not be cancelled", handle.id, exc_info=True)
+
+
+def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
+    """One trial, to its end; what it raises is its outcome."""
+    directory = ""
+    try:
+        with start(number, params) as handle:
+            directory = handle.directory
+            board.begin(number, handle)
+            _follow(handle, number, board)
+        status = handle.status()
+        ref = handle.result_ref()
+    except RankZeroError as error:
+        state = (
+            STOPPED if number in board.stopped else "cancelled" if isinstance(error, RunCancelledError) else "failed"
+        )
+        logger.warning("trial %s (%s) %s: %s", number, params, state, str(error).partition("\n")[0])
+        metrics = RunHandle[Any](directory).status().metrics if directory else {}
+        return Trial(number, params, state, board.best(number), metrics, directory, error)
+    return Trial(number, params, status.state, board.best(number), status.metrics, directory, None, ref)
+
+
+def _follow(handle: RunHandle[Any], number: int, board: _Board) -> None:
+    for event in handle.events(follow=True):
+        value = event["metrics"].get(board.metric) if event["type"] == "metric" and event["rank"] == 0 else None
+        if is_number(value) and board.report(number, float(value)):
+            handle.cancel()

@@ -1,0 +1,182 @@
+"""What part of the data is a rank's: samplers that give its share, in an order that all ranks agree on.
+
+Imports torch, so `rankzero.train` imports it late.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from rankzero.train.process_group import broadcast_object
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data is a rank's."""
+
+    rank: int
+    world_size: int
+    pad: bool
+
+    def count(self, total: int, *, drop: bool = False) -> int:
+        """Its items of ``total``; with ``drop`` only as many as every rank has."""
+        if self.pad:
+            return total // self.world_size if drop else -(-total // self.world_size)
+        return len(range(self.rank, total, self.world_size))
+
+    def of(self, items: list[Any], *, drop: bool = False) -> list[Any]:
+        """Its items."""
+        rest = len(items) % self.world_size
+        if rest and self.pad:
+            missing = self.world_size - rest
+            items = items[:-rest] if drop else items + [items[index % len(items)] for index in range(missing)]
+        return items[self.rank :: self.world_size]
+
+
+def samplers_of(loader: DataLoader[Any], seed: int, share: Share) -> dict[str, Any]:
+    """The sampler and batch sampler of this rank, for a data set with indices."""
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is not None and loader.batch_size is None:
+        # Not made by the loader itself, of a sampler and a batch size.
+        if not isinstance(getattr(batches, "sampler", None), DistributedSampler):
+            batches = _drawn(batches, seed, share, drop=False)
+        return {"batch_sampler": Skipping(batches)}
+    if not isinstance(sampler, DistributedSampler):
+        sampler = _share_of(loader, seed, share)
+    if batches is None or loader.batch_size is None:
+        return {"sampler": sampler}
+    plain = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return {"sampler": sampler, "batch_sampler": Skipping(plain)}
+
+
+def _share_of(loader: DataLoader[Any], seed: int, share: Share) -> Any:
+    sampler: Any = loader.sampler
+    shuffled = _is_random(sampler) and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    if not share.pad or not (shuffled or type(sampler) is SequentialSampler) or not _is_of_all(sampler, loader.dataset):
+        return _drawn(sampler, seed, share, drop=loader.drop_last)
+    return DistributedSampler(
+        loader.dataset, share.world_size, share.rank, shuffle=shuffled, seed=seed, drop_last=loader.drop_last
+    )
+
+
+def _is_random(sampler: Any) -> bool:
+    """A RandomSampler of torch, or the one that torchdata's loader has of its own; not what somebody made of it."""
+    kind = type(sampler)
+    return kind is RandomSampler or (kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata."))
+
+
+def _is_of_all(sampler: Any, data: Any) -> bool:
+    return hasattr(data, "__len__") and len(sampler.data_source) == len(data)
+
+
+def _drawn(sampler: Any, seed: int, share: Share, *, drop: bool) -> Any:
+    if hasattr(sampler, "__len__"):
+        return _DrawnByRankZero(sampler, seed, share, drop=drop)
+    if share.world_size > 1:
+        raise TypeError(
+            f"a {type(sampler).__name__} without a length cannot be shared out: give it __len__, or prepare the "
+            "loader with shard=False"
+        )
+    return sampler
+
+
+class _DrawnByRankZero(Sampler[Any]):
+    """This rank's part of what rank 0's sampler gives, of indices or of batches."""
+
+    def __init__(self, sampler: Any, seed: int, share: Share, *, drop: bool) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._share = share
+        self._drop = drop
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._share.count(len(self._sampler), drop=self._drop)
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn: list[Any] = []
+        if self._share.rank == 0:
+            drawn = self._draw()
+        if self._share.world_size > 1:
+            drawn = broadcast_object(drawn)
+        return iter(self._share.of(drawn, drop=self._drop))
+
+    def _draw(self) -> list[Any]:
+        """The order of this epoch, the same again when training resumes in the middle of it."""
+        seed, state = self._seed + self._epoch, random.getstate()
+        if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                random.seed(seed)
+                return list(self._sampler)
+        finally:
+            random.setstate(state)
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Every n-th item of a data set, in each loader process. Else it is that data set, for a `worker_init_fn`, too."""
+
+    def __init__(self, data: IterableDataset[Any], share: Share) -> None:
+        self._data = data
+        self._share = share
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._data, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            super().__delattr__(name)
+        else:
+            delattr(self._data, name)
+
+    def __len__(self) -> int:
+        return self._share.count(len(cast(Any, self._data)))
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self._data)
+        while round_ := list(islice(items, self._share.world_size)):
+            yield from self._share.of(round_)
+
+
+class Skipping(Sampler[Any]):
+    """A batch sampler that begins in the middle, once."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.skip = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Of two iterators that a loader with processes makes, it reads one: a generator skips where it is read.
+        skip, self.skip = self.skip, 0
+        yield from islice(iter(self._batches), skip, None)

@@ -1,0 +1,102 @@
+"""As much of a Kubernetes API server as spark-submit and the official client ask for: it keeps what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class KubernetesApi(ThreadingHTTPServer):
+    """Objects by the path they were made at; ``refused`` are kinds that it takes none of."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.refused: set[str] = set()
+
+    @property
+    def master(self) -> str:
+        return f"k8s://http://127.0.0.1:{self.server_address[1]}"
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [found for path, found in self.objects.items() if path.split("/")[-2] == kind]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: KubernetesApi
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _path(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _body(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        return found
+
+    def _answer(self, code: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _missing(self) -> None:
+        self._answer(
+            404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        )
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if self._path().split("/")[-1] in self.server.refused:
+            self._answer(403, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 403})
+            return
+        path = f"{self._path()}/{body['metadata']['name']}"
+        body["metadata"]["uid"] = f"uid-{len(self.server.objects)}"
+        self.server.objects[path] = body
+        self._answer(201, body)
+
+    def do_GET(self) -> None:
+        found = self.server.objects.get(self._path())
+        if found is None:
+            self._missing()
+        else:
+            self._answer(200, found)
+
+    def do_PATCH(self) -> None:
+        path, change = self._path(), self._body()
+        found = self.server.objects.setdefault(path, {"metadata": {"uid": f"uid-{len(self.server.objects)}"}})
+        found["metadata"] |= change.get("metadata", {})
+        found |= {name: value for name, value in change.items() if name != "metadata"}
+        self._answer(200, found)
+
+    def do_PUT(self) -> None:
+        self.server.objects[self._path()] = body = self._body()
+        self._answer(200, body)
+
+    def do_DELETE(self) -> None:
+        self.server.objects.pop(self._path(), None)
+        self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+
+
+@contextlib.contextmanager
+def kubernetes_api() -> Iterator[KubernetesApi]:
+    """One that serves until the block ends."""
+    server = KubernetesApi()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,101 @@
+"""Executors whose Python has torch and nothing else: all of rankzero that ranks use travels with the job."""
+
+import importlib.util
+import os
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import restore_signal_handlers, signal_handlers
+from tests.engines.bare_trainings import fail_once, hvd_loop, ray_loop, train_digits, what_is_there
+
+from rankzero import Launcher, SparkEngine
+
+NEEDED_BY_TORCH = ("filelock", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "setuptools")
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with torch and what torch itself needs."""
+    home = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(home, symlinks=True)
+    version = "python{}.{}".format(*sys.version_info)
+    packages = home / "lib" / version / "site-packages"
+    for name in ("torch", "torchgen", "functorch", *NEEDED_BY_TORCH):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            source = Path(spec.origin)
+            source = source.parent if source.name == "__init__.py" else source
+            (packages / source.name).symlink_to(source)
+    return str(home / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def bare(bare_python: str) -> Iterator[SparkEngine]:
+    """A session of this process on two executors with that Python."""
+    from pyspark.sql import SparkSession
+
+    before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "PYSPARK_PYTHON")}
+    os.environ["PYSPARK_PYTHON"] = bare_python
+    handlers = signal_handlers()
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")
+    session = builder.config("spark.executorEnv.PYTHONPATH", "").getOrCreate()
+    restore_signal_handlers(handlers)
+    try:
+        yield SparkEngine(session=session)
+    finally:
+        session.stop()
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        if before["PYSPARK_PYTHON"] is None:
+            del os.environ["PYSPARK_PYTHON"]
+
+
+@pytest.fixture
+def on_bare(launcher: Launcher, bare: SparkEngine) -> Launcher:
+    return launcher.options(engine=bare)
+
+
+def test_nothing_but_torch_is_installed_there(on_bare: Launcher, bare_python: str) -> None:
+    found = on_bare.run(what_is_there)
+    assert found["python"] == bare_python
+    # These two travel; what else is found would hide that something is needed.
+    assert set(found["found"]) <= {"rankzero", "cloudpickle"}
+    assert "rankzero.zip" in found["rankzero"]
+
+
+def test_rankzero_train(on_bare: Launcher) -> None:
+    import torch
+
+    result = on_bare.options(run_id="bare", code_version="1").run(train_digits, 2)
+    assert result["ranks"] == [0, 1]
+    assert torch.is_tensor(result["model"]["weight"])
+
+
+def test_a_restart_from_a_checkpoint(on_bare: Launcher) -> None:
+    assert on_bare.options(max_restarts=1, restart_on=ConnectionError).run(fail_once) == 1
+
+
+def test_a_script_and_its_module(on_bare: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 42\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nimport beside\nimport rankzero.train as rt\nrt.set_result([beside.VALUE, *sys.argv[1:]])\n"
+    )
+    assert on_bare.run(script, "--lr", "0.1") == [42, "--lr", "0.1"]
+
+
+def test_the_front_door_of_ray_train(on_bare: Launcher) -> None:
+    from rankzero.compat.ray_train import ScalingConfig, TorchTrainer
+
+    trainer = TorchTrainer(
+        ray_loop, train_loop_config={"lr": 0.5}, scaling_config=ScalingConfig(num_workers=2), launcher=on_bare
+    )
+    assert trainer.fit().metrics == {"world": 2, "lr": 0.5}
+
+
+def test_the_front_door_of_horovod(on_bare: Launcher) -> None:
+    from rankzero.compat.horovod import HorovodRunner
+
+    assert HorovodRunner(np=2, launcher=on_bare).run(hvd_loop) == 3.0

@@ -1,0 +1,111 @@
+"""What each kind of cluster is given for a driver, and what is refused before anything is given."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
+from rankzero.engines.spark import deploy
+from rankzero.engines.spark.deploy import Submitted, deployment
+from rankzero.run.directory import RunDirectory, RunStatus
+
+SECRET = "geheim-4711"
+CONF = {"spark.driver.memory": "2g", "spark.hadoop.fs.s3a.secret.key": SECRET, "spark.authenticate.secret": SECRET}
+WHAT = Submitted("/shared/runs/one", 3, "rankzero train")
+WORD = deploy.pack({"env": {"TOKEN": SECRET}})
+
+
+def test_a_standalone_cluster_gets_what_is_private_as_a_variable_of_the_driver() -> None:
+    given = deployment("spark://head:7077", CONF, WHAT, "/shared/runs/one/submissions/3", WORD)
+    assert given.arguments == [
+        *("--class", "org.apache.spark.deploy.PythonRunner", "file:///shared/runs/one/submissions/3/rankzero.jar"),
+        *("/shared/runs/one/submissions/3/driver.py", "/shared/runs/one/submissions/3/rankzero.jar"),
+        *("/shared/runs/one", "--submission", "3", "--private", "env:SPARK_RANKZERO_PRIVATE"),
+    ]
+    assert given.conf == {"spark.driver.memory": "2g"}
+    assert given.env == {"SPARK_RANKZERO_PRIVATE": WORD, "_SPARK_AUTH_SECRET": SECRET}
+    assert given.bare, "the cluster would give the driver this machine's JAVA_HOME and PATH"
+
+
+def test_yarn_gets_it_as_configuration_that_spark_redacts_in_the_users_staging_directory() -> None:
+    given = deployment("yarn", CONF, WHAT, "/tmp/made", WORD)
+    assert given.arguments == [
+        *("--py-files", "/tmp/made/rankzero.jar", "/tmp/made/driver.py"),
+        *("/shared/runs/one", "--submission", "3", "--private", "conf:spark.rankzero.secret"),
+    ]
+    assert given.conf == {**CONF, "spark.yarn.submit.waitAppCompletion": "false", "spark.rankzero.secret": WORD}
+    assert given.env == {}
+
+
+def test_kubernetes_gets_it_in_the_secret_that_the_pod_mounts() -> None:
+    given = deployment("k8s://https://api", CONF, WHAT, "", "", "rankzero-one")
+    assert given.arguments == [
+        *("--py-files", "local:///opt/rankzero/rankzero.jar", "local:///opt/rankzero/driver.py"),
+        *("/shared/runs/one", "--submission", "3", "--private", "file:/opt/rankzero/private"),
+    ]
+    assert given.conf == {
+        "spark.driver.memory": "2g",
+        "spark.kubernetes.submission.waitAppCompletion": "false",
+        "spark.kubernetes.driver.pod.name": "rankzero-one",
+        "spark.kubernetes.driver.secrets.rankzero-one": "/opt/rankzero",
+    }
+    assert given.env == {}
+
+
+def test_what_is_private_comes_back_whole() -> None:
+    private = {"env": {"A": 'ü"\\\n=${x}'}, "engine": {"conf": {}}}
+    assert deploy.unpack(deploy.pack(private)) == private
+
+
+def test_more_than_a_variable_holds_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="takes no more than 131072"):
+        deployment("spark://head:7077", {}, WHAT, "/x", "x" * (128 << 10))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"master": None}, "is no cluster"),
+        ({"master": "local[2]"}, "is no cluster"),
+        ({"master": "local-cluster[1,1,1024]"}, "is no cluster"),
+        ({"master": "yarn", "deploy_mode": "client"}, "deploy_mode is 'client'"),
+        ({"master": "yarn", "session": object()}, "a session"),
+        ({"master": "mesos://x"}, "master is 'mesos://x'"),
+    ],
+)
+def test_what_cannot_be_driven_by_a_cluster_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidJobError, match=words):
+        SparkSubmitEngine(**options)
+
+
+@pytest.mark.parametrize(
+    ("master", "root", "words"),
+    [
+        ("spark://head:7077", "s3://bucket/runs", "a path that every worker mounts"),
+        ("yarn", "memory://runs", "this process's own"),
+    ],
+)
+def test_a_store_that_the_cluster_cannot_see_is_refused(master: str, root: str, words: str) -> None:
+    with pytest.raises(InvalidJobError, match=words):
+        Launcher(2, engine=SparkSubmitEngine(master), store=root).submit(len, "abc")
+
+
+def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", deploy.pack({"env": {}, "engine": {"conf": {}}, "token": "its own"}))
+    program = "from rankzero.driver.cluster import main; main()"
+    arguments = [str(tmp_path / "run"), "--submission", "0", "--private", "env:SPARK_RANKZERO_PRIVATE"]
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "is not the directory of the run" in ended.stderr
+
+
+def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: Path) -> None:
+    from rankzero.run.liveness import dead_after, interval_for
+
+    assert dead_after(interval_for(600.0)) == 600.0
+    run = RunDirectory(str(tmp_path))
+    run.write_status(RunStatus(interval=interval_for(600.0)))
+    assert dead_after(run.status().interval) == 600.0

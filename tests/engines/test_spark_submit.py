@@ -1,0 +1,138 @@
+"""A driver on the cluster: it outlives whoever submitted it, and what is secret is nowhere to be seen."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import ROOT, free_port, until
+from tests.engines.conftest import Standalone
+
+from rankzero import (
+    EngineError,
+    InvalidJobError,
+    Launcher,
+    RunCancelledError,
+    RunHandle,
+    SparkSubmitEngine,
+    WorkerFailedError,
+)
+
+WAIT = 240.0
+SECRET = "geheim-4711-nirgends"
+
+
+def cluster_engine(master: str, **conf: str) -> SparkSubmitEngine:
+    settings = {
+        "spark.executor.memory": "512m",
+        "spark.driver.memory": "512m",
+        "spark.cores.max": "2",
+        "spark.pyspark.python": sys.executable,
+        "spark.ui.enabled": "false",
+        "spark.hadoop.fs.s3a.secret.key": SECRET,
+        **conf,
+    }
+    return SparkSubmitEngine(master, conf=settings)
+
+
+@pytest.fixture
+def detached(launcher: Launcher, cluster: Standalone) -> Launcher:
+    """Two ranks whose driver is the cluster's."""
+    env = {**(launcher.env or {}), "MY_TOKEN": SECRET}
+    return launcher.options(engine=cluster_engine(cluster.url), env=env)
+
+
+def who_is_there() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return {"sum": x.item(), "secret": len(os.environ["MY_TOKEN"]), "directory": os.getcwd()}
+
+
+def files_with(directory: Path, word: str) -> list[str]:
+    return [str(path) for path in directory.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
+
+
+def test_the_driver_runs_on_the_cluster_and_no_secret_is_in_a_file_or_command(
+    detached: Launcher, tmp_path: Path, cluster: Standalone
+) -> None:
+    handle = detached.submit(who_is_there)
+    status = handle.status()
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    found = handle.result(timeout=WAIT)
+    assert found["sum"] == 2.0
+    assert found["secret"] == len(SECRET)
+    assert "/work/worker" in found["directory"]
+    assert status.driver_pid != os.getpid()
+    assert [command for command in commands if SECRET.encode() in command] == []
+    assert files_with(tmp_path, SECRET) == []
+    assert files_with(cluster.logs, SECRET) == []
+
+
+def submit_and_die(master: str, store: Path, marker: str) -> None:
+    launcher = Launcher(2, store=store, engine=cluster_engine(master), env={"MARK": marker}, run_id="orphan")
+    launcher.submit(wait_for_file, str(store / "go"))
+    os._exit(9)
+
+
+def wait_for_file(path: str) -> str:
+    import rankzero.train as rt
+
+    print("training")
+    rt.report({"step": 1})
+    while not os.path.exists(path):
+        time.sleep(0.05)
+    return "went on"
+
+
+def test_a_run_outlives_its_submitter_and_another_process_attaches_and_cancels(
+    tmp_path: Path, cluster: Standalone, marker: str
+) -> None:
+    store = tmp_path / "store"
+    program = "import sys; from pathlib import Path; from tests.engines import test_spark_submit as t; "
+    program += "t.submit_and_die(sys.argv[1], Path(sys.argv[2]), sys.argv[3])"
+    died = subprocess.run([sys.executable, "-c", program, cluster.url, str(store), marker], cwd=ROOT, timeout=WAIT)
+    assert died.returncode == 9
+    handle: RunHandle[str] = RunHandle.attach(store / "orphan")
+    until(lambda: handle.metrics(), WAIT, "the training")
+    again = Launcher(2, store=store, engine=cluster_engine(cluster.url), run_id="orphan")
+    with pytest.raises(InvalidJobError, match="is running another training"):
+        again.submit(who_is_there)
+    assert "training" in "".join(handle.logs())
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(timeout=WAIT)
+
+
+@pytest.mark.soak
+def test_a_failed_rank_is_the_callers_error(detached: Launcher) -> None:
+    with pytest.raises(WorkerFailedError, match="no such luck"):
+        detached.run(fail)
+
+
+def fail() -> None:
+    raise ValueError("no such luck")
+
+
+def test_a_cluster_that_cannot_be_reached_fails_the_run_with_its_words(launcher: Launcher) -> None:
+    nobody = launcher.options(engine=cluster_engine(f"spark://127.0.0.1:{free_port()}"), run_id="nobody")
+    with pytest.raises(EngineError, match="did not take the driver"):
+        nobody.submit(who_is_there)
+    found = nobody.find()
+    assert found is not None
+    assert found.status().state == "failed"
+
+
+def test_a_run_that_waits_for_its_driver_can_be_cancelled(detached: Launcher, cluster: Standalone) -> None:
+    huge = cluster_engine(cluster.url, **{"spark.driver.memory": "64g"})
+    handle = detached.options(engine=huge, run_id="waits").submit(who_is_there)
+    assert handle.status().state == "pending"
+    handle.cancel()
+    assert handle.wait(timeout=1)
+    assert handle.status().state == "cancelled"

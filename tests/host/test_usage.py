@@ -1,0 +1,52 @@
+"""What a host does, sampled: against what is really done here."""
+
+import itertools
+import os
+import threading
+import time
+
+from rankzero import Launcher, RunHandle
+from rankzero.host.usage import FIRST_SAMPLE, LONGEST_INTERVAL, SHORTEST_INTERVAL, UsageSampler
+
+
+def test_work_and_memory_show() -> None:
+    before = time.monotonic()
+    sampler = UsageSampler(use_gpu=False, now=before)
+    assert sampler.look(before + FIRST_SAMPLE / 2) is None
+    ended = threading.Event()
+    worker = threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)])
+    worker.start()
+    time.sleep(FIRST_SAMPLE)
+    sample = sampler.look(time.monotonic())
+    ended.set()
+    worker.join()
+    assert sample
+    assert 0.2 < sample["cpu"] <= sample["cores"] * 1.1
+    assert 0 < sample["memory"] < sample["memory_total"]
+    assert sample["memory_total"] <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert "gpus" not in sample
+
+
+def test_a_long_run_is_sampled_ever_less() -> None:
+    sampler = UsageSampler(use_gpu=False, now=0.0)
+    moments, now = [], 0.0
+    while now < 86400:
+        now = sampler.next_at
+        assert sampler.look(now)
+        moments.append(now)
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
+    assert min(gaps) >= SHORTEST_INTERVAL
+    assert max(gaps) <= LONGEST_INTERVAL + 1e-6
+    assert len(moments) < 2_000
+
+
+def test_one_agent_of_a_host_samples_for_all(tmp_path: object) -> None:
+    def wait() -> None:
+        import time
+
+        time.sleep(2.5)
+
+    launcher = Launcher(2, store=str(tmp_path), run_id="sampled")
+    launcher.run(wait)
+    samples = [event for event in RunHandle.attach(f"{tmp_path}/sampled").events() if event["type"] == "usage"]
+    assert len(samples) == 1

@@ -1,0 +1,270 @@
+"""The report of a run: what it holds, and that nothing of a run becomes code in it."""
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero import Launcher, RunHandle, WorkerFailedError
+from rankzero.cli import main
+from rankzero.errors import RunNotFoundError
+from rankzero.report import facts, page, series
+from rankzero.report.server import ReportServer
+
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
+
+
+def train(steps: int) -> dict[str, float]:
+    import os
+    import signal
+
+    import torch
+
+    import rankzero.train as rt
+
+    context = rt.get_context()
+    for step in range(steps):
+        rt.report({"step": step, "loss": 1.0 / (step + 1), HOSTILE: float(step), "odd": float("nan")})
+    rt.report({"step": steps}, checkpoint={"weight": torch.ones(8)})
+    print(HOSTILE)
+    rt.barrier()
+    if context.attempt == 0 and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rt.barrier()
+    return {"loss": 0.5}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: one that was restarted and succeeded, one that failed."""
+    found = tmp_path_factory.mktemp("report")
+    launcher = Launcher(2, store=found, run_id="restarted", max_restarts=1, env={"API_TOKEN": "hunter2-secret"})
+    launcher.run(train, 900)
+
+    def fail() -> None:
+        raise ValueError(HOSTILE)
+
+    with pytest.raises(WorkerFailedError):
+        Launcher(1, store=found, run_id="failed").run(fail)
+    return found
+
+
+@pytest.fixture(scope="module")
+def collected(store: Path) -> dict[str, Any]:
+    return facts.collect(RunHandle.attach(store / "restarted"))
+
+
+class Scripts(HTMLParser):
+    """What a browser would take for scripts, and the attributes that could run one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str | None], str]] = []
+        self.handlers: list[str] = []
+        self._is_inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self._is_inside = tag == "script"
+        if self._is_inside:
+            self.found.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_inside:
+            self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
+
+
+def data_of(text: str) -> Any:
+    return json.loads(next(body for attributes, body in Scripts(text).found if attributes.get("id") == "data"))
+
+
+def test_every_rank_and_attempt_is_on_the_timeline(collected: dict[str, Any]) -> None:
+    ranks = {(one["attempt"], one["rank"]): one for one in collected["ranks"]}
+    assert set(ranks) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for one in ranks.values():
+        assert one["started"] <= one["imported"] <= one["entered"] <= one["reported"]
+    assert ranks[0, 1]["outcome"] == "failed"
+    assert "SIGKILL" in ranks[0, 1]["what"]
+    assert [ranks[1, rank]["outcome"] for rank in (0, 1)] == ["returned", "returned"]
+    assert [mark["type"] for mark in collected["marks"] if mark["type"] == "restart"] == ["restart"]
+
+
+def test_the_curves_keep_their_ends_and_few_points(collected: dict[str, Any]) -> None:
+    curve = next(curve for curve in collected["curves"] if curve["name"] == "loss")
+    assert [one["rank"] for one in curve["ranks"]] == [0, 1]
+    for one in curve["ranks"]:
+        assert len(one["v"]) <= series.MAX_POINTS
+        assert (one["s"][0], one["v"][0]) == (0, 1.0)
+        # The second attempt went through the same steps.
+        assert (one["s"][-1], one["v"][-1]) == (899, pytest.approx(1 / 900, rel=1e-5))
+
+
+def test_checkpoints_result_logs_and_last_metrics_are_there(collected: dict[str, Any]) -> None:
+    assert collected["state"] == "succeeded"
+    assert collected["result"]["digest"]
+    assert collected["last"]["step"] == 900
+    assert collected["checkpoints"]
+    assert collected["checkpoints"][-1]["size"] > 32
+    assert {one["rank"] for one in collected["logs"]} == {0, 1}
+    assert any(HOSTILE[:20] in line for one in collected["logs"] for line in one["lines"])
+
+
+def test_a_run_writes_its_report_by_itself(store: Path) -> None:
+    for name, state in (("restarted", "succeeded"), ("failed", "failed")):
+        (run,) = data_of((store / name / "report.html").read_text())["runs"]
+        assert (run["id"], run["state"]) == (name, state)
+
+
+def test_the_first_cause_is_in_the_report_of_a_failed_run(store: Path) -> None:
+    run = facts.collect(RunHandle.attach(store / "failed"))
+    assert run["error"]["type"] == "WorkerFailedError"
+    assert f"ValueError: {HOSTILE.splitlines()[0]}" in run["error"]["message"]
+
+
+def test_no_line_metric_or_error_becomes_code(store: Path) -> None:
+    for directories in ([store / "restarted"], [store / "failed"], [store / "restarted", store / "failed"]):
+        text = page.render([facts.collect(RunHandle.attach(one)) for one in directories])
+        scripts = Scripts(text)
+        # The page's own, whose checksum the policy names, and its data, which no browser runs.
+        assert [attributes.get("type") for attributes, _ in scripts.found] == ["application/json", None]
+        assert scripts.handlers == []
+        assert "alert(1)" not in scripts.found[1][1]
+        assert "alert(1)" in json.dumps(data_of(text))
+        policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+        assert policy
+        assert policy[1].startswith("default-src 'none'")
+        assert "script-src 'sha256-" in policy[1]
+
+
+def test_the_page_needs_no_network(store: Path) -> None:
+    text = (store / "restarted" / "report.html").read_text()
+    outside = text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", outside)
+    assert "@import" not in outside
+    assert "url(" not in outside
+
+
+def test_no_secret_of_the_environment_is_in_the_report(store: Path) -> None:
+    assert "hunter2" not in (store / "restarted" / "report.html").read_text()
+
+
+FILES = ("job.json", "status.json", "events.jsonl")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe\x00", b'{"metrics": 3}', b'{"type": "metric", "time": 1e99}']
+)
+def test_a_directory_that_is_no_run_any_more_gives_a_sentence(
+    store: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    for file in FILES:
+        (tmp_path / file).write_bytes((store / "restarted" / file).read_bytes())
+    (tmp_path / name).write_bytes(content)
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "-o", str(tmp_path / "page.html")])
+    if done.exit_code:
+        assert isinstance(done.exception, SystemExit), done.exception
+        assert done.stderr.startswith("Error: ")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert (tmp_path / "page.html").stat().st_size > 0
+    assert CliRunner().invoke(main, ["runs", str(tmp_path.parent)]).exit_code == 0
+
+
+def test_no_run_there_is_a_sentence(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (1, f"Error: RunNotFoundError: no run lives in {tmp_path}\n")
+
+
+def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
+    for file in FILES:
+        (tmp_path / file).write_bytes((store / "restarted" / file).read_bytes())
+    status = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps({**status, "metrics": ["no", "dict"]}))
+    with pytest.raises(RunNotFoundError, match="cannot be read as a run of rankzero"):
+        facts.collect(RunHandle.attach(tmp_path))
+
+
+Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9, 1e9)), min_size=1, max_size=500)
+
+
+@given(Points, st.integers(4, 50))
+def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int) -> None:
+    thin = series.thin(points, limit)
+    assert len(thin) <= max(limit, 4)
+    assert (thin[0], thin[-1]) == (points[0], points[-1])
+    assert set(thin) <= set(points)
+    for chosen in (min, max):
+        assert chosen(point[2] for point in thin) == chosen(point[2] for point in points)
+
+
+@given(Points, st.integers(4, 50))
+def test_thinning_keeps_the_order(points: list[series.Point], limit: int) -> None:
+    numbered = [(float(index), 0.0, point[2]) for index, point in enumerate(points)]
+    thin = series.thin(numbered, limit)
+    assert thin == sorted(thin)
+
+
+@pytest.fixture(scope="module")
+def served(store: Path) -> Iterator[str]:
+    with ReportServer(str(store), 0) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.url
+        server.shutdown()
+        thread.join()
+
+
+def get(url: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_serve_shows_the_store_each_run_and_several(served: str) -> None:
+    code, text = get(served)
+    assert (code, [one["id"] for one in data_of(text)["list"]]) == (200, ["failed", "restarted"])
+    assert data_of(get(f"{served}runs/restarted")[1])["runs"][0]["id"] == "restarted"
+    assert json.loads(get(f"{served}runs/failed.json")[1])["state"] == "failed"
+    assert len(data_of(get(f"{served}compare?run=failed&run=restarted")[1])["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    "path", ["runs/none", "runs/..%2f..%2fetc", "runs/", "compare?run=.hidden", "etc/passwd", "compare"]
+)
+def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
+    code, text = get(served + path)
+    assert code == 404
+    assert "Traceback" not in text
+
+
+def test_serve_answers_no_other_site(served: str) -> None:
+    assert get(served, Host="evil.example") == (403, "ask for this page at 127.0.0.1")
+
+
+def test_serve_listens_on_this_machine_alone(served: str) -> None:
+    assert served.startswith("http://127.0.0.1:")
+
+
+def test_a_report_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (store / "run").mkdir(parents=True)
+    (store / "run" / "report.html").mkdir()
+    assert Launcher(store=store, run_id="run").run(os.getpid) > 0

@@ -1,0 +1,115 @@
+"""What travels because the user says so: a working directory, Python files, and not what they exclude."""
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher
+from rankzero.submit import user_code
+from rankzero.submit.user_code import UserCode
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory with code, configuration and what should stay."""
+    root = tmp_path / "project"
+    write(root, settings_dot_yaml="lr: 0.1", models_dot_py="NAME = 'of the directory'", data__big_dot_bin="x" * 100)
+    write(root, data__small_dot_csv="1,2", _dot_env="SECRET=1", id_rsa="key", outputs__log_dot_txt="old")
+    (root / ".rankzeroignore").write_text("# as a .gitignore\n/outputs/\n*.bin\n!keep.bin\n")
+    (root / "run.sh").write_text("#!/bin/sh\necho $PWD\n")
+    (root / "run.sh").chmod(0o755)
+    return root
+
+
+def look() -> dict[str, Any]:
+    import importlib
+
+    models = importlib.import_module("models")
+    return {
+        "here": sorted(os.path.relpath(os.path.join(at, name)) for at, _, names in os.walk(".") for name in names),
+        "first on the path": sys.path[0] == os.getcwd(),
+        "settings": open("settings.yaml").read(),
+        "models": models.NAME,
+        "may run": os.access("run.sh", os.X_OK),
+        "directory": os.getcwd(),
+    }
+
+
+def test_ranks_start_in_a_copy_of_the_working_directory(launcher: Launcher, project: Path) -> None:
+    found = launcher.options(working_dir=project, excludes=["*.csv"]).run(look)
+    assert [name for name in found["here"] if "__pycache__" not in name] == ["models.py", "run.sh", "settings.yaml"]
+    assert found["first on the path"]
+    assert found["may run"]
+    assert found["models"] == "of the directory"
+    assert not os.path.exists(found["directory"])
+    assert found["directory"] != str(project)
+
+
+def test_a_command_starts_there_too(launcher: Launcher, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher.options(working_dir=project).run(["sh", "-c", "cat settings.yaml; ./run.sh"])
+    assert "lr: 0.1" in capfd.readouterr().out
+
+
+def use_files() -> list[str]:
+    import importlib
+
+    return [importlib.import_module(name).NAME for name in ("single", "package.part", "zipped")]
+
+
+def test_python_files_can_be_imported_by_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    single = write(tmp_path / "a", single_dot_py="NAME = 'one'") / "single.py"
+    package = write(tmp_path / "package", __init___dot_py="", part_dot_py="NAME = 'two'")
+    (package / "__init__.py").touch()
+    with zipfile.ZipFile(tmp_path / "more.zip", "w") as archive:
+        archive.writestr("zipped.py", "NAME = 'three'")
+    options = launcher.options(py_files=[single, package, tmp_path / "more.zip"])
+    assert options.run(use_files) == ["one", "two", "three"]
+
+
+def test_the_contents_are_a_part_of_the_identity(project: Path) -> None:
+    launcher = Launcher(working_dir=project)
+    before = launcher.identity(look, (), {})
+    os.utime(project / "models.py", (1, 1))
+    (project / "outputs" / "log.txt").write_text("ignored, and so no part of it")
+    assert launcher.identity(look, (), {}) == before
+    assert launcher.options(excludes=["*.yaml"]).identity(look, (), {}) != before
+    (project / "settings.yaml").write_text("lr: 0.2")
+    assert launcher.identity(look, (), {}) != before
+    named = launcher.options(code_version="1")
+    assert named.identity(look, (), {}) == Launcher(code_version="1").identity(look, (), {})
+
+
+def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "LIMIT", 1 << 20)
+    (project / "weights.pt").write_bytes(bytes(2 << 20))
+    with pytest.raises(InvalidJobError, match=r"2 MiB, over the limit of 1 MiB.*weights.pt \(2 MiB\).*excludes="):
+        Launcher(working_dir=project).run(look)
+    assert UserCode(str(project), excludes=("*.pt",)).archive
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"working_dir": "/no/such/place"}, "working_dir='/no/such/place' is no directory"),
+        ({"py_files": ["/no/such.py"]}, "py_files has '/no/such.py'"),
+        ({"py_files": "one.py"}, "py_files is 'one.py'; give a list"),
+        ({"excludes": "*.pt"}, "excludes is"),
+        ({"excludes": [3]}, "excludes has 3"),
+        ({"working_dir": 3}, "working_dir has 3"),
+    ],
+)
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidJobError, match=words):
+        Launcher(**options).run(look)

@@ -1,0 +1,194 @@
+"""`Launcher.map`: trials side by side, on real runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero.run.listing import list_runs
+from rankzero.sweep import MedianRule, SuccessiveHalving, Sweep
+
+
+def train(lr: float, steps: int = 3, pause: float = 0.0, fails: bool = False) -> dict[str, float]:
+    import time
+
+    import rankzero.train as rt
+
+    for step in range(steps):
+        rt.report({"loss": (lr - 0.3) ** 2 + 1 / (step + 1), "rank": rt.get_context().rank})
+        time.sleep(pause)
+    if fails:
+        raise ValueError(f"lr {lr} diverges")
+    return {"lr": lr}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    params: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": 0.9, "fails": True}, {"lr": 0.3}, {"lr": 0.5}]
+    launcher = Launcher(2, store=tmp_path_factory.mktemp("sweep"), run_id="lr")
+    return launcher.map(train, params, metric="loss", max_parallel=2)
+
+
+def test_the_best_trial_is_that_of_the_least_loss(sweep: Sweep) -> None:
+    assert [trial.state for trial in sweep] == ["succeeded", "failed", "succeeded", "succeeded"]
+    assert sweep.best.params == {"lr": 0.3}
+    assert sweep.best.value == pytest.approx(1 / 3)
+    assert sweep.best.load() == {"lr": 0.3}
+
+
+def test_a_trial_that_fails_says_why_and_ends_nothing_else(sweep: Sweep) -> None:
+    assert isinstance(sweep[1].error, WorkerFailedError)
+    with pytest.raises(WorkerFailedError, match=r"lr 0\.9 diverges"):
+        sweep[1].load()
+    assert sweep[1].metrics["loss"] > 0.36
+
+
+def test_the_table_has_a_row_for_each_trial(sweep: Sweep) -> None:
+    rows = sweep.rows()
+    assert [(row["trial"], row["lr"], row["state"]) for row in rows][1] == (1, 0.9, "failed")
+    assert [row["directory"].rsplit("/", 1)[1] for row in rows] == [f"lr-{number}" for number in range(4)]
+
+
+def test_without_success_the_best_raises_the_first_error(tmp_path: Path) -> None:
+    failed = Launcher(store=tmp_path).map(
+        train, [{"lr": 0.1, "fails": True}, {"lr": 0.2, "fails": True}], metric="loss"
+    )
+    with pytest.raises(WorkerFailedError, match=r"lr 0\.1 diverges"):
+        _ = failed.best
+
+
+def test_a_rule_ends_a_trial_that_is_far_behind(tmp_path: Path) -> None:
+    params = [{"lr": 0.3, "steps": 6}, {"lr": 0.31, "steps": 6}, {"lr": 9.0, "steps": 100_000, "pause": 0.05}]
+    rule = MedianRule(grace=2, min_trials=2)
+    done = Launcher(store=tmp_path).map(train, params, metric="loss", stop=rule)
+    assert [trial.state for trial in done] == ["succeeded", "succeeded", "stopped"]
+    assert done[2].value is not None
+    assert done.best.number == 0
+
+
+def test_max_parallel_trials_run_at_the_same_time(tmp_path: Path) -> None:
+    def meet(name: str, places: str) -> int:
+        import os
+        import time
+
+        open(f"{places}/{name}", "w").close()
+        deadline = time.monotonic() + 60
+        while len(os.listdir(places)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(os.listdir(places))
+
+    places = tmp_path / "places"
+    places.mkdir()
+    params = [{"name": name, "places": str(places)} for name in ("a", "b")]
+    met = Launcher(store=tmp_path / "store").map(meet, params, max_parallel=2)
+    assert [trial.load() for trial in met] == [2, 2]
+
+
+SUBMITTER = """
+import sys
+from rankzero import Launcher
+from tests.sweep.test_sweep import train
+params = [{"lr": 0.1}, {"lr": 0.2, "steps": 100_000, "pause": 0.05}]
+Launcher(store=sys.argv[1], run_id="s").map(train, params, metric="loss", max_parallel=2)
+"""
+
+
+def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SUBMITTER, str(tmp_path)], start_new_session=True)
+    try:
+        until(lambda: (tmp_path / "s-1" / "job.json").exists(), 120, "the second trial")
+        handle = RunHandle.attach(tmp_path / "s-1")
+        until(lambda: handle.status().metrics and RunHandle.attach(tmp_path / "s-0").status().final, 120, "its metrics")
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    assert handle.wait(60)
+    assert {one.status.state for one in list_runs(tmp_path)} == {"succeeded", "cancelled"}
+    began = RunHandle.attach(tmp_path / "s-0").created
+    params: list[dict[str, Any]] = [{"lr": 0.1}, {"lr": 0.2}]
+    again = Launcher(store=tmp_path, run_id="s").map(train, params, metric="loss")
+    assert [trial.state for trial in again] == ["succeeded", "succeeded"]
+    # Delivered, not trained anew.
+    assert RunHandle.attach(tmp_path / "s-0").created == began
+    third = Launcher(store=tmp_path, run_id="s").map(train, params, metric="loss")
+    assert RunHandle.attach(third[0].directory).created > began
+
+
+def test_an_exception_in_the_caller_ends_all_trials(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def interrupt() -> None:
+        until(lambda: any(one.status.metrics for one in list_runs(tmp_path)), 120, "a metric")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def raise_stop(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGUSR1, raise_stop)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        with pytest.raises(Stop):
+            Launcher(store=tmp_path).map(train, [{"lr": 0.1, "steps": 10_000, "pause": 0.05}] * 2, max_parallel=2)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    deadline = time.monotonic() + 60
+    while not all(one.status.final for one in list_runs(tmp_path)):
+        assert time.monotonic() < deadline
+    assert {one.status.state for one in list_runs(tmp_path)} == {"cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": []}, "params is empty"),
+        ({"params": [3]}, "params has 3"),
+        ({"max_parallel": 0}, "max_parallel is 0"),
+        ({"mode": "least"}, "mode is 'least'"),
+        ({"stop": MedianRule()}, "stop= decides by a metric"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"params": [{"lr": 0.1}], **options}
+    with pytest.raises(InvalidJobError, match=message):
+        Launcher(store=tmp_path / "store").map(train, given.pop("params"), **given)
+    assert not (tmp_path / "store").exists()
+
+
+def test_no_metric_no_best(tmp_path: Path) -> None:
+    done = Launcher(store=tmp_path).map(train, [{"lr": 0.1}])
+    with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
+        _ = done.best
+
+
+@pytest.mark.parametrize(
+    ("rule", "own", "others", "stops"),
+    [
+        (MedianRule(grace=2, min_trials=2), [5.0, 5.0], [[1.0, 1.0], [2.0, 2.0]], False),
+        (MedianRule(grace=1, min_trials=2), [5.0, 5.0], [[1.0, 1.0], [2.0, 2.0]], True),
+        (MedianRule(grace=1, min_trials=3), [5.0, 5.0], [[1.0, 1.0], [2.0, 2.0]], False),
+        (MedianRule(grace=1, min_trials=2), [5.0, 5.0], [[1.0], [2.0, 2.0]], False),
+        (MedianRule(grace=1, min_trials=2), [5.0, 1.4], [[1.0, 1.0], [2.0, 2.0]], False),
+        (SuccessiveHalving(first=2, factor=2), [5.0], [[1.0, 1.0]], False),
+        (SuccessiveHalving(first=2, factor=2), [5.0, 5.0], [], False),
+        (SuccessiveHalving(first=2, factor=2), [5.0, 5.0], [[1.0, 1.0]], True),
+        (SuccessiveHalving(first=2, factor=2), [0.5, 5.0], [[1.0, 1.0]], False),
+        (SuccessiveHalving(first=1, factor=2), [1.0, 1.0, 1.0, 9.0], [[2.0] * 4, [3.0] * 4], False),
+        (SuccessiveHalving(first=1, factor=3), [2.0], [[1.0], [3.0]], True),
+    ],
+)
+def test_the_rules(rule: Any, own: list[float], others: list[list[float]], stops: bool) -> None:
+    curves = {0: own, **{number + 1: values for number, values in enumerate(others)}}
+    assert rule.stops(0, curves) is stops

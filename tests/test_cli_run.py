@@ -1,0 +1,119 @@
+"""`rankzero run`, as people type it, and torchrun's lines under it."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import until
+
+from rankzero import RunHandle
+
+SCRIPT = """
+import os, sys, time
+import rankzero.train as rt
+print("arguments", sys.argv[1:], os.environ["WORLD_SIZE"])
+for step in range(int(os.environ.get("STEPS", "3"))):
+    rt.report({"loss": 1 / (step + 1)})
+    time.sleep(float(os.environ.get("PAUSE", "0")))
+if "--fail" in sys.argv:
+    raise ValueError("no such lr")
+"""
+
+COMMAND = [sys.executable, "-m", "rankzero.cli"]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+def rankzero(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+
+
+def test_a_line_of_torchrun_moves_over_by_its_first_word(script: Path, store: Path) -> None:
+    line = f"--nnodes=1 --nproc_per_node=2 --standalone --rdzv-backend c10d -t 3 {script} --lr 1e-3".split()
+    done = rankzero("run", "--store", store, *line)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] arguments ['--lr', '1e-3'] 2" for rank in (0, 1)]
+    for name in ("--standalone", "--rdzv-backend", "--tee"):
+        assert f"rankzero: {name} has no meaning here and is ignored" in done.stderr
+
+
+def test_the_end_can_be_read_by_a_script(script: Path, store: Path) -> None:
+    done = rankzero("run", "--store", store, "-n", 1, "--run-id", "first", "--json", "--label", "team=a", script)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, facts["state"], facts["id"]) == (0, "succeeded", "first")
+    assert facts["metrics"]["loss"] == pytest.approx(1 / 3)
+    found = rankzero("runs", store, "--label", "team=a", "--json")
+    assert [json.loads(line)["id"] for line in found.stdout.splitlines()] == ["first"]
+    # Acknowledged: the same line trains again.
+    assert "arguments" in rankzero("run", "--store", store, "-n", 1, "--run-id", "first", script).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-n", "1", "{script}", "--fail"], 1, "ValueError: no such lr"),
+        (["-n", "0", "{script}"], 2, "num_processes is 0; it must be a positive integer"),
+        (["-n", "2", "--nproc-per-node", "2", "{script}"], 2, "not both"),
+        (["--nproc-per-node", "gpu", "{script}"], 2, "say --use-gpu, too"),
+        (["-n", "1", "no-such-script.py"], 2, "there is no such script"),
+        (["-n", "1", "--engine", "sparky", "{script}"], 2, "master is 'sparky'"),
+        (["-n", "1", "--conf", "spark.x=1", "{script}"], 2, "--conf is Spark's"),
+        (["-n", "64", "--engine", "local[2]", "{script}"], 3, "64"),
+        (["--timeout", "soon", "{script}"], 2, "is no time"),
+    ],
+)
+def test_an_exit_code_and_a_sentence_for_each_end(
+    script: Path, store: Path, arguments: list[str], code: int, message: str
+) -> None:
+    done = rankzero("run", "--store", store, *(one.format(script=script) for one in arguments))
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr.replace("Traceback (most recent call last):\n  File", "", 1)
+
+
+def test_a_detached_run_is_followed_and_cancelled_by_its_directory(script: Path, store: Path) -> None:
+    line = ["--detach", "-n", "1", "--env", "STEPS=6000", "--env", "PAUSE=0.1", script]
+    directory = rankzero("run", "--store", store, *line).stdout.strip()
+    handle = RunHandle.attach(directory)
+    try:
+        until(lambda: bool(handle.status().metrics), 60, "a metric")
+        assert json.loads(rankzero("cancel", directory, "--json").stdout)["asked"] is True
+        assert handle.wait(60)
+    finally:
+        handle.cancel()
+    assert rankzero("status", directory).stdout.splitlines()[2].split() == ["state", "cancelled"]
+
+
+def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) -> None:
+    ours, theirs = pty.openpty()
+    line = ["--store", str(store), "-n", "1", "--run-id", "keyed", "--env", "STEPS=6000", "--env", "PAUSE=0.05"]
+    process = subprocess.Popen(
+        [*COMMAND, "run", *line, str(script)], stdout=subprocess.PIPE, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while not re.search(rb"running  loss 0\.\d+", seen):
+            seen += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert RunHandle.attach(store / "keyed").status().state == "cancelled"
