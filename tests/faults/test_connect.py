@@ -145,11 +145,14 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
         handle.result(WAIT)
 
 
+# A warm server of the suite's is in the namespaces of the suite, and so are its forks.
+OWN = pytest.mark.usefixtures("own_warm_servers")
 NAMESPACES = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="servers apart are made of Linux namespaces, which need root"
 )
 
 
+@OWN
 @NAMESPACES
 @pytest.mark.soak
 def test_executors_that_do_not_see_the_run_directory_are_driven_by_the_client(
@@ -163,7 +166,9 @@ def test_executors_that_do_not_see_the_run_directory_are_driven_by_the_client(
         assert "driven from here" in (Path(handle.directory) / "driver.log").read_text()
 
 
+@OWN
 @NAMESPACES
+@pytest.mark.soak
 def test_executors_that_cannot_reach_the_client(launcher: Launcher, tmp_path: Path) -> None:
     with connect_server(tmp_path, apart=True) as apart:
         handle = launcher.options(engine=SparkConnectEngine(apart.url)).submit(train, str(tmp_path))
@@ -172,6 +177,7 @@ def test_executors_that_cannot_reach_the_client(launcher: Launcher, tmp_path: Pa
         assert handle.metrics()[0]["step"] == 0
 
 
+@OWN
 @NAMESPACES
 @pytest.mark.soak
 def test_executors_that_neither_reach_the_client_nor_see_the_run_directory(launcher: Launcher, tmp_path: Path) -> None:

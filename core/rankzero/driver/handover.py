@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import time
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 LOOK = 0.02
 """Seconds between two looks for the driver in the stage."""
+
+END_PATIENCE = 2.0
+"""Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
 
 _ENDED = "stage-ended"
 
@@ -128,11 +132,15 @@ class Handover:
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
-        while True:
+        leave_at = math.inf
+        while time.monotonic() < leave_at:
             if self._inbox.interrupted:
                 logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
                 raise DrivenElsewhere
             self._look_at_end(group, TICK)
+            if leave_at == math.inf and staged.OVER in os.listdir(self._folder):
+                leave_at = time.monotonic() + END_PATIENCE
+        raise DrivenElsewhere
 
     def _look_at_end(self, group: AgentGroup, timeout: float) -> None:
         with contextlib.suppress(queue.Empty):
