@@ -38,7 +38,7 @@ class SparkGroup(AgentGroup):
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
             tasks = self._num_tasks
             rdd = self._context.parallelize(range(tasks), tasks).barrier().mapPartitions(self._task)
-            with _own_python(self._context):
+            with with_own_python(self._context):
                 # Fixes the executors' Python and pickles the task.
                 rdd._jrdd  # noqa: B018
             rdd.collect()
@@ -112,7 +112,7 @@ def make_task(
 
 
 @contextlib.contextmanager
-def _own_python(context: Any) -> Iterator[None]:
+def with_own_python(context: Any) -> Iterator[None]:
     """Executors on this machine run this very Python, unless the user chose one."""
     before = context.pythonExec
     if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):
