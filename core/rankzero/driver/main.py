@@ -102,7 +102,9 @@ class Driver:
         self._number = self._job.first_attempt if first_attempt is None else first_attempt
         self._budget = budget or Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
-        self._leased = self._hands_over = leased
+        self._leased = leased
+        # What Spark computes for ranks comes by this session, and so to this process.
+        self._hands_over = leased and not self._job.queries
         self._replaceable = replaceable
         self._take_over()
         self._session: EngineSession | None = None
