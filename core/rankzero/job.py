@@ -40,6 +40,7 @@ class Job:
         num_processes: World size; of an elastic job the largest.
         min_processes: The smallest world size of an elastic job; None if there is but one.
         processes_per_task: Workers in one Spark task.
+        cpus_per_process: Cores of each worker; None: as the engine's settings have it.
         use_gpu: One GPU for each worker.
         backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or None.
         timeout: Seconds the run may take over all attempts, or None.
@@ -77,6 +78,7 @@ class Job:
     start_timeout: float
     engine: dict[str, Any]
     min_processes: int | None = None
+    cpus_per_process: int | None = None
     hang_timeout: float | None = None
     orphan_timeout: float | None = None
     max_restarts: int = 0
@@ -229,12 +231,12 @@ def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
         raise InvalidJobError(f"{name} is {value!r}; it must be a positive number of seconds")
 
 
-def check_limit(name: str, value: object, *, optional: bool = False) -> None:
-    """Raises InvalidJobError unless the value is a whole number, 0 or more."""
+def check_limit(name: str, value: object, *, optional: bool = False, least: int = 0) -> None:
+    """Raises InvalidJobError unless the value is a whole number, ``least`` or more."""
     if value is None and optional:
         return
-    if type(value) is not int or value < 0:
-        raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, 0 or more")
+    if type(value) is not int or value < least:
+        raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, {least} or more")
 
 
 def check_ports(value: object) -> None:
