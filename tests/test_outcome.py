@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rankzero.bounds import LOG_TAIL_WIDTH
-from rankzero.driver import policy
+from rankzero.driver import failure, policy
 from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.roster import Member
 from rankzero.errors import ResultError
@@ -15,7 +15,7 @@ REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
 NOW = 100.0
 JUST, LONG_AGO = NOW - 0.01, NOW - policy.AGENT_LOST_WINDOW - 0.01
-LONG_BEFORE = NOW - policy.CAUSE_WINDOW - 0.01
+LONG_BEFORE = NOW - failure.CAUSE_WINDOW - 0.01
 
 
 def member(task: int, left_at: float | None = None, disconnected_at: float | None = None) -> Member:

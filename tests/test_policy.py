@@ -6,8 +6,8 @@ import pytest
 
 from rankzero import errors
 from rankzero.bounds import HEARTBEAT_INTERVAL
-from rankzero.driver import policy
-from rankzero.driver.policy import Failure
+from rankzero.driver import failure, policy
+from rankzero.driver.failure import Failure
 from rankzero.run import liveness
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
@@ -27,7 +27,7 @@ KILLED = Failure(2, "c", order=2, signal="SIGKILL")
     ],
 )
 def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure], cause: Failure) -> None:
-    assert policy.first_cause(failures) is cause
+    assert failure.first_cause(failures) is cause
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
         ([RAISED], 0.0, True),
         ([KILLED], 0.0, True),
         ([ECHO], 0.0, False),
-        ([ECHO], policy.CAUSE_WINDOW, True),
+        ([ECHO], failure.CAUSE_WINDOW, True),
         ([ECHO, RAISED], 0.1, True),
     ],
 )
 def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, conclusive: bool) -> None:
-    assert policy.is_conclusive(failures, waited) is conclusive
+    assert failure.is_conclusive(failures, waited) is conclusive
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
         Failure(rank, "a", order=rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
         for rank in (0, 3, 2)
     ]
-    assert policy.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
+    assert failure.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
 
 def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
     same = [Failure(rank, "a", order=rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
-    assert policy.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
-    assert policy.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
+    assert failure.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
+    assert failure.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
     [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 1, 2, 3], "ranks 1-3, 5"), (range(64), "ranks 0-63")],
 )
 def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
-    assert policy.name_ranks(ranks) == name
+    assert failure.name_ranks(ranks) == name
 
 
 def test_the_message_leads_with_rank_host_and_cause() -> None:
-    text = policy.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last lines"], "/store/run")
+    text = failure.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last lines"], "/store/run")
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text

@@ -50,7 +50,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankzero.driver.status._FLUSH_TIME", 1.0 / SCALE)
     monkeypatch.setattr("rankzero.driver.status.DRIVER_DEAD_AFTER", 15.0 / SCALE)
     monkeypatch.setattr("rankzero.driver.watch.LEASE_INTERVAL", 30.0 / SCALE)
-    monkeypatch.setattr("rankzero.run.handle.LEASE_INTERVAL_REMOTE", 60.0 / SCALE)
+    monkeypatch.setattr("rankzero.run.renewal.INTERVAL_REMOTE", 60.0 / SCALE)
     monkeypatch.setattr("rankzero.run.handle.FOLLOW_INTERVAL", 0.001)
 
 

@@ -12,6 +12,8 @@ CORE = ROOT / "core" / "rankzero"
 DOWN = (
     "rankzero",
     "cli",
+    "doctor",
+    "testing",
     "compat",
     "launcher",
     "sweep",
@@ -23,6 +25,7 @@ DOWN = (
     "agent",
     "worker",
     "train",
+    "data",
     "channel",
     "report",
     "run",

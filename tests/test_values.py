@@ -17,7 +17,7 @@ from tests.kinds_of_values import KINDS, Score, same
 
 from rankzero import InvalidJobError, Launcher, ResultError, ResultRef
 from rankzero.submit import payload
-from rankzero.submit.identity import digest_of
+from rankzero.submit.content import digest_of
 from rankzero.values import digest, formats, safetensors
 from rankzero.values.envelope import open_packed
 from rankzero.values.plain import is_json

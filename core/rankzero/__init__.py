@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rankzero.compat.torch_distributor import TorchDistributor
+    from rankzero.data.table import Table
     from rankzero.engines.connect.engine import SparkConnectEngine
     from rankzero.engines.local import LocalEngine
     from rankzero.engines.spark.engine import SparkEngine
@@ -56,6 +57,7 @@ __all__ = [
     "SparkEngine",
     "SparkSubmitEngine",
     "StartTimeoutError",
+    "Table",
     "TorchDistributor",
     "WorkerFailedError",
 ]
@@ -69,6 +71,7 @@ _HOMES = {
     "SparkConnectEngine": "engines.connect.engine",
     "SparkEngine": "engines.spark.engine",
     "SparkSubmitEngine": "engines.spark.submit",
+    "Table": "data.table",
     "TorchDistributor": "compat.torch_distributor",
 }
 

@@ -64,6 +64,7 @@ class Job:
         log_starts: By rank (as text, as JSON has it): piece and offset at which its lines of this submission begin.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of what the workers need.
+        queries: Datasets that the driver has Spark compute: name to table or query.
         python: ``major.minor`` of the Python that made the payload.
         created: Unix time.
     """
@@ -97,6 +98,7 @@ class Job:
     identity: str = ""
     log_starts: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    queries: dict[str, str] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
     created: float = field(default_factory=time.time)
 

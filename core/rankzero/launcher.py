@@ -79,7 +79,9 @@ class Launcher:
             ``~/.rankzero/runs``.
         run_id: Name of the run; None makes one up. A run id that lives is not started twice; one that failed or
             was cancelled goes on from its last checkpoint; see `submit` for one that succeeded.
-        dataset: Must be None: not part of this version.
+        dataset: What ranks read by `rankzero.train.get_dataset_shard`: a Spark DataFrame, the path or URL of a
+            Parquet, Delta or Arrow table, or with a Spark engine the name of a table or a query; or a dict of these by
+            name. One without a name is ``"train"``. A DataFrame is computed once, by Spark, into the run's directory.
         max_preemptions: New attempts after the cluster took a place back (SIGTERM from outside); None for as
             many as ``max_restarts``, counted apart.
         stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
@@ -184,7 +186,9 @@ class Launcher:
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
-            raise InvalidJobError(f"dataset={self.dataset!r} is not supported by this version of rankzero")
+            from rankzero.submit import datasets
+
+            datasets.check(self.dataset)
 
     def options(self, **changes: Any) -> Launcher:
         """A copy with changed fields. Raises InvalidJobError for a field that does not exist."""
@@ -448,6 +452,7 @@ class Launcher:
         return found
 
     def _request(self) -> Request:
+        from rankzero.submit import datasets
         from rankzero.submit.prepare import Request
 
         if self.restart_on and not self.max_restarts:
@@ -487,6 +492,7 @@ class Launcher:
             env,
             self.code_version,
             restart_on=self.restart_on,
+            sources=datasets.check(self.dataset),
             code=self._code(),
         )
 

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from rankzero import ResultRef
-from rankzero.submit.identity import digest_of, identity_of
+from rankzero.submit.content import digest_of
+from rankzero.submit.identity import identity_of
 from rankzero.submit.imports import imports_of_code
 
 
 def test_it_is_the_same_in_every_process() -> None:
     program = (
-        "from rankzero.submit.identity import digest_of\nprint(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
+        "from rankzero.submit.content import digest_of\nprint(digest_of({'a', 'b', 'c'}, [{'lr': frozenset('xyz')}]))"
     )
     digests = {
         subprocess.run(
@@ -61,7 +62,7 @@ def test_one_object_twice_is_as_two_equal_ones() -> None:
 def test_objects_of_a_script_s_own_classes_are_told_by_their_attributes() -> None:
     program = """
 import enum
-from rankzero.submit.identity import digest_of
+from rankzero.submit.content import digest_of
 class Config:
     def __init__(self, rate): self.rate = rate
 class Kind(enum.Enum):

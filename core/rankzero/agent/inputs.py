@@ -14,6 +14,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.channel.frames import Message
+from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
 
 
@@ -85,6 +86,7 @@ class Inputs:
             "run_token": self._start["run_token"],
             "shared": self.shared,
             "scratch": self._scratch,
+            "datasets": self._here.get(manifest.FILE),
             "beat_interval": self._start["beat_interval"],
         }
 

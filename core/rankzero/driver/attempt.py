@@ -22,7 +22,7 @@ from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
-from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
+from rankzero.driver.storage import RESULT_STORED, Storage, remove_tables, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
@@ -144,6 +144,7 @@ class Attempt:
 
     def _remove_leftovers(self) -> None:
         """What ranks of an attempt before had begun to write when they, or their driver, died."""
+        remove_tables(self._run, range(self._job.first_attempt, self._number))
         if self._run.is_remote:
             remove_values(self._run, range(self._job.first_attempt, self._number))
         else:

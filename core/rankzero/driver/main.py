@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import select
@@ -26,6 +27,7 @@ from rankzero.driver.attempt import Attempt
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
+from rankzero.driver.tables import Tables
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
@@ -41,6 +43,7 @@ from rankzero.errors import (
 )
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files, is_gone, pidfd_of
+from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
 from rankzero.run.directory import RunDirectory
 
@@ -59,6 +62,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """Of a driver's own log."""
 
 _DONE = "engine-done"
+_SAY = "engine-says"
 
 T = TypeVar("T")
 
@@ -131,6 +135,9 @@ class Driver:
                     self._recorder.update(state="starting", attempt=number)
                     deadline = time.monotonic() + self._job.start_timeout
                     self._session = session = self._session or self._open(deadline)
+                    if self._job.queries:
+                        self._job = self._read_tables(session)
+                        deadline = time.monotonic() + self._job.start_timeout
                     placement = self._gather(session, deadline, hosts.bad)
                     self._note_placement(number, placement, session)
                     if session.num_agents(placement.num_tasks) > MANY_AGENTS:
@@ -213,6 +220,15 @@ class Driver:
             url = session.url
         return session, url
 
+    def _read_tables(self, session: EngineSession) -> Job:
+        """Has the engine compute what ranks read; that may take longer than any start."""
+        tables = Tables(self._run, self._job, session)
+        try:
+            return self._in_thread(lambda: tables.read(self._say_from_thread), math.inf)
+        except BaseException:
+            tables.stop(CLOSE_TIMEOUT)
+            raise
+
     def _gather(self, session: EngineSession, deadline: float, bad: frozenset[str]) -> Placement:
         """Waits for the places of the next attempt.
 
@@ -263,6 +279,9 @@ class Driver:
         self._recorder.event(event)
         self._recorder.log(0, [f"rankzero: {event['what']}"])
 
+    def _say_from_thread(self, what: str) -> None:
+        self.inbox.queue.put((DRIVER, {"type": _SAY, "what": what}))
+
     def _in_thread(self, action: Callable[[], T], deadline: float) -> T:
         """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
         messages = self.inbox.renew()
@@ -280,6 +299,8 @@ class Driver:
         while True:
             with contextlib.suppress(queue.Empty):
                 _, message = messages.get(timeout=TICK)
+                if message["type"] == _SAY:
+                    self._say({"type": "engine", "what": message["what"]})
                 if message["type"] == _DONE:
                     failure = message["failure"]
                     if isinstance(failure, RankZeroError):
@@ -319,35 +340,6 @@ def _restart_cause(error: BaseException) -> str | None:
     if isinstance(error, HangError):
         return HANG
     return error.cause if isinstance(error, (WorkerFailedError, EngineError)) else None
-
-
-class DriverThread(threading.Thread):
-    """A driver in a thread of the caller's process. ``error`` is what `Driver.run` raised."""
-
-    def __init__(self, driver: Driver) -> None:
-        super().__init__(name="rankzero-driver", daemon=True)
-        self.driver = driver
-        self.error: BaseException | None = None
-        # Not join() with a timeout, nor is_alive(): before CPython 3.13 an exception of a signal handler inside of
-        # join() makes a thread that runs look ended.
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Runs the driver."""
-        try:
-            self.driver.run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._ended.set()
-
-    def poll(self) -> int | None:
-        """None while it lives, as a process would say."""
-        return 0 if self._ended.is_set() else None
-
-    def await_end(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
-        self._ended.wait(timeout)
 
 
 OWNER_INTERVAL = 1.0

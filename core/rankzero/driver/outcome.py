@@ -9,7 +9,7 @@ from typing import Any
 from rankzero.bounds import LOG_TAIL_WIDTH
 from rankzero.channel.frames import Message
 from rankzero.driver import policy
-from rankzero.driver.policy import Failure
+from rankzero.driver.failure import Failure, is_conclusive
 from rankzero.driver.roster import Member
 from rankzero.errors import RankZeroError
 from rankzero.values.ref import ResultRef
@@ -120,7 +120,7 @@ class Outcome:
             gone: Agents that went or are disconnected.
             engine_ended: The engine reports that all agents have ended.
         """
-        if self.failures and policy.is_conclusive(self.failures, now - self._first_failure_at):
+        if self.failures and is_conclusive(self.failures, now - self._first_failure_at):
             if gone and all(failure.collateral for failure in self.failures):
                 # The peers of a lost host see broken connections only.
                 return gone[0]

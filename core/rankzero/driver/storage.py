@@ -9,6 +9,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.frames import Message
+from rankzero.data.table import FOLDER
 from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
 from rankzero.driver.outcome import Outcome
@@ -92,8 +93,10 @@ class Storage:
             put()
 
     def sweep(self) -> None:
-        """Has deleted what this attempt, which has failed, left at the store: parts of checkpoints, and its value."""
+        """Has deleted what this attempt, which has failed, left at the store: parts of checkpoints, value, tables."""
         self._committer.sweep()
+        if self._outcome.success is None:
+            self._committer.do(lambda: remove_tables(self._run, range(self._number, self._number + 1)))
         if self._run.is_remote and self._outcome.success is None:
             self._committer.do(lambda: remove_values(self._run, range(self._number, self._number + 1)))
 
@@ -123,6 +126,15 @@ def remove_values(run: RunDirectory, attempts: range) -> None:
     for name in store.list_names(run.path("result")) if begins else []:
         if name.startswith(begins):
             store.remove(run.path("result", name))
+
+
+def remove_tables(run: RunDirectory, attempts: range) -> None:
+    """Deletes the rows that ranks of these failed attempts wrote, and of any other whose value was never stored."""
+    values = store.list_names(run.path("result"))
+    for name in store.list_names(run.path(FOLDER)):
+        is_result = any(value.startswith(f"value-{int(name)}.") for value in values)
+        if int(name) in attempts or not is_result:
+            store.remove(run.path(FOLDER, name))
 
 
 def _is_whole(uploaded: Message, part: Message) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rankzero.driver import policy
-from rankzero.driver.policy import Failure
+from rankzero.driver.failure import Failure, failure_message, first_cause, group_others, name_ranks, same_as
 from rankzero.errors import EngineError, HangError, RankZeroError, ResultError, StartTimeoutError, WorkerFailedError
 
 
@@ -17,16 +17,16 @@ def failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direct
         tail: Gives the last lines of a rank, for one that could not deliver them.
         directory: The run directory.
     """
-    cause = policy.first_cause(failures)
+    cause = first_cause(failures)
     if cause.cause == "no-torch":
         return EngineError(cause.message)
     if cause.exception_type == "rankzero.errors.ResultError":
         return ResultError(cause.message)
-    others = policy.group_others(failures, cause)
-    same = policy.same_as(cause, failures)
+    others = group_others(failures, cause)
+    same = same_as(cause, failures)
     log_tail = list(cause.log_tail) or tail(cause.rank)
     return WorkerFailedError(
-        policy.failure_message(cause, same, others, log_tail, directory),
+        failure_message(cause, same, others, log_tail, directory),
         rank=cause.rank,
         host=cause.host,
         exception_type=cause.exception_type,
@@ -34,7 +34,7 @@ def failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direct
         exit_code=cause.exit_code,
         signal=cause.signal,
         log_tail=log_tail,
-        others=([f"{policy.name_ranks(same)}: the same"] if same else []) + others,
+        others=([f"{name_ranks(same)}: the same"] if same else []) + others,
         cause=cause.restart_cause,
     )
 
@@ -52,11 +52,11 @@ def lost(
         explained: What the engine reports, if it has ended.
         failures: What ranks reported meanwhile.
     """
-    text = [f"{task} ({policy.name_ranks(ranks)}) was lost: {why}"]
+    text = [f"{task} ({name_ranks(ranks)}) was lost: {why}"]
     if explained:
         text.append(str(explained))
         cause = getattr(explained, "cause", None) or cause
-    if others := policy.group_others(failures, Failure(rank=-1, host="")):
+    if others := group_others(failures, Failure(rank=-1, host="")):
         text += ["Then failed:", *(f"  {line}" for line in others)]
     return EngineError("\n".join(text), cause=cause)
 

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rankzero.errors import RankZeroError
+from rankzero.data.manifest import Manifest
+from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def prefers_own_process(self) -> bool:
         """True if opening it would change the caller's process."""
+
+    @property
+    def has_tables(self) -> bool:
+        """True if a session of this engine can compute tables and queries: `EngineSession.read_table`."""
+        return False
 
     @property
     def drives_elsewhere(self) -> bool:
@@ -154,6 +160,24 @@ class EngineSession(abc.ABC):
             config: What is the same for all agents.
             on_end: Called once, from another thread, when all have ended.
         """
+
+    def read_table(
+        self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
+    ) -> Manifest:
+        """Computes a table or a query, and writes its rows for the ranks.
+
+        Args:
+            query: Name of the table, or the query.
+            folder: A new directory of the run's store.
+            name: Of the dataset.
+            say: Takes lines about progress.
+            check: Called now and then; what it raises ends the work.
+
+        Raises:
+            InvalidJobError: there is no such table, or a column that there is no tensor of.
+            EngineError: the engine failed, or has no tables.
+        """
+        raise EngineError(f"dataset {name!r} is {query!r}: {self.place} has no tables; give a path")
 
     def is_usable(self) -> bool:
         """False if another attempt needs a new session. Asked between two attempts."""

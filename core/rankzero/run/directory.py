@@ -14,7 +14,9 @@
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
     flight/       of ranks that hung: what torch's flight recorder knew of their collectives
+    datasets/     rows that Spark has computed for the ranks; their manifests are ``submissions/N/datasets.json``
     result/       rank 0's value
+    tables/       rows that ranks have written, by attempt; see `rankzero.data.table`
     lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
     delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
     driver.log    what a detached driver wrote
@@ -45,6 +47,9 @@ EVENTS = "events.jsonl"
 
 LINES = "logs/lines"
 """What all ranks write, on an object store."""
+
+DATASETS = "datasets"
+"""Rows that Spark has computed for the ranks, a folder for each dataset."""
 
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
@@ -134,6 +139,10 @@ class RunDirectory:
     def submission_path(self, submission: int, *parts: str) -> str:
         """A location inside of one submission."""
         return self.path("submissions", str(submission), *parts)
+
+    def new_dataset(self, name: str) -> str:
+        """A location for the rows of a dataset that nobody else uses."""
+        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
 
     def claim(self, submission: int) -> bool:
         """True for the one caller that may write this submission. Raises OSError."""

@@ -26,6 +26,7 @@ from rankzero.run.growing import Position
 from rankzero.run.lines import LineReader
 from rankzero.run.liveness import HeartbeatWatch, process_lives
 from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
+from rankzero.run.renewal import Renewal
 from rankzero.values.ref import ResultRef
 
 R = TypeVar("R")
@@ -39,12 +40,6 @@ THOROUGH_INTERVAL = 2.0
 
 STORE_PATIENCE = DRIVER_DEAD_AFTER
 """Seconds for which a follower tries again to read a store that fails."""
-
-LEASE_INTERVAL = 10.0
-"""Longest time in seconds between two renewals of a followed run's lease."""
-
-LEASE_INTERVAL_REMOTE = 60.0
-"""The same on an object store, where each is a request."""
 
 DRIVER_LOG_TAIL = 15
 """Lines of a dead driver's log that its error shows."""
@@ -80,9 +75,7 @@ class RunHandle(Generic[R]):
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
         self._heartbeat = HeartbeatWatch()
-        self._lease_interval: float | None = None
-        self._lease_renewed = 0.0
-        self._lease_bound: float | None = None
+        self._lease = Renewal(self._run)
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
@@ -177,7 +170,7 @@ class RunHandle(Generic[R]):
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
         """Much to read takes its time."""
-        self._renew_lease()
+        self._lease.renew_if_due()
         return self._patiently(read)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
@@ -224,7 +217,7 @@ class RunHandle(Generic[R]):
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until it is worth another look at the run, at most so many seconds, and not beyond its end."""
-        self._renew_lease()
+        self._lease.renew_if_due()
         interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
@@ -238,7 +231,7 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._run.renew_lease(self._lease_bound)
+        self._lease.renew()
 
     def hold(self, bound: float) -> None:
         """From now on the run ends if this handle does not follow it for so many seconds; nobody comes after it.
@@ -248,22 +241,7 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._lease_bound, self._lease_interval = bound, self._lease_interval_of(bound)
-        self.renew_lease()
-
-    def _lease_interval_of(self, bound: float) -> float:
-        return min(LEASE_INTERVAL_REMOTE if self._run.is_remote else LEASE_INTERVAL, bound / 4)
-
-    def _renew_lease(self) -> None:
-        """Reports to the driver of a run with an ``orphan_timeout`` that somebody follows it."""
-        if self._lease_interval is None:
-            bound = self._run.job().orphan_timeout
-            self._lease_interval = 0.0 if bound is None else self._lease_interval_of(bound)
-        if self._lease_interval and time.monotonic() - self._lease_renewed > self._lease_interval:
-            self._lease_renewed = time.monotonic()
-            # A lease that cannot be renewed must not end the follower.
-            with contextlib.suppress(Exception):
-                self._run.renew_lease(self._lease_bound)
+        self._lease.hold(bound)
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
         """Waits and returns the handle of rank 0's value.

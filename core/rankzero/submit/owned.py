@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.driver.main import Driver, DriverThread
+from rankzero.driver.main import Driver
+from rankzero.driver.thread import DriverThread
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import this_process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import LINES, RunDirectory, log_name
-from rankzero.submit import payload, submission
+from rankzero.submit import datasets, payload, submission
+from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import Payload
 from rankzero.submit.user_code import ARCHIVE, UserCode
@@ -38,6 +40,7 @@ class Request:
         code_version: What stands for the code in the identity of the training; None: the code itself.
         identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
+        sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
     """
 
@@ -49,13 +52,8 @@ class Request:
     code_version: str | None = None
     identity: str | None = None
     restart_on: object = ()
+    sources: Mapping[str, Any] = field(default_factory=dict)
     code: UserCode = field(default_factory=UserCode)
-
-    def identity_of(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The identity of a training, as it is known or else computed."""
-        if self.identity is not None:
-            return self.identity
-        return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code)
 
     @property
     def directory(self) -> str:
@@ -65,6 +63,26 @@ class Request:
     def private(self) -> dict[str, Any]:
         """What may hold secrets, and so goes to the driver directly and into no file: environment, engine settings."""
         return {"env": dict(self.env), "engine": self.engine.to_spec()[1]}
+
+    def identity_of(
+        self,
+        train: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: Datasets | None = None,
+    ) -> str:
+        """The identity of a training, if it is not known already.
+
+        Args:
+            train: As for `Launcher.run`.
+            args: As for `Launcher.run`.
+            kwargs: As for `Launcher.run`.
+            found: Its datasets, if they are there already: else Spark has to compute what they are.
+        """
+        if self.identity is not None:
+            return self.identity
+        read = found.digests if found else datasets.digests_of(self.sources, self.engine)
+        return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code, read)
 
 
 def prepare(
@@ -97,19 +115,33 @@ def prepare(
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    identity = request.identity_of(train, args, kwargs)
-    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, identity=identity)
+    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
     engine.check(job)
     engine.check_store(request.root)
-    files = {"payload.pkl": parts.data}
+    run = RunDirectory(store.join(request.root, run_id))
+    with contextlib.ExitStack() as unless_started:
+        before = datasets.earlier(run) if request.sources else {}
+        found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
+        unless_started.callback(found.discard, before)
+        job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
+        patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
+        started = _submit(run, job, parts, request.code, found, patience)
+        if started:
+            unless_started.pop_all()
+            datasets.remove_replaced(before, found)
+    return run, started
+
+
+def _submit(run: RunDirectory, job: Job, parts: Payload, code: UserCode, found: Datasets, patience: float) -> bool:
+    """Submits the job with its files; see `submission.submit`."""
+    files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
-    if request.code.archive is not None:
-        files[ARCHIVE] = [request.code.archive]
-        listings["code.txt"] = [request.code.listing.encode("utf-8", "replace")]
-    run = RunDirectory(store.join(request.root, run_id))
+    if code.archive is not None:
+        files[ARCHIVE] = [code.archive]
+        listings["code.txt"] = [code.listing.encode("utf-8", "replace")]
     arguments = _describe_arguments(parts)
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
@@ -131,8 +163,7 @@ def prepare(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
-    return run, submission.submit(run, identity, make_job, files | listings, patience)
+    return submission.submit(run, job.identity, make_job, files | listings, patience)
 
 
 def _refuse_in_spawned_child() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
+from rankzero.train.dataset import DatasetShard, get_dataset_shard
 from rankzero.train.model import (
     accumulate,
     autocast,
@@ -32,12 +33,14 @@ from rankzero.train.process_group import (
     rank_zero_first,
 )
 from rankzero.train.progress import progress
+from rankzero.train.rows import write_rows
 
 if TYPE_CHECKING:
     from rankzero.train.data_loader import PreparedDataLoader, prepare_data_loader
 
 __all__ = [
     "Checkpoint",
+    "DatasetShard",
     "PreparedDataLoader",
     "TrainContext",
     "accumulate",
@@ -51,6 +54,7 @@ __all__ = [
     "full_state_dict",
     "get_checkpoint",
     "get_context",
+    "get_dataset_shard",
     "grad_scaler",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -62,6 +66,7 @@ __all__ = [
     "report",
     "set_result",
     "unwrap_model",
+    "write_rows",
 ]
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankzero.train.checkpoint import Checkpoint
+    from rankzero.train.parts import Parts
     from rankzero.train.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,11 @@ class _Session:
     result: object = None
     progress: int = 0
     at_return: list[Callable[[], None]] = field(default_factory=list)
+    datasets: str | None = None
+    scratch: str | None = None
+    parts: Parts | None = None
+    shards: dict[str, Any] = field(default_factory=dict)
+    tables: Counter[str] = field(default_factory=Counter)
 
     def count_progress(self) -> int:
         """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
@@ -115,7 +122,8 @@ class _Session:
 _session: _Session | None = None
 
 
-def _current() -> _Session:
+def current() -> _Session:
+    """This process as a worker; outside of a run as ``torchrun`` describes it. For `rankzero.train` alone."""
     global _session
     if _session is None:
         _session = _Session(_from_environment())
@@ -145,10 +153,26 @@ def _from_environment() -> TrainContext:
     )
 
 
-def install(context: TrainContext, send_report: Callable[[str], None], writer: CheckpointWriter) -> _Session:
-    """Makes this process a worker of a run. Called by the worker, not by users."""
+def install(
+    context: TrainContext,
+    send_report: Callable[[str], None],
+    writer: CheckpointWriter,
+    parts: Parts,
+    datasets: str | None,
+    scratch: str,
+) -> _Session:
+    """Makes this process a worker of a run. Called by the worker, not by users.
+
+    Args:
+        context: Who it is.
+        send_report: Takes the metrics of a report as JSON.
+        writer: Of checkpoints.
+        parts: Its ways to the run directory.
+        datasets: Path of the file that describes the datasets of the run; None if there are none.
+        scratch: Directory of this task.
+    """
     global _session
-    _session = _Session(context, send_report, writer)
+    _session = _Session(context, send_report, writer, datasets=datasets, scratch=scratch, parts=parts)
     return _session
 
 
@@ -160,7 +184,7 @@ def get_context() -> TrainContext:
         >>> rt.get_context().world_size
         1
     """
-    return _current().context
+    return current().context
 
 
 def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
@@ -201,7 +225,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
             f"the metrics of one report take {len(row)} bytes as JSON, the limit is {REPORT_LIMIT}: "
             "report numbers and short strings; return what is large, or put it into the checkpoint"
         )
-    session = _current()
+    session = current()
     session.progress += 1
     if session.send_report is None or session.writer is None:
         _show(session, values)
@@ -222,7 +246,7 @@ def get_checkpoint() -> Checkpoint | None:
         >>> checkpoint = rt.get_checkpoint()
         >>> first_epoch = checkpoint.load()["epoch"] + 1 if checkpoint else 0
     """
-    writer = _current().writer
+    writer = current().writer
     return writer.last if writer else None
 
 
@@ -232,17 +256,17 @@ def set_result(value: object) -> None:
     The last call wins. In a function, just return the value; a value other than None that the
     function returns takes precedence.
     """
-    _current().result = value
+    current().result = value
 
 
 def at_return(function: Callable[[], None]) -> None:
     """Calls a function when the training function has returned, before its value is stored. Not after a failure."""
-    _current().at_return.append(function)
+    current().at_return.append(function)
 
 
 def count_progress() -> None:
     """Counts a step of this rank for ``hang_timeout``."""
-    _current().progress += 1
+    current().progress += 1
 
 
 def _show(session: _Session, values: Mapping[str, MetricValue]) -> None:

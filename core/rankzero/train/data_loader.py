@@ -68,7 +68,7 @@ class PreparedDataLoader:
         batches = self._from(self._skipped)
         if self._device is not None:
             ahead = self._device.type == "cuda" and not self._is_stateful()
-            batches = _on_device(batches, self._device, ahead=ahead)
+            batches = on_device(batches, self._device, ahead=ahead)
         for batch in batches:
             self._done += 1
             yield batch
@@ -163,7 +163,7 @@ def prepare_data_loader(
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
 
 
-def _on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) -> Iterator[Batch]:
+def on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) -> Iterator[Batch]:
     """Each batch on the device; with ``ahead`` the next one is copied on a stream of its own meanwhile."""
     if not ahead:
         yield from (_moved(batch, lambda tensor: tensor.to(device)) for batch in batches)

@@ -91,7 +91,7 @@ class Parts:
             fetch: Has the agent fetch a file that the driver offers; gives its path, or raises ResultError.
         """
         self.shared: bool = start["shared"]
-        self._run_directory: str = start["run_directory"]
+        self.run_directory: str = start["run_directory"]
         self._token: str = start["run_token"]
         self._scratch: str = start["scratch"]
         self._resumed: str | None = (start["checkpoint"] or {}).get("id")
@@ -106,13 +106,13 @@ class Parts:
         with self._lock:
             if not self._has_looked:
                 self._has_looked = True
-                if not self.shared and store.is_url(self._run_directory):
-                    self._client = remote.reach(self._run_directory, self._token)
+                if not self.shared and store.is_url(self.run_directory):
+                    self._client = remote.reach(self.run_directory, self._token)
             return self._client
 
     def local_path(self, checkpoint: str, file: str) -> str:
         """Where a part that is written as a local file lies, its folder made."""
-        folder = os.path.join(self._run_directory if self.shared else self._scratch, FOLDER, checkpoint)
+        folder = os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
         os.makedirs(folder, exist_ok=True)
         return os.path.join(folder, file)
 
@@ -140,7 +140,7 @@ class Parts:
         """
         if client := self.client():
             try:
-                return self._upload(client, store.join(self._run_directory, FOLDER, checkpoint, file), produce)
+                return self._upload(client, store.join(self.run_directory, FOLDER, checkpoint, file), produce)
             except Exception as error:
                 if isinstance(error, ResultError):
                     raise
@@ -163,7 +163,7 @@ class Parts:
         """
         if (client := self.client()) is None:
             return None
-        url = store.join(self._run_directory, "result", name)
+        url = store.join(self.run_directory, "result", name)
         try:
             self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE)
         except Exception as error:
@@ -247,7 +247,7 @@ class Parts:
         if self.shared:
             raise FileNotFoundError(self._places(checkpoint, part)[0])
         if client := self.client():
-            url = store.join(self._run_directory, FOLDER, checkpoint, part["file"])
+            url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
             here = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
             return remote.download(client, url, here)
         if checkpoint != self._resumed:
@@ -258,14 +258,14 @@ class Parts:
         """An open part, of which only what is asked for is read. Raises like `path`."""
         is_here = self.shared or any(map(os.path.exists, self._places(checkpoint, part)))
         if not is_here and (client := self.client()):
-            url = store.join(self._run_directory, FOLDER, checkpoint, part["file"])
+            url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
             # Pieces are small, and lie one after the other.
             return io.BufferedReader(client.open_read(url), READ_AHEAD)  # type: ignore[type-var]
         return open(self.path(checkpoint, rank, part), "rb")
 
     def _places(self, checkpoint: str, part: Part) -> list[str]:
         if self.shared:
-            return [os.path.join(self._run_directory, FOLDER, checkpoint, part["file"])]
+            return [os.path.join(self.run_directory, FOLDER, checkpoint, part["file"])]
         fetched = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
         return [os.path.join(self.folder(checkpoint), part["file"]), fetched]
 

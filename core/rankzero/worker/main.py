@@ -99,7 +99,7 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     world = context.TrainContext(**start["context"])
     files = parts.Parts(start, control.fetch)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send)
-    session = context.install(world, control.report, writer)
+    session = context.install(world, control.report, writer, files, start["datasets"], start["scratch"])
     if start["checkpoint"]:
         writer.committed(start["checkpoint"])
     os.environ.update(start["env"])

@@ -69,6 +69,11 @@ class SparkConnectEngine(Engine):
         return {"kind": "spark-connect", "server": str(self._server)}, private
 
     @property
+    def has_tables(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def can_detach(self) -> bool:
         """Not with a session of the caller's process."""
         return self.session is None

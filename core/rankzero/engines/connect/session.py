@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.engines.connect.client import settings_of
 from rankzero.engines.connect.errors import explain
@@ -34,6 +35,7 @@ from rankzero.engines.spark.conf import (
     require_task_gpus,
 )
 from rankzero.engines.spark.context import agent_code
+from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
 from rankzero.host.network import address_towards, is_loopback, own_addresses
@@ -130,6 +132,12 @@ class ConnectSession(EngineSession):
             LOOPBACK if self._is_local else None,
         )
         return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end)
+
+    def read_table(
+        self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
+    ) -> Manifest:
+        """By this session; see `EngineSession.read_table`."""
+        return materialize(open_query(self._session, query), folder, name, say, check)
 
     def is_usable(self) -> bool:
         """False if the server has ended the session, or has itself ended."""

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, Engine, EngineSession, OnEnd
 from rankzero.engines.gpus import GpuClaims, local_gpus, require_local_gpus
 from rankzero.engines.local import LOOPBACK, LocalEngine
@@ -41,6 +42,7 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.embedded import Embedded
+from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
@@ -126,6 +128,11 @@ class SparkEngine(Engine):
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The master may be shown; the conf may hold credentials."""
         return {"kind": "spark", "master": self.master}, {"conf": dict(self.conf)}
+
+    @property
+    def has_tables(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def can_detach(self) -> bool:
@@ -311,6 +318,15 @@ class SparkEngineSession(EngineSession):
             LOOPBACK if is_local else None,
         )
         return SparkGroup(self._context, self._job, num_tasks, task, on_end, self._known.profile(self._resources))
+
+    def read_table(
+        self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
+    ) -> Manifest:
+        """By a session of this context; see `EngineSession.read_table`."""
+        from pyspark.sql import SparkSession
+
+        session = SparkSession.builder.getOrCreate()
+        return materialize(open_query(session, query), folder, name, say, check)
 
     @property
     def _code(self) -> Any:

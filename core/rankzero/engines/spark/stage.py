@@ -46,7 +46,7 @@ class SparkGroup(AgentGroup):
 
                 rows = rows.withResources(ResourceProfile(self._profile))
             rdd = rows.barrier().mapPartitions(self._task)
-            with _own_python(self._context):
+            with with_own_python(self._context):
                 # Fixes the executors' Python and pickles the task.
                 rdd._jrdd  # noqa: B018
             rdd.collect()
@@ -120,7 +120,7 @@ def make_task(
 
 
 @contextlib.contextmanager
-def _own_python(context: Any) -> Iterator[None]:
+def with_own_python(context: Any) -> Iterator[None]:
     """Executors on this machine run this very Python, unless the user chose one."""
     before = context.pythonExec
     if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):

@@ -1,0 +1,184 @@
+"""Arrow columns as tensors, by the mapping of `rankzero.data.kinds`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from rankzero.data.kinds import allows_null, is_list, is_text, is_vector
+from rankzero.errors import InvalidJobError
+
+_DENSE = 1
+
+
+class Ragged(NamedTuple):
+    """Arrays of several lengths, one after the other.
+
+    Attributes:
+        values: Of all rows.
+        offsets: ``n + 1`` numbers: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
+Column = torch.Tensor | Ragged | list[Any] | dict[str, Any]
+Columns = dict[str, Column]
+
+
+def tensors(batch: Any, lengths: Mapping[str, int]) -> Columns:
+    """The columns of a `pyarrow.RecordBatch`.
+
+    Args:
+        batch: Its memory is what the tensors share, where nothing must be converted.
+        lengths: Of the columns of arrays and vectors that have the same length in every row.
+
+    Raises:
+        InvalidJobError: a column has a null, or an array a length, that its mapping has no place for.
+    """
+    return {
+        name: _column(column, name, lengths.get(name))
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
+
+
+def _column(array: Any, name: str, size: int | None) -> Column:
+    from pyarrow import types
+
+    kind = array.type
+    if types.is_dictionary(kind):
+        return _column(array.dictionary_decode(), name, size)
+    if is_text(kind):
+        found: list[Any] = array.to_pylist()
+        return found
+    if array.null_count and not allows_null(kind):
+        raise InvalidJobError(
+            f"column {name!r} ({kind}) has nulls, and there is no such {kind} in a tensor: fill or filter them, for "
+            "example with DataFrame.fillna or dropna"
+        )
+    if is_vector(kind):
+        return _vectors(array, name, size)
+    if types.is_struct(kind):
+        fields = zip(kind, array.flatten(), strict=True)
+        return {field.name: _column(child, f"{name}.{field.name}", None) for field, child in fields}
+    if is_list(kind):
+        return _lists(array, name, size)
+    return _numbers(array, name)
+
+
+def _numbers(array: Any, name: str) -> torch.Tensor:
+    import pyarrow as pa
+
+    kind = array.type
+    types = pa.types
+    if types.is_boolean(kind):
+        return from_dlpack(array.cast(pa.uint8())).view(torch.bool)
+    if types.is_decimal(kind):
+        array = array.cast(pa.float64())
+    elif types.is_date(kind):
+        array = array.cast(pa.date32()).view(pa.int32())
+    elif types.is_timestamp(kind):
+        array = array.cast(pa.timestamp("us", kind.tz), safe=False).view(pa.int64())
+    elif types.is_time(kind):
+        array = array.cast(pa.time64("us"), safe=False).view(pa.int64())
+    elif types.is_duration(kind):
+        array = array.cast(pa.duration("us"), safe=False).view(pa.int64())
+    elif kind in (larger := {pa.uint16(): pa.int32(), pa.uint32(): pa.int64(), pa.uint64(): pa.int64()}):
+        try:
+            array = array.cast(larger[kind])
+        except pa.ArrowInvalid as error:
+            raise InvalidJobError(f"column {name!r} ({kind}) has a number that int64 has no place for") from error
+    if array.null_count:
+        array = array.fill_null(float("nan"))
+    # An empty array may have no memory at all.
+    if not len(array):
+        return torch.empty(0, dtype=getattr(torch, _TORCH_NAMES.get(str(array.type), str(array.type))))
+    return from_dlpack(array)
+
+
+_TORCH_NAMES = {"float": "float32", "double": "float64", "halffloat": "float16"}
+
+
+def _lists(array: Any, name: str, size: int | None) -> Column:
+    from pyarrow import types
+
+    # Without the values that lie before and behind those of a slice.
+    values = _column(array.flatten(), name, None)
+    if not isinstance(values, torch.Tensor):
+        raise InvalidJobError(f"column {name!r} is {array.type}: there is no tensor of it")
+    if types.is_fixed_size_list(array.type):
+        return values.reshape(len(array), array.type.list_size, *values.shape[1:])
+    if size is not None and len(values) == size * len(array):
+        return values.reshape(len(array), size, *values.shape[1:])
+    if size is not None:
+        raise InvalidJobError(f"column {name!r} has arrays that are not of length {size}, as its manifest says")
+    offsets = _numbers(array.offsets, name)
+    return Ragged(values, (offsets - offsets[0]).long())
+
+
+def _vectors(array: Any, name: str, size: int | None) -> torch.Tensor:
+    kinds, sizes, indices, values = array.flatten()
+    dense = _numbers(kinds, name) == _DENSE
+    counts = _numbers(values.value_lengths(), name).long()
+    if size is None:
+        every = torch.where(dense, counts, _numbers(sizes.fill_null(0), name).long())
+        size = int(every[0]) if len(every) else 0
+        if (every != size).any():
+            raise InvalidJobError(
+                f"column {name!r} has vectors of {int(every.min())} and of {int(every.max())} numbers"
+            )
+    flat = _numbers(values.flatten(), name)
+    if bool(dense.all()) and len(flat) == size * len(array):
+        return flat.reshape(len(array), size)
+    found = torch.zeros(len(array), size, dtype=flat.dtype)
+    rows = torch.arange(len(array)).repeat_interleave(counts)
+    places = torch.arange(len(flat)) - (counts.cumsum(0) - counts)[rows]
+    places[~dense[rows]] = _numbers(indices.flatten(), name).long()
+    found[rows, places] = flat
+    return found
+
+
+def part(column: Column, low: int, high: int) -> Column:
+    """The rows from ``low`` to before ``high`` of a column, not copied."""
+    if isinstance(column, Ragged):
+        offsets = column.offsets[low : high + 1]
+        return Ragged(column.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+    if isinstance(column, dict):
+        return {name: part(inner, low, high) for name, inner in column.items()}
+    return column[low:high]
+
+
+def joined(columns: Sequence[Column]) -> Column:
+    """The rows of several columns of one kind, one after the other; those of a single one are not copied."""
+    first = columns[0]
+    if len(columns) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(columns)  # type: ignore[arg-type]
+    if isinstance(first, Ragged):
+        return _joined_ragged(columns)  # type: ignore[arg-type]
+    if isinstance(first, dict):
+        return {name: joined([column[name] for column in columns]) for name in first}  # type: ignore[index,call-overload]
+    return [item for column in columns for item in column]
+
+
+def _joined_ragged(columns: Sequence[Ragged]) -> Ragged:
+    offsets, end = [columns[0].offsets[:1]], 0
+    for column in columns:
+        offsets.append(column.offsets[1:] + end)
+        end += int(column.offsets[-1])
+    return Ragged(torch.cat([column.values for column in columns]), torch.cat(offsets))
+
+
+def rows_of(columns: Columns) -> int:
+    """Number of rows. Raises ValueError if there is no column."""
+    column: Any = next(iter(columns.values()), None)
+    if column is None:
+        raise ValueError("a batch without columns has no rows")
+    if isinstance(column, Ragged):
+        return len(column.offsets) - 1
+    return rows_of(column) if isinstance(column, dict) else len(column)

@@ -1,0 +1,103 @@
+"""Types of Arrow columns: which tensors they become, and which have none. Needs no torch.
+
+| Arrow, Spark | in a batch of ``n`` rows |
+|---|---|
+| integers, floats | a tensor of that type, not copied; unsigned ones of 16 to 64 bits as the next larger signed type |
+| boolean | ``torch.bool`` |
+| decimal | ``torch.float64`` |
+| date | ``torch.int32``: days since 1970-01-01 |
+| timestamp, time, duration | ``torch.int64``: microseconds, of a timestamp since 1970-01-01 UTC |
+| string, binary | a list of ``str`` or ``bytes``; None for a null |
+| array, all of length ``k`` | a tensor of ``n`` x ``k``, not copied |
+| array of other lengths | `rankzero.data.columns.Ragged`: values and offsets |
+| struct | a dict of its fields |
+| vector of Spark ML, dense or sparse | ``torch.float64``, ``n`` x ``k`` |
+| null | nan in floats and decimals; elsewhere an error |
+| map, union, interval of months, variant, array of strings or of ragged arrays | an error |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+
+VECTOR = ("type", "size", "indices", "values")
+"""The fields of a vector of Spark ML."""
+
+
+def check(schema: Any, where: str) -> None:
+    """Refuses columns that no tensor can be made of.
+
+    Args:
+        schema: A `pyarrow.Schema`.
+        where: What it is the schema of, for the error.
+
+    Raises:
+        InvalidJobError: names the first such column.
+    """
+    for column in schema:
+        if why := _why_not(column.type):
+            raise InvalidJobError(f"column {column.name!r} of {where} is {column.type}: {why}")
+
+
+def _why_not(kind: Any) -> str | None:
+    """Why there is no tensor of a type; None if there is one."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        reasons = (f"its field {field.name!r}: {why}" for field in kind if (why := _why_not(field.type)))
+        return next(reasons, None)
+    if is_list(kind):
+        inner = kind.value_type
+        if _is_number(inner) or types.is_fixed_size_list(inner):
+            return _why_not(inner)
+        return f"there is no tensor of arrays of {inner}; leave it out, or flatten it"
+    if types.is_dictionary(kind):
+        return _why_not(kind.value_type)
+    if _is_number(kind) or is_text(kind):
+        return None
+    return "there is no tensor of this type; leave it out, or make numbers of it"
+
+
+def is_list(kind: Any) -> bool:
+    """True for arrays, of one length or of several."""
+    from pyarrow import types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def is_text(kind: Any) -> bool:
+    """True for strings and bytes."""
+    from pyarrow import types
+
+    tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return any(test(kind) for test in tests)
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(
+        types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_boolean(kind)
+        or types.is_decimal(kind)
+        or (types.is_temporal(kind) and not types.is_interval(kind))
+    )
+
+
+def allows_null(kind: Any) -> bool:
+    """True if a null in a column of this type has a meaning."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return allows_null(kind.value_type)
+    return bool(types.is_floating(kind) or types.is_decimal(kind) or is_text(kind))
+
+
+def is_vector(kind: Any) -> bool:
+    """True for a vector of Spark ML."""
+    from pyarrow import types
+
+    return bool(types.is_struct(kind) and tuple(field.name for field in kind) == VECTOR)

@@ -1,0 +1,215 @@
+"""`Reader`: the rows of a dataset as Arrow record batches, mapped into memory where their files allow."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import mmap
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rankzero import store
+from rankzero.data.files import open_file
+from rankzero.data.manifest import ARROW, File, Manifest
+from rankzero.errors import ResultError
+
+SPARE = 2 << 30
+"""Bytes that decoded rows leave free on the disk of the scratch directory."""
+
+
+class Reader:
+    """Opens the groups of a dataset: the record batches of Arrow files, the row groups of Parquet files.
+
+    An uncompressed Arrow file that this host sees is mapped as it lies there. Everything else is decoded once for all
+    ranks of a task, into Arrow files of its scratch directory, when the first of them needs it; where that disk has no
+    room, by each rank, every time.
+    """
+
+    def __init__(self, manifest: Manifest, columns: Sequence[str] | None, scratch: str) -> None:
+        """Opens nothing yet.
+
+        Args:
+            manifest: Of the dataset.
+            columns: Those that are read; None for all.
+            scratch: Directory of this task.
+        """
+        self._manifest = manifest
+        self._schema = manifest.arrow_schema()
+        self.columns = list(columns) if columns is not None else list(self._schema.names)
+        self._scratch = scratch
+        self._groups = [(file, number) for file in manifest.files for number in range(len(file.rows))]
+        counts = [rows for file in manifest.files for rows in file.rows]
+        self._starts = [0, *itertools.accumulate(counts)]
+        self._key = hashlib.sha256(f"{manifest.digest} {self.columns}".encode()).hexdigest()[:16]
+        self._kept: dict[int, Any] = {}
+
+    def rows(self, low: int, high: int) -> Iterator[Any]:
+        """The rows from ``low`` to before ``high``, as record batches, each of one group.
+
+        Their memory may be written to, and is seen by nobody else: it is that of a mapping of its own.
+        """
+        number = bisect.bisect_right(self._starts, low) - 1
+        while low < high:
+            begin, end = self._starts[number], min(high, self._starts[number + 1])
+            if low < end:
+                yield self._open(number).slice(low - begin, end - low)
+                low = end
+            number += 1
+
+    def take(self, rows: torch.Tensor) -> Any:
+        """These rows, in this order, as one record batch of memory of its own."""
+        import pyarrow as pa
+
+        ordered, order = rows.sort()
+        bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
+        needed = [number for number in range(len(self._groups)) if bounds[number] < bounds[number + 1]]
+        if len(needed) == 1:
+            return self._keep(needed[0]).take(_indices(rows - self._starts[needed[0]]))
+        found = []
+        for number in needed:
+            wanted = ordered[bounds[number] : bounds[number + 1]] - self._starts[number]
+            found.append(self._keep(number).take(_indices(wanted)))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        [batch] = pa.Table.from_batches(found).combine_chunks().to_batches()
+        return batch.take(_indices(places))
+
+    def _keep(self, number: int) -> Any:
+        """A group that is only read from, and stays mapped."""
+        if number not in self._kept:
+            batch, is_mapped = self._opened(number)
+            if not is_mapped:
+                # Decoded by this rank alone: as many as there are do not fit.
+                return batch
+            self._kept[number] = batch
+        return self._kept[number]
+
+    def _open(self, number: int) -> Any:
+        return self._opened(number)[0]
+
+    def _opened(self, number: int) -> tuple[Any, bool]:
+        """A group, and whether it is mapped."""
+        file, group = self._groups[number]
+        try:
+            batch, is_mapped = self._group(file, group)
+        except FileNotFoundError:
+            raise ResultError(f"{file.location} of the dataset does not exist, or this host does not see it") from None
+        except (OSError, ValueError, KeyError) as error:
+            raise ResultError(f"{file.location} of the dataset cannot be read: {error}") from error
+        return batch, is_mapped
+
+    def _group(self, file: File, group: int) -> tuple[Any, bool]:
+        if self._manifest.format == ARROW and not store.is_url(file.location):
+            batch, is_mapped = _mapped(file.location, group)
+            if is_mapped:
+                _check_rows(batch, file, group)
+                return self._selected(batch, file), True
+        path = os.path.join(self._scratch, f"{self._key}-{_digits(file.location)}-{group}.arrow")
+        with _locked(path):
+            if not os.path.exists(path):
+                batch = self._decoded(file, group)
+                _check_rows(batch, file, group)
+                batch = self._selected(batch, file)
+                if not self._write(path, batch):
+                    return batch, False
+        return _mapped(path, 0)[0], True
+
+    def _selected(self, batch: Any, file: File) -> Any:
+        """The columns that are read, with those that stand in the names of the files."""
+        import pyarrow as pa
+
+        arrays = []
+        for name in self.columns:
+            if name in file.partition:
+                value = pa.scalar(file.partition[name]).cast(self._schema.field(name).type)
+                arrays.append(pa.repeat(value, batch.num_rows))
+            else:
+                arrays.append(batch.column(name))
+        return pa.RecordBatch.from_arrays(arrays, self.columns)
+
+    def _decoded(self, file: File, group: int) -> Any:
+        """A group in memory of this process."""
+        import pyarrow as pa
+
+        stored = [name for name in self.columns if name not in file.partition]
+        with open_file(file.location) as source:
+            if self._manifest.format == ARROW:
+                return pa.ipc.open_file(source).get_batch(group)
+            import pyarrow.parquet as pq
+
+            # Not what its file was written from: a column of a table has one type.
+            table = pq.ParquetFile(source).read_row_group(group, columns=stored)
+        if not stored:
+            return pa.RecordBatch.from_arrays([pa.nulls(file.rows[group])], [""])
+        kinds = pa.schema([self._schema.field(name) for name in stored])
+        batches = table.select(stored).cast(kinds).combine_chunks().to_batches()
+        return batches[0] if batches else pa.RecordBatch.from_pylist([], kinds)
+
+    def _write(self, path: str, batch: Any) -> bool:
+        """Leaves a group for the other ranks; False if there is no room."""
+        import pyarrow as pa
+
+        if shutil.disk_usage(self._scratch).free < batch.nbytes + SPARE:
+            return False
+        writing = f"{path}.writing"
+        try:
+            with pa.OSFile(writing, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+                writer.write_batch(batch)
+            os.replace(writing, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(writing)
+            return False
+        return True
+
+
+def _check_rows(batch: Any, file: File, group: int) -> None:
+    if batch.num_rows != file.rows[group]:
+        raise ResultError(
+            f"{file.location} has {batch.num_rows} rows where it had {file.rows[group]} when the run was submitted"
+        )
+
+
+def _mapped(path: str, group: int) -> tuple[Any, bool]:
+    """A record batch of a local Arrow file, and whether its memory is that of the file: else it was compressed.
+
+    A private mapping: rows that are written to are copied, page by page, and the file stays as it is.
+    """
+    import pyarrow as pa
+
+    with open(path, "rb") as file:
+        memory = pa.py_buffer(
+            mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        )
+    batch = pa.ipc.open_file(memory).get_batch(group)
+    buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size)
+    begin, end = memory.address, memory.address + memory.size
+    return batch, all(begin <= buffer.address < end for buffer in buffers)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """One rank of this task at a time."""
+    with open(f"{path}.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _indices(numbers: torch.Tensor) -> Any:
+    """Numbers as an Arrow array of the same memory."""
+    import pyarrow as pa
+
+    numbers = numbers.contiguous()
+    buffer = pa.foreign_buffer(numbers.data_ptr(), numbers.nbytes, base=numbers)
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, buffer])
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,102 @@
+"""`Tables`: the datasets that an engine computes for a run, before its first attempt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from rankzero import store
+from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
+from rankzero.engines.base import EngineSession
+from rankzero.errors import RunCancelledError
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
+from rankzero.values.digest import digest_of
+
+
+class Tables:
+    """Has the tables and queries of a job computed; a resumed training gets the rows with which it began."""
+
+    def __init__(self, run: RunDirectory, job: Job, session: EngineSession) -> None:
+        self._run = run
+        self._job = job
+        self._session = session
+        self._stopped = threading.Event()
+        self._ended = threading.Event()
+
+    def read(self, say: Callable[[str], None]) -> Job:
+        """The job with its datasets where ranks find them.
+
+        Args:
+            say: Takes lines about progress.
+
+        Raises:
+            InvalidJobError: there is no such table, too few rows, or a column that there is no tensor of.
+            EngineError: the engine failed.
+            RunCancelledError: `stop` was called.
+        """
+        made: dict[str, Manifest] = {}
+        try:
+            known = self._known()
+            before = self._before()
+            for name, query in self._job.queries.items():
+                if name in before:
+                    known[name] = before[name]
+                    continue
+                folder = self._run.new_dataset(name)
+                known[name] = made[name] = self._session.read_table(query, folder, name, say, self._check)
+                known[name].check_rows(name, self._job.num_processes)
+            data = to_bytes(known)
+            location = self._run.submission_path(self._job.submission, FILE)
+            store.write_bytes(location, data, durable=True)
+            self._remove_replaced(known)
+        except BaseException:
+            for manifest in made.values():
+                store.remove(str(manifest.folder))
+            raise
+        finally:
+            self._ended.set()
+        described = {"location": location, "size": len(data), "absolute": False, "digest": digest_of([data])}
+        return replace(self._job, files={**self._job.files, FILE: described}, queries={})
+
+    def stop(self, timeout: float) -> None:
+        """Ends `read`, in whatever thread it is; returns when it has cleaned up, or after so many seconds."""
+        self._stopped.set()
+        self._ended.wait(timeout)
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise RunCancelledError("the run was cancelled while its datasets were computed")
+
+    def _known(self) -> dict[str, Manifest]:
+        """What the submitter has made."""
+        if FILE not in self._job.files:
+            return {}
+        return from_bytes(store.read_bytes(self._job.files[FILE]["location"]))
+
+    def _before(self) -> dict[str, Manifest]:
+        """What an earlier submission of the same training has had computed."""
+        if self._job.fresh_since >= self._job.first_attempt:
+            return {}
+        for number in range(self._job.submission - 1, -1, -1):
+            if found := self._of(number):
+                return {
+                    name: manifest
+                    for name, manifest in found.items()
+                    if name in self._job.queries and store.exists(manifest.files[0].location)
+                }
+        return {}
+
+    def _of(self, submission: int) -> dict[str, Manifest]:
+        try:
+            return from_bytes(store.read_bytes(self._run.submission_path(submission, FILE)))
+        except FileNotFoundError:
+            return {}
+
+    def _remove_replaced(self, now: dict[str, Manifest]) -> None:
+        kept = {manifest.folder for manifest in now.values()}
+        for number in range(self._job.submission):
+            for manifest in self._of(number).values():
+                if manifest.folder and manifest.folder not in kept:
+                    store.remove(manifest.folder)

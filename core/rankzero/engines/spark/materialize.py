@@ -1,0 +1,297 @@
+"""A DataFrame as Arrow files of the run's store, written by Spark's own Python workers.
+
+Each task writes what it reads, 64 MiB at a time, into one file, and gives Spark a row about it. So the rows that Spark
+returns name the files that count; what a task that failed, or ran twice, has left is in no manifest. Nothing passes
+through the JVM's file systems: the executors need pyarrow, and for an object store the right to it.
+
+Arrow and not Parquet: ranks map uncompressed files as they are, so there is nothing to decode in any epoch, and this
+takes no longer than Spark's own writer (20 million rows of nine columns, two cores: 13 to 15 s, and 9 to 15 s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rankzero import store
+from rankzero.data import kinds
+from rankzero.data.files import filesystem_of
+from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
+from rankzero.engines.spark import part as part_module
+from rankzero.engines.spark.errors import first_lines
+from rankzero.engines.spark.stage import with_own_python
+from rankzero.errors import EngineError, InvalidJobError
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL = 10.0
+"""Seconds between two lines about a DataFrame that Spark is computing."""
+
+_LOOK = 0.1
+_HASH = "__rankzero_hash__"
+_WORD = 1 << 64
+
+
+def open_query(session: Any, query: str) -> Any:
+    """The DataFrame of a table's name or a query. Raises InvalidJobError if there is none."""
+    text = query.strip().rstrip(";")
+    is_query = any(character.isspace() for character in text)
+    try:
+        frame = session.sql(text) if is_query else session.table(text)
+        # Spark Connect asks for nothing before.
+        _ = frame.schema
+    except Exception as error:
+        why = str(error).strip().splitlines()[0]
+        raise InvalidJobError(f"the dataset {query!r} cannot be read by Spark: {why}") from error
+    return frame
+
+
+def content_of(frame: Any) -> str:
+    """A checksum of a DataFrame's rows, in whatever order they come; Spark computes it, and nothing is written."""
+    from pyspark.sql import functions as F
+
+    check_frame(frame, "the dataset")
+    total = F.sum(_row_hash(frame).cast("decimal(38,0)"))
+    row = _action(lambda: frame.select(total, F.count(F.lit(1))).collect(), frame, "the dataset", logger.info)[0]
+    return _digest(int(row[0] or 0), int(row[1]), frame)
+
+
+def materialize(
+    frame: Any, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+) -> Manifest:
+    """Has Spark compute a DataFrame and write its rows.
+
+    Args:
+        frame: The DataFrame.
+        folder: A new directory of the run's store. It is removed again if this raises.
+        name: Of the dataset.
+        say: Takes lines about progress.
+        check: Called now and then; what it raises ends Spark's work.
+
+    Raises:
+        InvalidJobError: a column that there is no tensor of, or nulls that there is no place for.
+        EngineError: Spark failed, or its executors do not see the store.
+    """
+    where = f"the dataset {name!r}"
+    check_frame(frame, where)
+    store.make_directory(folder)
+    try:
+        token = secrets.token_hex(8)
+        store.write_bytes(store.join(folder, part_module.TOKEN), token.encode())
+        hashed = frame.withColumn(_HASH, _row_hash(frame))
+        # What is on a disk is mapped as it is; from an object store it is to come fast.
+        task = _make_task(*filesystem_of(folder), token, "zstd" if store.is_url(folder) else None)
+        with _own_python(frame):
+            written = hashed.mapInArrow(task, part_module.FACTS)
+        rows = _action(written.collect, frame, where, say, check)
+        return _manifest(rows, folder, frame, where)
+    except BaseException:
+        store.remove(folder)
+        raise
+
+
+def check_frame(frame: Any, where: str) -> None:
+    """Raises InvalidJobError for a column of a DataFrame that there is no tensor of."""
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    fields = []
+    for field in frame.schema.fields:
+        kind = field.dataType
+        try:
+            # Of a type of the user's own, what Spark keeps of it.
+            fields.append(pa.field(field.name, to_arrow_type(_stored(kind), timezone="UTC")))
+        except Exception:
+            raise InvalidJobError(
+                f"column {field.name!r} of {where} is {kind.simpleString()}: there is no tensor of this type; leave it "
+                "out, or make numbers of it"
+            ) from None
+    names = [field.name for field in fields]
+    for column in names:
+        if names.count(column) > 1:
+            raise InvalidJobError(f"{where} has two columns {column!r}: give them names of their own")
+    kinds.check(pa.schema(fields), where)
+
+
+def _stored(kind: Any) -> Any:
+    return kind.sqlType() if hasattr(kind, "sqlType") else kind
+
+
+def _row_hash(frame: Any) -> Any:
+    """A checksum of a row. Spark's hash passes over nulls, so where they are is a part of it."""
+    from pyspark.sql import functions as F
+
+    named = [frame[f"`{name}`"] for name in frame.columns]
+    return F.xxhash64(*named, F.array(*map(F.isnull, named)))
+
+
+def _digest(total: int, rows: int, frame: Any) -> str:
+    facts = (total % _WORD, rows, frame.schema.simpleString())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _make_task(filesystem: Any, folder: str, token: str, compression: str | None) -> Callable[[Any], Iterator[Any]]:
+    """The function of one Spark task. It is pickled by value, and so is what it calls."""
+    from pyspark import cloudpickle
+
+    untyped: Any = cloudpickle
+    untyped.register_pickle_by_value(part_module)
+    write_part = part_module.write_part
+
+    def write(batches: Iterator[Any]) -> Iterator[Any]:
+        return write_part(batches, filesystem, folder, token, compression)
+
+    return write
+
+
+def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
+    import pyarrow as pa
+
+    if not rows:
+        raise InvalidJobError(f"{where} has no rows")
+    rows = sorted(rows, key=lambda row: row["file"])
+    schema = pa.ipc.read_schema(pa.py_buffer(bytes(rows[0]["schema"])))
+    for field in schema:
+        nulls = sum(row["nulls"][field.name] for row in rows)
+        if nulls and not kinds.allows_null(field.type):
+            raise InvalidJobError(
+                f"column {field.name!r} of {where} ({field.type}) has {nulls} nulls, and there is no such {field.type} "
+                "in a tensor: fill or filter them, for example with DataFrame.fillna or dropna"
+            )
+    sizes = store.sizes(folder)
+    missing = [row["file"] for row in rows if row["file"] not in sizes]
+    if missing:
+        raise _not_shared(folder, where, f"{len(missing)} of {len(rows)} files have not arrived")
+    files = tuple(File(store.join(folder, row["file"]), tuple(row["rows"])) for row in rows)
+    total = sum(sum(file.rows) for file in files)
+    for name in set(sizes) - {row["file"] for row in rows}:
+        # Of tasks that failed or ran twice.
+        store.remove(store.join(folder, name))
+    return Manifest(
+        format=ARROW,
+        schema=encode_schema(schema),
+        files=files,
+        size=sum(row["size"] for row in rows),
+        digest=_digest(sum(int(row["digest"]) for row in rows), total, frame),
+        lengths=_lengths(rows),
+        folder=folder,
+    )
+
+
+def _lengths(rows: list[Any]) -> dict[str, int]:
+    """Of the columns whose arrays or vectors all have the same."""
+    found = {}
+    for name in {name for row in rows for name in row["lengths"]}:
+        bounds = {count for row in rows for count in row["lengths"].get(name, [])}
+        if len(bounds) == 1:
+            found[name] = bounds.pop()
+    return found
+
+
+def _not_shared(folder: str, where: str, why: str) -> EngineError:
+    return EngineError(
+        f"Spark's executors and this process do not see the same {folder} ({why}), where {where} was to be written: "
+        "give a store that both see, a shared path or the URL of an object store"
+    )
+
+
+def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
+    """See `stage.with_own_python`; Spark Connect's executors have a Python of their server's."""
+    return with_own_python(frame.sparkSession.sparkContext) if hasattr(frame, "_jdf") else contextlib.nullcontext()
+
+
+def _action(
+    run: Callable[[], Any],
+    frame: Any,
+    where: str,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+) -> Any:
+    """The result of an action of Spark, which ends with this call, however that ends.
+
+    In a thread: py4j cannot be interrupted while it waits.
+
+    Raises:
+        EngineError: Spark failed.
+    """
+    session = frame.sparkSession
+    tag = f"rankzero-data-{secrets.token_hex(8)}"
+    found: list[Any] = []
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def act() -> None:
+        try:
+            with _tagged(session, tag):
+                found.append(run())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=act, name="rankzero-data", daemon=True).start()
+    try:
+        waited = 0.0
+        while not done.wait(_LOOK):
+            check()
+            waited += _LOOK
+            if math.isclose(waited % PROGRESS_INTERVAL, 0, abs_tol=_LOOK / 2):
+                say(f"Spark computes {where}: {_progress(session, tag)}, {waited:.0f} s")
+    except BaseException:
+        _cancel(session, tag)
+        done.wait(PROGRESS_INTERVAL)
+        raise
+    if failed:
+        raise _explained(failed[0], where) from failed[0]
+    return found[0]
+
+
+def _explained(error: BaseException, where: str) -> Exception:
+    text = str(error)
+    if "No module named 'pyarrow'" in text or ("PyArrow" in text and "must be installed" in text):
+        return EngineError(f"Spark's executors have no pyarrow, which {where} needs: install it there")
+    if f"/{part_module.TOKEN}" in text or part_module.ELSEWHERE in text:
+        return EngineError(
+            f"Spark's executors do not see the store that {where} was to be written to, or may not write there: "
+            f"give a store that they and this process see: {first_lines(text)}"
+        )
+    return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
+
+
+@contextlib.contextmanager
+def _tagged(session: Any, tag: str) -> Iterator[None]:
+    """Names the jobs of this thread, so that they can be ended."""
+    if hasattr(session, "addTag"):
+        session.addTag(tag)
+        try:
+            yield
+        finally:
+            session.removeTag(tag)
+        return
+    # Before Spark 4.
+    session.sparkContext.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
+    yield
+
+
+def _cancel(session: Any, tag: str) -> None:
+    with contextlib.suppress(Exception):
+        if hasattr(session, "interruptTag"):
+            session.interruptTag(tag)
+        else:
+            session.sparkContext.cancelJobGroup(tag)
+
+
+def _progress(session: Any, tag: str) -> str:
+    """How many tasks have ended, where this Spark tells."""
+    with contextlib.suppress(Exception):
+        tracker = session.sparkContext.statusTracker()
+        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        done = sum(stage.numCompletedTasks for stage in stages if stage)
+        return f"{done} of {sum(stage.numTasks for stage in stages if stage)} tasks"
+    return "at work"

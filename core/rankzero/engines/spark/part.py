@@ -1,0 +1,162 @@
+"""What a Spark task does with its part of a DataFrame: one Arrow file, and a row of facts about it.
+
+Pickled by value, since executors have nothing of rankzero: only the standard library, pyspark and pyarrow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+TOKEN = "_token"
+"""A file of the folder, by which a task knows that it sees the submitter's."""
+
+ELSEWHERE = "is another directory here"
+
+BATCH_BYTES = 64 << 20
+"""Bytes of a record batch: what a rank maps, or decodes, at a time."""
+
+VECTOR = ["type", "size", "indices", "values"]
+_DENSE = 1
+
+FACTS = (
+    "file string, rows array<long>, size long, digest decimal(38,0), "
+    "lengths map<string,array<long>>, nulls map<string,long>, schema binary"
+)
+"""What a task reports of its file, as Spark has it."""
+
+
+@dataclass
+class Part:
+    """The file of one task, while it is written.
+
+    Attributes:
+        file: Its name.
+        rows: Of each record batch.
+        size: Bytes of all rows.
+        digest: Sum of the checksums of all rows.
+        lengths: Of columns of arrays and vectors: the least and the greatest.
+        nulls: How many each column has.
+        schema: Of the rows.
+    """
+
+    file: str
+    rows: list[int] = field(default_factory=list)
+    size: int = 0
+    digest: int = 0
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    nulls: dict[str, int] = field(default_factory=dict)
+    schema: Any = None
+
+    def note(self, batch: Any) -> Any:
+        """Takes the facts of rows whose last column is their checksum; gives them without it."""
+        import pyarrow.compute as pc
+
+        *columns, hashed = batch.columns
+        # As two halves, whose sums do not overflow.
+        high = pc.sum(pc.shift_right(hashed, 32)).as_py()
+        self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
+        for name, column in zip(batch.schema.names, columns, strict=False):
+            self.nulls[name] = self.nulls.get(name, 0) + column.null_count
+            counts = _lengths(column)
+            if counts is not None and len(counts) > counts.null_count:
+                found = pc.min_max(counts)
+                bounds = [found["min"].as_py(), found["max"].as_py(), *self.lengths.get(name, [])]
+                self.lengths[name] = [min(bounds), max(bounds)]
+        rows = batch.select(batch.schema.names[:-1]).replace_schema_metadata(None)
+        self.schema = rows.schema
+        return rows
+
+    def row(self) -> Any:
+        """The facts, as a record batch of one row."""
+        import pyarrow as pa
+
+        facts = {**vars(self), "schema": self.schema.serialize().to_pybytes()}
+        facts |= {"lengths": list(self.lengths.items()), "nulls": list(self.nulls.items())}
+        counts = pa.list_(pa.int64())
+        types = {
+            "file": pa.string(),
+            "rows": counts,
+            "size": pa.int64(),
+            "digest": pa.decimal128(38, 0),
+            "lengths": pa.map_(pa.string(), counts),
+            "nulls": pa.map_(pa.string(), pa.int64()),
+            "schema": pa.binary(),
+        }
+        return pa.RecordBatch.from_pylist([facts], pa.schema(list(types.items())))
+
+
+def _lengths(column: Any) -> Any:
+    """The length of each array or vector of a column; None for another column."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_list(column.type):
+        return column.value_lengths()
+    if pa.types.is_struct(column.type) and [inner.name for inner in column.type] == VECTOR:
+        kinds, sizes, _, values = column.flatten()
+        return pc.if_else(pc.equal(kinds, _DENSE), values.value_lengths(), sizes)
+    return None
+
+
+def write_part(
+    batches: Iterator[Any], filesystem: Any, folder: str, token: str, compression: str | None
+) -> Iterator[Any]:
+    """Writes the rows of one task.
+
+    Args:
+        batches: Its record batches, whose last column is a checksum of each row.
+        filesystem: Of pyarrow.
+        folder: Where the file goes.
+        token: What `TOKEN` holds there.
+        compression: Of the file, as pyarrow calls it; None for a file that can be mapped.
+
+    Yields:
+        One row of `FACTS`; none if there were no rows.
+    """
+    from pyspark import TaskContext
+
+    with filesystem.open_input_file(f"{folder}/{TOKEN}") as file:
+        if file.read().decode() != token:
+            raise RuntimeError(f"{folder} {ELSEWHERE}")
+    context: Any = TaskContext.get()
+    # By its number files are in the order of the DataFrame's rows; the rest tells tasks that ran twice apart.
+    part = Part(f"part-{context.partitionId():06d}-{uuid.uuid4().hex}.arrow")
+    large = _large(part.note(batch) for batch in batches if batch.num_rows)
+    first = next(large, None)
+    if first is not None:
+        _write(part, itertools.chain([first], large), filesystem, folder, compression)
+        yield part.row()
+
+
+def _large(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same rows in batches of `BATCH_BYTES`."""
+    import pyarrow as pa
+
+    waiting: list[Any] = []
+    size = 0
+    for batch in batches:
+        waiting.append(batch)
+        size += batch.nbytes
+        if size >= BATCH_BYTES:
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting, size = [], 0
+    if waiting:
+        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+
+
+def _write(part: Part, batches: Iterator[Any], filesystem: Any, folder: str, compression: str | None) -> None:
+    import pyarrow as pa
+
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with (
+        filesystem.open_output_stream(f"{folder}/{part.file}") as sink,
+        pa.ipc.new_file(sink, part.schema, options=options) as writer,
+    ):
+        for batch in batches:
+            writer.write_batch(batch)
+            part.rows.append(batch.num_rows)
+            part.size += batch.nbytes

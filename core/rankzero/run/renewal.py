@@ -1,0 +1,47 @@
+"""`Renewal`: the lease of a run, as whoever follows it renews it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from rankzero.run.directory import RunDirectory
+
+INTERVAL = 10.0
+"""Longest time in seconds between two renewals of a followed run's lease."""
+
+INTERVAL_REMOTE = 60.0
+"""The same on an object store, where each is a request."""
+
+
+class Renewal:
+    """Reports to a run's driver that somebody follows it."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._bound: float | None = None
+        self._interval: float | None = None
+        self._renewed = 0.0
+
+    def renew(self) -> None:
+        """Reports it now. Raises OSError if the store cannot be written."""
+        self._run.renew_lease(self._bound)
+
+    def hold(self, bound: float) -> None:
+        """From now on the run ends without a report for so many seconds. Raises like `renew`."""
+        self._bound, self._interval = bound, self._interval_of(bound)
+        self.renew()
+
+    def renew_if_due(self) -> None:
+        """Reports it now and then, if the run has an ``orphan_timeout``."""
+        if self._interval is None:
+            bound = self._run.job().orphan_timeout
+            self._interval = 0.0 if bound is None else self._interval_of(bound)
+        if self._interval and time.monotonic() - self._renewed > self._interval:
+            self._renewed = time.monotonic()
+            # A lease that cannot be renewed must not end the follower.
+            with contextlib.suppress(Exception):
+                self.renew()
+
+    def _interval_of(self, bound: float) -> float:
+        return min(INTERVAL_REMOTE if self._run.is_remote else INTERVAL, bound / 4)

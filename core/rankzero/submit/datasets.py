@@ -1,0 +1,205 @@
+"""The datasets of a launcher, from what a user gave to what ranks read.
+
+A DataFrame is computed and written to the run's directory before the run is submitted; a path is read where it lies. A
+table or a query that the caller's process has no SparkSession for is left to the driver, which opens one.
+
+A training reads one snapshot: whatever resumes it finds the rows with which it began. The identity of a DataFrame is
+its content, that of a path its files' content, that of a table or query its text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankzero import store
+from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
+from rankzero.engines.base import Engine
+from rankzero.errors import InvalidJobError, RunNotFoundError
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
+from rankzero.train.dataset import DEFAULT
+from rankzero.values.envelope import Part
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_TABLE = re.compile(r"[A-Za-z_`][\w`-]*(\.[\w`-]+){0,3}")
+_PATH = re.compile(r".*(/|\\|\.(parquet|arrow|feather|ipc)$)")
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run reads.
+
+    Attributes:
+        manifests: By name, of those that are known before it is submitted.
+        queries: By name, of those that its driver has Spark compute.
+    """
+
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
+    queries: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def digests(self) -> list[tuple[str, str]]:
+        """What they are, for the identity of a training."""
+        known = {name: manifest.digest for name, manifest in self.manifests.items()}
+        return sorted({**known, **self.queries}.items())
+
+    def files(self) -> dict[str, list[Part]]:
+        """What ranks get."""
+        if not self.manifests:
+            return {}
+        return {FILE: [to_bytes(self.manifests)]}
+
+    def discard(self, before: Mapping[str, Manifest]) -> None:
+        """Removes what was written for a run that nobody starts, and not what a submission before it reads."""
+        kept = {manifest.folder for manifest in before.values()}
+        for manifest in self.manifests.values():
+            if manifest.folder and manifest.folder not in kept:
+                store.remove(manifest.folder)
+
+
+def check(given: object) -> dict[str, Any]:
+    """The datasets by name. Raises InvalidJobError for what is none."""
+    if given is None:
+        return {}
+    named = dict(given) if isinstance(given, Mapping) else {DEFAULT: given}
+    for name, source in named.items():
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
+        if not (isinstance(source, (str, os.PathLike)) and os.fspath(source)) and not _is_frame(source):
+            raise InvalidJobError(
+                f"dataset {name!r} is {source!r}; give a Spark DataFrame, the path of a table, or with a Spark engine "
+                "the name of a table or a query"
+            )
+    return named
+
+
+def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, str]]:
+    """What the datasets are, for the identity of a training; writes nothing."""
+    found = {}
+    for name, source in sources.items():
+        source = _opened(source, engine)
+        if _is_frame(source):
+            from rankzero.engines.spark.materialize import content_of
+
+            found[name] = content_of(source)
+        elif _is_path(source):
+            found[name] = _of_path(source, name).digest
+        else:
+            found[name] = source
+    return sorted(found.items())
+
+
+def collect(sources: Mapping[str, Any], engine: Engine, run: RunDirectory, job: Job) -> Datasets:
+    """Makes what ranks read, where that is up to the submitter.
+
+    Args:
+        sources: As from `check`.
+        engine: Where the run will be.
+        run: Its directory, which may not be there yet.
+        job: What is asked for.
+
+    Raises:
+        InvalidJobError: there is no such table, too few rows, or a column that there is no tensor of.
+        EngineError: Spark failed.
+    """
+    manifests: dict[str, Manifest] = {}
+    queries: dict[str, str] = {}
+    try:
+        for name, source in sources.items():
+            source = _opened(source, engine)
+            if _is_frame(source):
+                from rankzero.engines.spark.materialize import materialize
+
+                manifests[name] = materialize(source, run.new_dataset(name), name, lambda text: logger.info("%s", text))
+            elif _is_path(source):
+                manifests[name] = _of_path(source, name)
+            else:
+                queries[name] = source
+                _check_query(name, source, engine)
+        for name, manifest in manifests.items():
+            manifest.check_rows(name, job.num_processes)
+    except BaseException:
+        Datasets(manifests).discard({})
+        raise
+    return Datasets(manifests, queries)
+
+
+def known_before(found: Datasets, before: Mapping[str, Manifest]) -> Datasets:
+    """The same datasets where an earlier submission of the run has written them: resumed ranks find the same order."""
+    kept = {}
+    for name, manifest in found.manifests.items():
+        other = before.get(name)
+        is_same = other is not None and other.folder is not None and other.digest == manifest.digest
+        if other and is_same and manifest.folder and store.exists(other.files[0].location):
+            store.remove(manifest.folder)
+            kept[name] = other
+        else:
+            kept[name] = manifest
+    return Datasets(kept, found.queries)
+
+
+def earlier(run: RunDirectory) -> dict[str, Manifest]:
+    """The datasets of the run's last submission, by name."""
+    try:
+        job = run.job()
+        return from_bytes(store.read_bytes(run.submission_path(job.submission, FILE)))
+    except (RunNotFoundError, FileNotFoundError):
+        return {}
+
+
+def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
+    """Removes what an earlier submission had written and this one does not read."""
+    kept = {manifest.folder for manifest in now.manifests.values()}
+    for manifest in before.values():
+        if manifest.folder and manifest.folder not in kept:
+            store.remove(manifest.folder)
+
+
+def _is_frame(source: object) -> bool:
+    """True for a DataFrame of Spark, also of Spark Connect."""
+    return type(source).__module__.startswith("pyspark.sql.") and hasattr(source, "mapInArrow")
+
+
+def _is_path(source: Any) -> bool:
+    text = os.fspath(source)
+    is_query = any(character.isspace() for character in text.strip()) and not os.path.exists(text)
+    return not isinstance(source, str) or (not is_query and bool(_PATH.match(text) or os.path.exists(text)))
+
+
+def _opened(source: Any, engine: Engine) -> Any:
+    """A table or query as a DataFrame, where the caller's own session is the engine's."""
+    session = getattr(engine, "session", None)
+    if _is_frame(source) or _is_path(source):
+        return source
+    if session is None:
+        return source.strip()
+    from rankzero.engines.spark.materialize import open_query
+
+    return open_query(session, source)
+
+
+def _check_query(name: str, query: str, engine: Engine) -> None:
+    if not engine.has_tables:
+        raise InvalidJobError(
+            f"dataset {name!r} is {query!r}: there is no such path, and a table or a query needs Spark: give "
+            "engine=SparkEngine(...), or a DataFrame"
+        )
+    if not (_TABLE.fullmatch(query) or any(character.isspace() for character in query)):
+        raise InvalidJobError(f"dataset {name!r} is {query!r}, which is no path, no name of a table and no query")
+
+
+def _of_path(source: Any, name: str) -> Manifest:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise InvalidJobError("a dataset needs pyarrow: pip install 'rankzero[data]'") from None
+    from rankzero.submit.paths import manifest_of_path
+
+    return manifest_of_path(os.fspath(source), name)

@@ -1,0 +1,151 @@
+"""From the path of a table's files to its manifest: Parquet, Delta and Arrow, without Spark.
+
+Of Parquet only the footers are read. Their checksum stands for the content: they hold the number of rows, and size and
+extremes of each column of each row group. Arrow's have none of that, so Arrow files are read once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+from typing import Any
+
+from rankzero import store
+from rankzero.data import kinds
+from rankzero.data.files import filesystem_of, open_file
+from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
+from rankzero.errors import InvalidJobError
+
+READERS = 16
+"""Footers that are read at a time."""
+
+_ARROW_NAMES = (".arrow", ".feather", ".ipc")
+_CHUNK = 8 << 20
+
+
+def manifest_of_path(location: str, name: str) -> Manifest:
+    """What ranks need to know of the table at a path.
+
+    Args:
+        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns.
+        name: Of the dataset, for errors.
+
+    Raises:
+        InvalidJobError: there is nothing, it cannot be read, or it has a column that there is no tensor of.
+    """
+    location = location.rstrip("/") if store.is_url(location) else os.path.abspath(os.path.expanduser(location))
+    where = f"the dataset {name!r}"
+    try:
+        if store.exists(store.join(location, "_delta_log")):
+            data, digest = _delta(location)
+        else:
+            data, digest = _directory(location, where), None
+        kinds.check(data.schema, where)
+        return _manifest(data, location, digest)
+    except InvalidJobError:
+        raise
+    except Exception as error:
+        # Drivers of object stores have exceptions of their own.
+        raise InvalidJobError(f"{where} cannot be read from {location}: {type(error).__name__}: {error}") from error
+
+
+def _directory(location: str, where: str) -> Any:
+    from pyarrow import dataset, fs
+
+    filesystem, path = filesystem_of(location)
+    found = filesystem.get_file_info(path)
+    if found.type == fs.FileType.NotFound:
+        raise InvalidJobError(f"{where} does not exist: {location}")
+    if found.type == fs.FileType.File:
+        names = [path]
+    else:
+        # As Spark and pyarrow do, without what begins with _ or a dot.
+        every = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+        below = {info.path: info.path[len(path.rstrip("/")) + 1 :] for info in every if info.type == fs.FileType.File}
+        names = sorted(name for name, short in below.items() if not _is_hidden(short))
+    if not names:
+        raise InvalidJobError(f"{where} has no files: {location}")
+    kind = "feather" if names[0].endswith(_ARROW_NAMES) else "parquet"
+    return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive")
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) and "=" not in part for part in path.split("/"))
+
+
+def _delta(location: str) -> tuple[Any, str]:
+    try:
+        import deltalake
+    except ImportError:
+        raise InvalidJobError(
+            f"{location} is a Delta table: install deltalake here (rankzero[delta]), or have Spark read it: "
+            f'dataset="SELECT * FROM delta.`{location}`"'
+        ) from None
+    table = deltalake.DeltaTable(location)
+    return table.to_pyarrow_dataset(), f"{table.metadata().id} {table.version()}"
+
+
+def _manifest(data: Any, location: str, digest: str | None) -> Manifest:
+    from pyarrow import dataset
+
+    fragments = list(data.get_fragments())
+    kind = PARQUET if isinstance(data.format, dataset.ParquetFileFormat) else ARROW
+    base = filesystem_of(location)[1]
+
+    def describe(fragment: Any) -> tuple[File, int, str]:
+        keys = dataset.get_partition_keys(fragment.partition_expression)
+        partition = {key: None if value is None else str(value) for key, value in keys.items()}
+        place, short = _place(fragment.path, location, base)
+        rows, size, content = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
+        return File(place, rows, partition), size, f"{short} {content}"
+
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        described = list(pool.map(describe, fragments))
+    schema = data.schema.remove_metadata()
+    content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
+    return Manifest(
+        format=kind,
+        schema=encode_schema(schema),
+        files=tuple(file for file, _, _ in described),
+        size=sum(size for _, size, _ in described),
+        digest=hashlib.sha256(content.encode()).hexdigest(),
+    )
+
+
+def _place(path: str, location: str, base: str) -> tuple[str, str]:
+    """A file's location, and its name below that of the dataset."""
+    below = path[len(base.rstrip("/")) :] if path.startswith(base.rstrip("/")) else None
+    if below is not None:
+        return location + below, below
+    # Delta names its files by their place in the table.
+    return store.join(location, path), path
+
+
+def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int, str]:
+    import pyarrow as pa
+
+    groups = [fragment.metadata.row_group(number) for number in range(fragment.metadata.num_row_groups)]
+    footer = pa.BufferOutputStream()
+    fragment.metadata.write_metadata_file(footer)
+    rows = tuple(group.num_rows for group in groups)
+    return rows, sum(group.total_byte_size for group in groups), _digest([footer.getvalue()])
+
+
+def _arrow_facts(location: str) -> tuple[tuple[int, ...], int, str]:
+    import pyarrow as pa
+
+    with open_file(location) as file:
+        reader = pa.ipc.open_file(file)
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        facts = [(batch.num_rows, batch.nbytes) for batch in batches]
+        file.seek(0)
+        digest = _digest(iter(lambda: file.read(_CHUNK), b""))
+    return tuple(rows for rows, _ in facts), sum(size for _, size in facts), digest
+
+
+def _digest(parts: Any) -> str:
+    found = hashlib.sha256()
+    for data in parts:
+        found.update(data)
+    return found.hexdigest()

@@ -1,0 +1,169 @@
+"""Batches of tensors from the rows of a dataset, as this rank's share of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from rankzero.data.ahead import ahead
+from rankzero.data.columns import Columns, joined, part, rows_of, tensors
+from rankzero.data.manifest import Manifest
+from rankzero.data.order import Order
+from rankzero.data.reader import Reader
+from rankzero.data.shares import Batches, Spans, cut, length, remaining, share
+
+if TYPE_CHECKING:
+    from rankzero.train.context import TrainContext
+
+PIECE = 32 << 20
+"""Bytes of shuffled rows that are gathered at a time, about."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dataset is iterated over: what `DatasetShard.iter_batches` was asked for.
+
+    Attributes:
+        batch_size: Rows of a batch.
+        seed: Of the order; None for that of the files.
+        drop_last: Only whole batches.
+        columns: Those that are read; None for all.
+        collate: Makes a batch of the columns; None: the columns.
+        prefetch: Pieces that a thread reads ahead.
+    """
+
+    batch_size: int
+    seed: int | None
+    drop_last: bool
+    columns: tuple[str, ...] | None
+    collate: Callable[[Columns], Any] | None
+    prefetch: int
+
+
+def batches_of(
+    manifest: Manifest,
+    world: TrainContext,
+    scratch: str,
+    asked: Cut,
+    epoch: int,
+    left: Spans,
+    part_of: range | None = None,
+) -> Iterator[Any]:
+    """The batches of one rank in what is left of an epoch.
+
+    Args:
+        manifest: Of the dataset.
+        world: Whose batches.
+        scratch: Directory for decoded rows.
+        asked: How they are cut.
+        epoch: Its number.
+        left: Positions of the epoch that nobody has consumed.
+        part_of: Numbers of the batches that are wanted; None for all.
+    """
+    total = length(left)
+    plan = Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
+    mine = share(left, world.world_size, world.rank)
+    numbers = range(plan.count) if part_of is None else part_of
+    sizes = [plan.done(number + 1) - plan.done(number) for number in numbers if number < plan.count]
+    spans: Spans = []
+    for number in numbers:
+        if number < plan.count:
+            spans += cut(mine, plan.done(number), plan.done(number + 1))
+    order = Order(manifest.rows, manifest.row_size, asked.seed, epoch)
+    reader = Reader(manifest, asked.columns, scratch)
+
+    def pieces() -> Iterator[Columns]:
+        shuffled = _piece_rows(manifest, asked) if asked.seed is not None else None
+        for batch in _record_batches(reader, order, spans, shuffled):
+            yield tensors(batch, manifest.lengths)
+
+    def again() -> Columns:
+        """A row for a batch that has none of its own: the last position that is left stands for every rank."""
+        last = cut(left, total - 1, total) or [(0, 1)]
+        return next(iter(tensors(reader.take(order.rows(low, high)), manifest.lengths) for low, high in last))
+
+    made = _rebatched(ahead(pieces, asked.prefetch), sizes, again)
+    yield from (made if asked.collate is None else map(asked.collate, made))
+
+
+def _piece_rows(manifest: Manifest, asked: Cut) -> int:
+    schema = manifest.arrow_schema()
+    # Of a few columns out of many, more rows.
+    kept = len(asked.columns) / max(1, len(schema.names)) if asked.columns is not None else 1.0
+    return max(asked.batch_size, int(PIECE / max(1.0, manifest.row_size * kept)))
+
+
+def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int | None) -> Iterator[Any]:
+    """The rows at these positions: in the order of the files as they lie there, in any other so many at a time."""
+    if piece_rows is None:
+        for low, high in spans:
+            yield from reader.rows(low, high)
+        return
+    import torch
+
+    waiting: list[Any] = []
+    count = 0
+    for low, high in spans:
+        while low < high:
+            end = min(high, low + piece_rows - count)
+            waiting.append(order.rows(low, end))
+            count += end - low
+            low = end
+            if count == piece_rows:
+                yield reader.take(torch.cat(waiting))
+                waiting, count = [], 0
+    if waiting:
+        yield reader.take(torch.cat(waiting))
+
+
+def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Iterator[Columns]:
+    """Pieces of any number of rows as batches of these sizes; one of none is a row that comes again."""
+    piece: Columns = {}
+    at = end = 0
+    for size in sizes:
+        parts: list[Columns] = []
+        missing = size
+        while missing:
+            if at == end:
+                piece = next(pieces)
+                at, end = 0, rows_of(piece)
+            taken = min(missing, end - at)
+            parts.append({name: part(column, at, at + taken) for name, column in piece.items()})
+            at += taken
+            missing -= taken
+        if not parts:
+            yield again()
+        elif len(parts) == 1:
+            yield parts[0]
+        else:
+            yield {name: joined([columns[name] for columns in parts]) for name in parts[0]}
+
+
+class BatchDataset(IterableDataset[Any]):
+    """The batches of a rank's share, for a ``DataLoader`` with ``batch_size=None``. See `DatasetShard.to_torch`."""
+
+    def __init__(self, manifest: Manifest, world: TrainContext, scratch: str, asked: Cut) -> None:
+        self._manifest = manifest
+        self._world = world
+        self._scratch = scratch
+        self._asked = asked
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+        world = self._world
+        total, asked = self._manifest.rows, self._asked
+        return Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last).count
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        numbers = None if worker is None else range(worker.id, len(self), worker.num_workers)
+        left = remaining(self._manifest.rows, [])
+        yield from batches_of(self._manifest, self._world, self._scratch, self._asked, self._epoch, left, numbers)

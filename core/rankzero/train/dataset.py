@@ -1,0 +1,252 @@
+"""`DatasetShard`: a rank's share of the rows of a dataset of the launcher's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rankzero.data.manifest import Manifest
+from rankzero.errors import InvalidJobError
+from rankzero.train import context
+
+if TYPE_CHECKING:
+    import torch
+
+    from rankzero.data.columns import Columns
+    from rankzero.data.shares import Spans, Stretch
+    from rankzero.train.batches import BatchDataset, Cut
+
+DEFAULT = "train"
+"""Name of a dataset that the launcher was given without one."""
+
+
+def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
+    """This rank's share of a dataset that the launcher was given.
+
+    Args:
+        name: Of the dataset; one that was given without a name is ``"train"``.
+
+    Returns:
+        The share, always the same object.
+
+    Raises:
+        InvalidJobError: the launcher was given no dataset of this name.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> def train(epochs: int) -> None:
+        ...     shard = rt.get_dataset_shard()
+        ...     for _ in range(epochs):
+        ...         for batch in shard.iter_batches(1024, shuffle=True):
+        ...             rt.report({"rows": len(batch["label"])})
+    """
+    session = context.current()
+    shards = session.shards
+    if name not in shards:
+        manifests: dict[str, Any] = {}
+        if session.datasets:
+            with open(session.datasets) as file:
+                manifests = json.load(file)
+        if name not in manifests:
+            known = ", ".join(sorted(manifests)) or "none"
+            raise InvalidJobError(f"the launcher was given no dataset {name!r}; Launcher(dataset=...) has: {known}")
+        scratch = session.scratch or tempfile.mkdtemp(prefix="rankzero-data-")
+        shards[name] = DatasetShard(Manifest.from_json(manifests[name]), session.context, scratch, name)
+    return shards[name]  # type: ignore[no-any-return]
+
+
+class DatasetShard:
+    """A rank's share of a dataset. The shares of all ranks have as many rows, but for one, and give as many batches.
+
+    Every iteration is one more epoch. No epoch asks Spark for anything.
+
+    Attributes:
+        epoch: Number of the epoch that is under way or, between two, that comes next; from 0.
+    """
+
+    def __init__(self, manifest: Manifest, world: context.TrainContext, scratch: str, name: str) -> None:
+        """Opens nothing yet.
+
+        Args:
+            manifest: Of the dataset.
+            world: Whose share this is.
+            scratch: Directory for decoded rows.
+            name: Of the dataset.
+        """
+        self.epoch = 0
+        self._manifest = manifest
+        self._world = world
+        self._scratch = scratch
+        self._name = name
+        self._next = 0
+        self._consumed: list[Stretch] = []
+        self._current: list[Stretch] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole dataset."""
+        return self._manifest.rows
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return list(self._manifest.arrow_schema().names)
+
+    def __len__(self) -> int:
+        """Rows of this rank in an epoch."""
+        from rankzero.data.shares import split
+
+        low, high = split(self.num_rows, self._world.world_size, self._world.rank)
+        return high - low
+
+    def iter_batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        columns: Sequence[str] | None = None,
+        collate: Callable[[Columns], Any] | None = None,
+        device: torch.device | str | None = None,
+        prefetch: int = 1,
+    ) -> Iterator[Any]:
+        """The batches of the next epoch: for each column a tensor, or what `rankzero.data.columns` says of its type.
+
+        Every rank gets the same number of batches, and every row comes once in an epoch. To that end the last batches
+        may be smaller by a row on some ranks. (One exception: with fewer rows than batches on a rank, as in a last
+        batch of a single row, a row comes twice.)
+
+        Args:
+            batch_size: Rows of a batch of one rank.
+            shuffle: Another order of all rows, over all ranks, in each epoch. Of a dataset of more than 16.7 million
+                rows or 4 GiB: of blocks of neighbours, and of the rows within windows of that size.
+            seed: Of the orders.
+            drop_last: Leave out the last batch if it is smaller.
+            columns: Those that are read; None for all.
+            collate: Makes a batch of the dict of columns.
+            device: Where tensors go; None for that of the rank.
+            prefetch: Pieces of some 32 MiB that a thread reads ahead; 0 for none.
+
+        Returns:
+            An iterator of dicts, or of what ``collate`` returns.
+
+        Raises:
+            InvalidJobError: no such column, a batch size that is no positive number; while iterating: a null, or
+                an array of another length, that a tensor has no place for.
+            ResultError: while iterating: a file was removed or changed, or this host does not see it.
+        """
+        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, prefetch)
+        return self._iterate(cut, device)
+
+    def to_torch(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        columns: Sequence[str] | None = None,
+        collate: Callable[[Columns], Any] | None = None,
+    ) -> BatchDataset:
+        """The batches as a torch ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
+
+        Each of the loader's processes makes its part of the batches; the loader gives them in the order of
+        `iter_batches`. `rankzero.train.prepare_data_loader` with ``shard=False`` counts epochs and batches, so its
+        ``state_dict`` goes on in the middle of an epoch; else call ``set_epoch``.
+
+        Args:
+            batch_size: As for `iter_batches`, like all others.
+            shuffle: As there.
+            seed: As there.
+            drop_last: As there.
+            columns: As there.
+            collate: As there.
+
+        Raises:
+            InvalidJobError: as `iter_batches`.
+        """
+        from rankzero.train.batches import BatchDataset
+
+        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0)
+        return BatchDataset(self._manifest, self._world, self._scratch, cut)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that epoch. Not needed: each iteration is one more."""
+        self.epoch = self._next = epoch
+        self._consumed, self._current = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks are, the same on each: put it into a checkpoint, to go on in the middle of an epoch."""
+        return {
+            "epoch": self.epoch,
+            "consumed": [stretch.to_json() for stretch in self._current],
+            "rows": self.num_rows,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where ``state`` was, with any number of ranks: the next iteration gives the rest of that epoch.
+
+        Raises:
+            ValueError: the state is that of another dataset.
+        """
+        from rankzero.data.shares import Stretch
+
+        if state["rows"] != self.num_rows:
+            raise ValueError(
+                f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
+            )
+        self.set_epoch(state["epoch"])
+        self._consumed = [Stretch.from_json(values) for values in state["consumed"]]
+        self._current = list(self._consumed)
+
+    def _cut(
+        self,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        columns: Sequence[str] | None,
+        collate: Callable[[Columns], Any] | None,
+        prefetch: int,
+    ) -> Cut:
+        from rankzero.train.batches import Cut
+
+        for name, value, least in (("batch_size", batch_size, 1), ("prefetch", prefetch, 0)):
+            if type(value) is not int or value < least:
+                raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+        known = self.columns
+        for column in columns if columns is not None else ():
+            if column not in known:
+                raise InvalidJobError(f"the dataset {self._name!r} has no column {column!r}; it has {', '.join(known)}")
+        if columns is not None and (isinstance(columns, str) or not columns):
+            raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
+        names = None if columns is None else tuple(columns)
+        return Cut(batch_size, seed if shuffle else None, drop_last, names, collate, prefetch)
+
+    def _iterate(self, cut: Cut, device: torch.device | str | None) -> Iterator[Any]:
+        import torch
+
+        from rankzero.data.shares import Stretch
+        from rankzero.train.batches import batches_of
+        from rankzero.train.data_loader import on_device
+
+        place = self._world.device if device is None else torch.device(device)
+        self.epoch = epoch = self._next
+        self._next = epoch + 1
+        before, self._consumed = self._consumed, []
+        batches = batches_of(self._manifest, self._world, self._scratch, cut, epoch, self._left(before))
+        if place.type != "cpu":
+            batches = on_device(batches, place, ahead=place.type == "cuda")
+        for done, batch in enumerate(batches, 1):
+            self._current = [*before, Stretch(self._world.world_size, cut.batch_size, cut.drop_last, done)]
+            yield batch
+        if self.epoch == epoch:
+            self.epoch, self._current = epoch + 1, []
+
+    def _left(self, consumed: list[Stretch]) -> Spans:
+        from rankzero.data.shares import remaining
+
+        return remaining(self.num_rows, consumed)

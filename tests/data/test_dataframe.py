@@ -1,0 +1,208 @@
+"""A Spark DataFrame, a table or a query, computed once and read by the ranks."""
+
+import glob
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+import rankzero.train as rt
+from rankzero import Launcher, RunHandle, SparkEngine
+from rankzero.engines.spark.materialize import content_of, materialize
+from rankzero.errors import EngineError, InvalidJobError
+from rankzero.run.directory import RunDirectory
+from rankzero.train.context import TrainContext
+from rankzero.train.dataset import DatasetShard
+
+
+@pytest.fixture(scope="module")
+def frame(session: Any) -> Any:
+    """1001 rows in seven partitions, one of them empty, of all kinds of columns."""
+    from pyspark.ml.functions import array_to_vector
+    from pyspark.sql import functions as F
+
+    number = F.col("id")
+    return (
+        session.range(0, 1200, 1, 6)
+        .where("id < 1001")
+        .select(
+            "id",
+            (number / 2).cast("float").alias("x"),
+            (number % 3).cast("decimal(9,2)").alias("amount"),
+            F.array(number, number + 1).alias("pair"),
+            F.when(number % 2 == 0, F.array(number)).otherwise(F.array()).alias("some"),
+            array_to_vector(F.array(number.cast("double"), F.lit(1.0))).alias("vector"),
+            F.when(number != 7, number.cast("string")).alias("text"),
+            F.struct(number.alias("inner")).alias("nested"),
+            F.timestamp_seconds(number).alias("time"),
+        )
+    )
+
+
+def say(_: str) -> None:
+    pass
+
+
+def shard_of(manifest: Any, scratch: Path, rank: int = 0, world_size: int = 1) -> DatasetShard:
+    return DatasetShard(manifest, TrainContext(rank=rank, world_size=world_size), str(scratch), "train")
+
+
+def test_every_kind_of_column_arrives_in_the_order_of_the_frame(frame: Any, tmp_path: Path) -> None:
+    manifest = materialize(frame, str(tmp_path / "rows"), "train", say)
+    assert manifest.lengths == {"pair": 2, "vector": 2}
+    shard = shard_of(manifest, tmp_path)
+    [batch] = shard.iter_batches(2000)
+    numbers = list(range(1001))
+    assert batch["id"].tolist() == numbers
+    assert batch["x"].tolist() == [number / 2 for number in numbers]
+    assert batch["amount"].tolist() == [number % 3 for number in numbers]
+    assert batch["pair"].tolist() == [[number, number + 1] for number in numbers]
+    assert batch["vector"].tolist() == [[number, 1] for number in numbers]
+    assert batch["some"].values.tolist() == numbers[::2]
+    assert batch["text"][6:9] == ["6", None, "8"]
+    assert batch["nested"]["inner"].tolist() == numbers
+    assert batch["time"][1] == 1_000_000
+    # Mapped as they lie there: nothing was decoded.
+    assert [name for name in os.listdir(tmp_path) if name != "rows"] == []
+
+
+def test_the_content_decides_and_not_the_partitions(frame: Any, session: Any, tmp_path: Path) -> None:
+    other = frame.repartition(3)
+    assert content_of(frame) == content_of(other) == materialize(other, str(tmp_path / "rows"), "train", say).digest
+    assert content_of(frame.where("id != 5")) != content_of(frame)
+    first = session.createDataFrame([(None, 1), (1, None)], "a int, b int")
+    second = session.createDataFrame([(1, None), (1, None)], "a int, b int")
+    assert content_of(first) != content_of(second)
+
+
+@pytest.mark.parametrize(
+    ("column", "why"),
+    [
+        ("map('a', id)", "column 'bad' of the dataset 'train' is map"),
+        ("array('a')", "no tensor of arrays of string"),
+        ("if(id = 3, null, id)", r"column 'bad' .* has 1 nulls"),
+        ("make_ym_interval(1)", "column 'bad' of the dataset 'train' is interval"),
+    ],
+)
+def test_a_column_without_a_tensor_is_refused(session: Any, tmp_path: Path, column: str, why: str) -> None:
+    frame = session.range(10).selectExpr("id", f"{column} AS bad")
+    with pytest.raises(InvalidJobError, match=why):
+        Launcher(2, dataset=frame, store=tmp_path).run(max, 1, 2)
+    assert glob.glob(f"{tmp_path}/*/datasets/*") == []
+
+
+def test_bad_frames_are_refused_and_leave_nothing(session: Any, tmp_path: Path) -> None:
+    def refusal(frame: Any, kind: type[Exception] = InvalidJobError) -> str:
+        with pytest.raises(kind) as caught:
+            Launcher(3, engine=SparkEngine(session=session), dataset=frame, store=tmp_path).run(max, 1, 2)
+        return str(caught.value)
+
+    assert "has no rows" in refusal(session.range(0))
+    assert "has 2 rows for 3 ranks" in refusal(session.range(2))
+    assert "TABLE_OR_VIEW_NOT_FOUND" in refusal("no.such")
+    assert "cannot be read by Spark" in refusal("SELECT nothing FROM nowhere")
+    failing = session.range(10).selectExpr("if(id = 9, raise_error('nine'), id) AS id")
+    assert "Spark could not compute the dataset 'train'" in refusal(failing, EngineError)
+    assert glob.glob(f"{tmp_path}/*/datasets/*") == []
+
+
+def ids() -> list[int]:
+    mine = [
+        number for batch in rt.get_dataset_shard().iter_batches(64, shuffle=True) for number in batch["id"].tolist()
+    ]
+    return sorted(number for part in rt.all_gather_object(mine) for number in part)
+
+
+def test_the_ranks_of_a_barrier_stage_read_the_frame(session: Any, frame: Any, tmp_path: Path) -> None:
+    launcher = Launcher(2, engine=SparkEngine(session=session), store=tmp_path)
+    assert launcher.options(dataset=frame).run(ids) == list(range(1001))
+    frame.createOrReplaceTempView("rows_of_the_test")
+    query = "SELECT id FROM rows_of_the_test WHERE id < 100"
+    assert launcher.options(dataset=query).run(ids) == list(range(100))
+
+
+def first_or_fail() -> list[int]:
+    shard = rt.get_dataset_shard()
+    if checkpoint := rt.get_checkpoint():
+        shard.load_state_dict(checkpoint.load()["shard"])
+        mine = [number for batch in shard.iter_batches(50) for number in batch["id"].tolist()]
+        return sorted(number for part in rt.all_gather_object(mine) for number in part)
+    for number, _ in enumerate(shard.iter_batches(50)):
+        if number == 3:
+            rt.report({}, checkpoint={"shard": shard.state_dict()})
+            rt.barrier()
+            raise RuntimeError("no more")
+    return []
+
+
+def test_a_resumed_run_goes_on_in_the_rows_with_which_it_began(session: Any, frame: Any, tmp_path: Path) -> None:
+    """The same content in other partitions: the first order counts, and nothing is left of the second."""
+    launcher = Launcher(2, store=tmp_path, run_id="again", code_version="1")
+    with pytest.raises(Exception, match="no more"):
+        launcher.options(dataset=frame).run(first_or_fail)
+    [folder] = glob.glob(f"{tmp_path}/again/datasets/*")
+    rest = launcher.options(dataset=frame.repartition(2)).run(first_or_fail)
+    assert rest == [*range(200, 500), *range(700, 1001)]
+    assert glob.glob(f"{tmp_path}/again/datasets/*") == [folder]
+    assert launcher.options(dataset=frame.where("id < 100")).run(lambda: rt.get_dataset_shard().num_rows) == 100
+    assert len(glob.glob(f"{tmp_path}/again/datasets/*")) == 1
+    assert not os.path.exists(folder)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def test_an_interrupt_while_spark_computes_leaves_nothing(session: Any, tmp_path: Path) -> None:
+    from pyspark.sql import functions as F
+
+    @F.udf("long")  # type: ignore[untyped-decorator,unused-ignore]
+    def forever(number: int) -> int:
+        import time
+
+        time.sleep(600)
+        return number
+
+    calls = iter(range(20))
+
+    def check() -> None:
+        if next(calls) == 15:
+            raise Interrupted
+
+    frame = session.range(10).select(forever("id").alias("id"))
+    with pytest.raises(Interrupted):
+        materialize(frame, str(tmp_path / "rows"), "train", say, check)
+    assert not (tmp_path / "rows").exists()
+    tracker = session.sparkContext.statusTracker()
+    until(lambda: not tracker.getActiveStageIds(), 10, "the end of Spark's stage")
+    until(lambda: "rankzero-data" not in {thread.name for thread in threading.enumerate()}, 30, "the end of the thread")
+
+
+@pytest.fixture(scope="module")
+def owned(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[Any]:
+    """A run whose driver has its own Spark, and computes a query."""
+    store = tmp_path_factory.mktemp("owned")
+    dataset = {"train": "SELECT id FROM range(500)", "eval": "SELECT id, id * 2 AS y FROM range(0, 30, 1, 3)"}
+    launcher = Launcher(2, engine=SparkEngine(master="local[2]"), dataset=dataset, store=store, run_id="q")
+    handle = launcher.submit(both)
+    handle.wait(120)
+    return handle
+
+
+def both() -> list[Any]:
+    return [ids(), rt.get_dataset_shard("eval").columns]
+
+
+def test_a_driver_with_a_spark_of_its_own_computes_queries(owned: RunHandle[Any]) -> None:
+    assert owned.result() == [list(range(500)), ["id", "y"]]
+    assert len(os.listdir(RunDirectory(owned.directory).path("datasets"))) == 2
+
+
+def test_a_table_that_its_driver_does_not_find_ends_the_run_with_a_typed_error(tmp_path: Path) -> None:
+    launcher = Launcher(2, engine=SparkEngine(master="local[2]"), dataset="no.such", store=tmp_path, max_restarts=3)
+    with pytest.raises(InvalidJobError, match="TABLE_OR_VIEW_NOT_FOUND"):
+        launcher.run(ids)
+    assert glob.glob(f"{tmp_path}/*/datasets/*") == []

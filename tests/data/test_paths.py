@@ -1,0 +1,265 @@
+"""Tables at a path, read by ranks without Spark."""
+
+import gc
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import rankzero.train as rt
+from rankzero import Launcher
+from rankzero.data.manifest import Manifest
+from rankzero.errors import InvalidJobError, ResultError
+from rankzero.submit.identity import identity_of
+from rankzero.submit.paths import manifest_of_path
+from rankzero.train.context import TrainContext
+from rankzero.train.dataset import DatasetShard
+
+
+def table(rows: int, first: int = 0) -> Any:
+    ids = range(first, first + rows)
+    columns = {"id": list(ids), "x": [number / 2 for number in ids], "name": [f"n{number}" for number in ids]}
+    return pa.table(columns, pa.schema({"id": pa.int64(), "x": pa.float64(), "name": pa.string()}))
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """A table of 1003 rows in three files of row groups of 100."""
+    folder = tmp_path / "table"
+    folder.mkdir()
+    for number, (rows, first) in enumerate([(500, 0), (0, 500), (503, 500)]):
+        pq.write_table(table(rows, first), folder / f"{number}.parquet", row_group_size=100)
+    (folder / "_SUCCESS").touch()
+    return folder
+
+
+def shard_of(manifest: Manifest, scratch: Path, rank: int = 0, world_size: int = 1) -> DatasetShard:
+    return DatasetShard(manifest, TrainContext(rank=rank, world_size=world_size), str(scratch), "train")
+
+
+def ids_of(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def test_a_parquet_table_is_read_in_its_order(parquet: Path, tmp_path: Path) -> None:
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    assert (shard.num_rows, len(shard), shard.columns) == (1003, 1003, ["id", "x", "name"])
+    batches = list(shard.iter_batches(64))
+    assert [len(batch["x"]) for batch in batches] == [64] * 15 + [43]
+    assert ids_of(batches) == list(range(1003))
+    assert batches[1]["name"][0] == "n64"
+    assert batches[1]["x"][0] == 32.0
+
+
+@pytest.mark.parametrize("compression", ["uncompressed", "zstd"])
+def test_an_arrow_file_is_read(tmp_path: Path, compression: str) -> None:
+    pyarrow.feather.write_feather(table(1000), tmp_path / "t.arrow", compression=compression, chunksize=300)
+    manifest = manifest_of_path(str(tmp_path / "t.arrow"), "train")
+    assert [file.rows for file in manifest.files] == [(300, 300, 300, 100)]
+    shard = shard_of(manifest, tmp_path)
+    assert ids_of(shard.iter_batches(70)) == list(range(1000))
+    assert sorted(ids_of(shard.iter_batches(70, shuffle=True))) == list(range(1000))
+
+
+def test_columns_in_the_names_of_directories_are_columns(tmp_path: Path) -> None:
+    pq.write_to_dataset(
+        pa.table({"id": range(10), "day": [f"2026-01-0{1 + number // 5}" for number in range(10)], "n": [7] * 10}),
+        tmp_path / "t",
+        partition_cols=["day", "n"],
+    )
+    shard = shard_of(manifest_of_path(str(tmp_path / "t"), "train"), tmp_path)
+    [batch] = shard.iter_batches(10)
+    assert batch["day"] == ["2026-01-01"] * 5 + ["2026-01-02"] * 5
+    assert batch["n"].tolist() == [7] * 10
+    [batch] = shard.iter_batches(10, columns=["n"])
+    assert list(batch) == ["n"]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.integers(1, 30),
+    st.booleans(),
+    st.data(),
+)
+def test_any_partitioning_any_worlds_every_row_once(
+    tmp_path: Path, parts: list[int], worlds: list[int], size: int, shuffle: bool, data: Any
+) -> None:
+    """An epoch that is begun by one world and gone on with by others."""
+    if not sum(parts):
+        return
+    folder = tmp_path / "any"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for number, rows in enumerate(parts):
+        pq.write_table(table(rows, sum(parts[:number])), folder / f"{number}.parquet", row_group_size=17)
+    manifest = manifest_of_path(str(folder), "train")
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for turn, world in enumerate(worlds):
+        stops = data.draw(st.integers(0, 4)) if turn < len(worlds) - 1 else None
+        states = []
+        for rank in range(world):
+            shard = shard_of(manifest, tmp_path, rank, world)
+            if state:
+                shard.load_state_dict(state)
+            batches = shard.iter_batches(size, shuffle=shuffle, seed=5, prefetch=0)
+            for batch in itertools.islice(batches, stops):
+                seen += batch["id"].tolist()
+            states.append(shard.state_dict() if stops else state)
+        assert all(each == states[0] for each in states)
+        # A rank that got to the end of the epoch has nothing left to resume.
+        if stops and states[0] and states[0]["epoch"] == 1:
+            break
+        state = states[0]
+    assert set(seen) == set(range(sum(parts)))
+    # Where a rank had no row left for a last batch one came again.
+    assert len(seen) - len(set(seen)) <= sum(worlds)
+
+
+def test_epochs_differ_and_a_seed_fixes_them(parquet: Path, tmp_path: Path) -> None:
+    manifest = manifest_of_path(str(parquet), "train")
+    shard, same = shard_of(manifest, tmp_path), shard_of(manifest, tmp_path)
+    first, second = (ids_of(shard.iter_batches(50, shuffle=True)) for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(1003))
+    assert first != second
+    assert shard.epoch == 2
+    same.set_epoch(1)
+    assert ids_of(same.iter_batches(100, shuffle=True)) == second
+
+
+def test_a_batch_that_is_written_to_does_not_change_the_next_epoch(tmp_path: Path) -> None:
+    pyarrow.feather.write_feather(table(100), tmp_path / "t.arrow", compression="uncompressed")
+    shard = shard_of(manifest_of_path(str(tmp_path / "t.arrow"), "train"), tmp_path)
+    for _ in range(2):
+        for batch in shard.iter_batches(30):
+            assert batch["x"].sum() == batch["id"].sum() / 2
+            batch["x"] /= 255
+            batch["id"] += 1
+            batch["x"] *= 255
+            batch["x"] += 0.5
+
+
+def test_batches_outlive_their_reader(parquet: Path, tmp_path: Path) -> None:
+    batches = list(shard_of(manifest_of_path(str(parquet), "train"), tmp_path).iter_batches(300))
+    gc.collect()
+    assert ids_of(batches) == list(range(1003))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_of_several_processes_gives_the_same_batches(
+    parquet: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's loader sets one in the first process that makes others.
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    data = shard.to_torch(64, shuffle=True, seed=3, columns=["id"])
+    loader = rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers), shard=False)
+    assert len(loader) == 16
+    for _ in range(2):
+        assert ids_of(loader) == ids_of(shard.iter_batches(64, shuffle=True, seed=3))
+    loader.load_state_dict({"epoch": 1, "batches": 3, "world_size": 1})
+    shard.set_epoch(1)
+    assert ids_of(loader) == ids_of(list(shard.iter_batches(64, shuffle=True, seed=3))[3:])
+
+
+def test_collate_and_drop_last(parquet: Path, tmp_path: Path) -> None:
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    found = list(shard.iter_batches(100, drop_last=True, collate=lambda batch: torch.stack([batch["id"], batch["x"]])))
+    assert [batch.shape for batch in found] == [(2, 100)] * 10
+
+
+def test_a_disk_without_room_for_decoded_rows_costs_time_only(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    usage = shutil.disk_usage(full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    shard = shard_of(manifest_of_path(str(parquet), "train"), full)
+    assert ids_of(shard.iter_batches(64)) == list(range(1003))
+    assert sorted(ids_of(shard.iter_batches(64, shuffle=True))) == list(range(1003))
+    assert [name for name in os.listdir(full) if not name.endswith(".lock")] == []
+
+
+def test_a_file_that_was_replaced_is_named(parquet: Path, tmp_path: Path) -> None:
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    pq.write_table(table(7), parquet / "0.parquet")
+    for _ in range(2):
+        with pytest.raises(ResultError, match=r"0\.parquet has 7 rows where it had 100"):
+            list(shard.iter_batches(10))
+    (parquet / "0.parquet").unlink()
+    with pytest.raises(ResultError, match=r"0\.parquet of the dataset does not exist"):
+        list(shard.iter_batches(10))
+
+
+def test_bad_arguments_are_named(parquet: Path, tmp_path: Path) -> None:
+    shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    with pytest.raises(InvalidJobError, match="has no column 'y'; it has id, x, name"):
+        shard.iter_batches(10, columns=["y"])
+    with pytest.raises(InvalidJobError, match="batch_size is 0"):
+        shard.iter_batches(0)
+    with pytest.raises(ValueError, match="of a dataset of 5 rows; 'train' has 1003"):
+        shard.load_state_dict({"epoch": 0, "consumed": [], "rows": 5})
+    with pytest.raises(InvalidJobError, match=r"was given no dataset 'train'"):
+        rt.get_dataset_shard()
+
+
+def test_bad_paths_are_refused_before_a_start(parquet: Path, tmp_path: Path) -> None:
+    def refusal(source: Any, ranks: int = 1) -> str:
+        with pytest.raises(InvalidJobError) as caught:
+            Launcher(ranks, dataset=source, store=tmp_path / "runs").run(max, 1, 2)
+        return str(caught.value)
+
+    assert "does not exist" in refusal(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    assert "has no files" in refusal(tmp_path / "empty")
+    pq.write_table(table(0), tmp_path / "zero.parquet")
+    assert "has 0 rows" in refusal(tmp_path / "zero.parquet")
+    pq.write_table(table(2), tmp_path / "two.parquet")
+    assert "has 2 rows for 3 ranks" in refusal(tmp_path / "two.parquet", 3)
+    pq.write_table(pa.table({"m": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))}), tmp_path / "m.parquet")
+    assert "column 'm'" in refusal(tmp_path / "m.parquet")
+    assert "needs Spark" in refusal("db.table")
+    assert "is 7; give a Spark DataFrame" in refusal(7)
+    assert "cannot name a dataset" in refusal({"a b": parquet})
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
+    assert "cannot be read from" in refusal(tmp_path / "bad.parquet")
+    assert not (tmp_path / "runs").exists() or not os.listdir(tmp_path / "runs")
+
+
+def test_the_identity_of_a_path_is_its_content(parquet: Path, tmp_path: Path) -> None:
+    def identity() -> str:
+        read = [("train", manifest_of_path(str(folder), "train").digest)]
+        return identity_of(max, (), {}, 1, datasets=read)
+
+    folder = parquet
+    before = identity()
+    folder = shutil.copytree(parquet, tmp_path / "elsewhere")
+    assert identity() == before
+    pq.write_table(table(500, 1), folder / "0.parquet", row_group_size=100)
+    assert identity() != before
+
+
+def count_rows() -> list[int]:
+    shard, checked = rt.get_dataset_shard(), rt.get_dataset_shard("eval")
+    seen = ids_of(shard.iter_batches(64, shuffle=True))
+    every = [number for part in rt.all_gather_object(seen) for number in part]
+    assert len(every) == len(set(every))
+    return [len(every), len(seen), len(checked), checked.num_rows]
+
+
+def test_the_ranks_of_a_run_read_a_path(parquet: Path, tmp_path: Path) -> None:
+    launcher = Launcher(2, dataset={"train": parquet, "eval": str(parquet / "0.parquet")}, store=tmp_path / "runs")
+    assert launcher.run(count_rows) == [1003, 501, 250, 500]

@@ -1,0 +1,115 @@
+"""Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pandas
+import pyarrow as pa
+import pytest
+import torch
+
+import rankzero.train as rt
+from rankzero import Launcher, Table
+from rankzero.data.columns import Ragged
+from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
+
+
+def score(fail_first: bool) -> Table:
+    context = rt.get_context()
+
+    def batches() -> Any:
+        for number in range(3):
+            yield {
+                "id": torch.arange(4) + 100 * context.rank + 10 * number,
+                "embedding": torch.full((4, 2), float(context.rank)),
+                "text": [f"r{context.rank}"] * 4,
+            }
+
+    table = rt.write_rows(batches())
+    rt.barrier()
+    if fail_first and context.attempt == 0 and context.rank == 1:
+        os.kill(os.getpid(), 9)
+    return table
+
+
+def test_a_table_is_complete_and_nothing_of_a_failed_attempt_is_left(launcher: Launcher, tmp_path: Path) -> None:
+    handle = launcher.options(max_restarts=1).submit(score, True)
+    ref = handle.result_ref(60)
+    table = ref.load()
+    assert isinstance(table, Table)
+    assert table.uri == f"{handle.directory}/tables/0001/rows"
+    assert os.listdir(f"{handle.directory}/tables") == ["0001"]
+    frame = table.to_pandas().sort_values("id")
+    assert frame["id"].tolist() == [
+        100 * rank + 10 * number + row for rank in (0, 1) for number in range(3) for row in range(4)
+    ]
+    assert frame["embedding"].iloc[-1].tolist() == [1.0, 1.0]
+    assert table.to_arrow().count_rows() == 24
+    # And into the next training, by its path or by reference.
+    assert launcher.options(dataset=table).run(lambda: rt.get_dataset_shard().num_rows) == 24
+    assert launcher.run(_count, ref) == 24
+
+
+def _count(table: Table) -> int:
+    return table.to_arrow().count_rows()
+
+
+def test_a_run_that_fails_leaves_no_rows(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match="SIGKILL"):
+        launcher.options(run_id="failed").run(score, True)
+    assert os.listdir(tmp_path / "store" / "failed" / "tables") == []
+
+
+def test_every_kind_of_batch_is_rows() -> None:
+    def schema_of(batches: Any) -> dict[str, str]:
+        return {field.name: str(field.type) for field in rt.write_rows(batches).to_arrow().schema}
+
+    assert schema_of(pandas.DataFrame({"a": [1]})) == {"a": "int64"}
+    columns = {
+        "a": numpy.arange(2, dtype="float32"),
+        "b": torch.ones(2, 3, dtype=torch.bfloat16),
+        "c": Ragged(torch.arange(3), torch.tensor([0, 1, 3])),
+        "d": {"x": ["1", None]},
+        "e": torch.tensor([True, False]),
+    }
+    expected = {"a": "float", "b": "fixed_size_list<item: float>[3]", "c": "list<item: int64>"}
+    table = rt.write_rows(columns, "kinds")
+    found = {field.name: str(field.type) for field in table.to_arrow().schema}
+    assert {**expected, "d": "struct<x: string>", "e": "bool"} == {
+        name: kind.replace("element", "item") for name, kind in found.items()
+    }
+    assert (
+        rt.write_rows([pa.table({"a": [1]}), pa.RecordBatch.from_pydict({"a": [2]})], "t").to_arrow().count_rows() == 2
+    )
+
+
+def test_what_are_no_rows_is_refused() -> None:
+    with pytest.raises(TypeError, match="different lengths"):
+        rt.write_rows({"a": [1], "b": [1, 2]})
+    with pytest.raises(TypeError, match="different columns"):
+        rt.write_rows([{"a": [1]}, {"b": [1]}])
+    with pytest.raises(TypeError, match="not a int"):
+        rt.write_rows(7)
+    with pytest.raises(TypeError, match="not a int"):
+        rt.write_rows([7])
+    with pytest.raises(InvalidJobError, match="cannot name a table"):
+        rt.write_rows({}, "a/b")
+    with pytest.raises(ResultError, match="has no files"):
+        rt.write_rows([], "empty").to_arrow()
+
+
+def test_rows_reach_an_object_store(bucket: str) -> None:
+    handle = Launcher(2, store=f"{bucket}/runs").submit(score, False)
+    table = handle.result(90)
+    assert table.uri.startswith("s3://")
+    assert table.to_arrow().count_rows() == 24
+    launcher = Launcher(2, store=f"{bucket}/runs", dataset=table)
+    assert launcher.run(_read) == [24, 24]
+
+
+def _read() -> list[int]:
+    shard = rt.get_dataset_shard()
+    mine = [number for batch in shard.iter_batches(5, shuffle=True) for number in batch["id"].tolist()]
+    return [shard.num_rows, len({number for part in rt.all_gather_object(mine) for number in part})]
