@@ -66,6 +66,7 @@ class Job:
         files: Name to location, size and checksum of what the workers need.
         queries: Datasets that the driver has Spark compute: name to table or query.
         python: ``major.minor`` of the Python that made the payload.
+        torch: Version of torch where the payload was made; None: there is none.
         created: Unix time.
     """
 
@@ -100,6 +101,7 @@ class Job:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    torch: str | None = None
     created: float = field(default_factory=time.time)
 
     @property
