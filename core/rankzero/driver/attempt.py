@@ -11,7 +11,6 @@ from typing import Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.frames import Message
@@ -91,6 +90,8 @@ class Attempt:
         self._run_started_at = run_started_at
         encrypts = self._session.encrypts if self._job.encrypt is None else self._job.encrypt
         identity = make_identity() if encrypts else None
+        if identity:
+            logger.info("the connections of attempt %s are encrypted", self._number)
         self._scratch = None
         if self._run.is_remote:
             self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
@@ -108,7 +109,7 @@ class Attempt:
         self._remove_leftovers()
         self._resume = self._committer.newest()
         self._token = self._run.token()
-        secret = new_secret()
+        secret = self._session.secret(self._number)
         self._server = ChannelServer(
             secret,
             self._session.bind_host,
@@ -123,6 +124,7 @@ class Attempt:
             agent_config = {
                 "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
+                "attempt": self._number,
                 "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,
