@@ -101,6 +101,7 @@ class TrainingArguments(TaskArguments, total=False):
     warm_start: bool
     encrypt: bool | None
     code_version: str | None
+    dataset: str | os.PathLike[str] | Mapping[str, Any] | None
     retry_user_errors: bool
     log_ranks: Sequence[int] | None
     deferrable: bool

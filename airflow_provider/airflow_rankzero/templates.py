@@ -29,6 +29,7 @@ TEMPLATE_FIELDS = (
     "hang_timeout",
     "max_restarts",
     "restart_on",
+    "dataset",
 )
 """What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
 

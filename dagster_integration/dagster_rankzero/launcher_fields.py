@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from dagster_rankzero.fields import KnownFields
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
@@ -133,6 +133,13 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         "step whose function, script or modules have changed begins from scratch.",
     )
 
+    dataset: str | None = Field(
+        default=None,
+        description="What ranks read: the path or URL of a table, or with Spark the name of one or a query. In Python "
+        "options(dataset=...) takes a Spark DataFrame, a ResultRef of a table, or a dict of these by name, too.",
+    )
+    _dataset: Any = PrivateAttr(default=None)
+
     @model_validator(mode="before")
     @classmethod
     def _split_pair(cls, given: Any) -> Any:
@@ -187,6 +194,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             warm_start=self.warm_start,
             encrypt=self.encrypt,
             code_version=self.code_version,
+            dataset=self.dataset if self._dataset is None else self._dataset,
         )
 
     def _engine(self) -> "Engine":
