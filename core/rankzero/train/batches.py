@@ -14,7 +14,7 @@ from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
 from rankzero.data.order import Order
 from rankzero.data.reader import Reader
-from rankzero.data.shares import Batches, Spans, cut, length, remaining, share
+from rankzero.data.shares import Batches, Spans, cut, length, merged, remaining, share
 
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
@@ -73,6 +73,7 @@ def batches_of(
     for number in numbers:
         if number < plan.count:
             spans += cut(mine, plan.done(number), plan.done(number + 1))
+    spans = merged(spans)
     order = Order(manifest.rows, manifest.row_size, asked.seed, epoch)
     reader = Reader(manifest, asked.columns, scratch)
 
