@@ -29,6 +29,7 @@ NAMES = [
     "horovod",
     "control_plane",
     "imports",
+    "connect",
     "airflow_task",
     "airflow_scheduler",
     "dagster_step",

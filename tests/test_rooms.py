@@ -12,6 +12,8 @@ CORE = ROOT / "core" / "rankzero"
 DOWN = (
     "rankzero",
     "cli",
+    "doctor",
+    "testing",
     "compat",
     "launcher",
     "sweep",

@@ -71,7 +71,7 @@ def test_master_that_refuses_is_named(tell: Any, closed_port: int) -> None:
 
 def test_master_that_is_silent_is_not_waited_for(tell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops packets."""
-    monkeypatch.setattr("airflow_rankzero.connection.diagnosis.CONNECT_TIMEOUT", 0.2)
+    monkeypatch.setattr("rankzero.doctor.before.CONNECT_TIMEOUT", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
@@ -152,3 +152,21 @@ def test_no_jvm_and_no_heavy_import(tell: Any, listener: int, monkeypatch: pytes
     ok, words = tell(host=f"spark://127.0.0.1:{listener}")
     assert ok, words
     assert started == []
+
+
+def test_the_command_examines_a_connection(tell: Any, tmp_path: Path) -> None:
+    """`rankzero doctor --conn-id`, by the entry point that this package has for it."""
+    from click.testing import CliRunner
+
+    from rankzero.cli import main
+
+    tell(engine="local")
+    told = CliRunner().invoke(main, ["doctor", "--conn-id", "cluster", "--json"])
+    assert told.exit_code == 0, told.output
+    examination = json.loads(told.stdout)
+    assert examination["healthy"]
+    assert len(examination["ranks"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    told = CliRunner().invoke(main, ["doctor", "--conn-id", "nobody"])
+    assert told.exit_code == 1
+    assert "there is no connection conn_id='nobody'" in told.output

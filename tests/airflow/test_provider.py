@@ -87,7 +87,7 @@ def test_airflow_offers_the_connection_type_and_the_links(airflow_home: Path) ->
         "print(found.hook_name, found.field_behaviour['relabeling']['host'], len(fields), len(links), "
         "hook.connection_testable)"
     )
-    assert in_a_fresh_airflow(code) == "rankzero Spark master 5 3 True"
+    assert in_a_fresh_airflow(code) == "rankzero Spark master 6 3 True"
 
 
 def test_importing_the_operator_loads_neither_torch_nor_spark() -> None:

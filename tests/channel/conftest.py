@@ -34,7 +34,7 @@ class Serving:
         self.offered.write_bytes(os.urandom((1 << 20) + 3))
         self.clients: list[ChannelClient] = []
         options.setdefault("served", {"payload": str(self.offered), "missing": str(directory / "missing")})
-        # The whole room's tests, encrypted: RANKZERO_TEST_ENCRYPT=1.
+        # RANKZERO_TEST_ENCRYPT=1: the room's tests, encrypted; those fail that speak plain frames themselves.
         if os.environ.get("RANKZERO_TEST_ENCRYPT"):
             options.setdefault("identity", make_identity())
         self.identity: Identity | None = options.get("identity")

@@ -1,6 +1,9 @@
 """Encrypted connections: who listens on the wire reads nothing, who has another certificate is not the driver."""
 
+import contextlib
 import os
+import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +86,21 @@ def test_a_cut_connection_goes_on_where_it_was(serve: Callable[..., Serving], re
     while len(steps) < 49:
         steps.append(serving.await_type("step")["number"])
     assert steps == list(range(1, 50))
+
+
+def test_garbage_has_no_effect_and_the_agent_is_served(serve: Callable[..., Serving]) -> None:
+    serving = serve(identity=make_identity())
+    assert serving.hears()
+    chance = random.Random(1)
+    for _ in range(200):
+        with contextlib.suppress(ConnectionError), socket.create_connection(serving.address, timeout=20.0) as peer:
+            # Half of them begin as a record of a handshake does.
+            peer.sendall(
+                (b"\x16\x03\x01" if chance.random() < 0.5 else b"") + chance.randbytes(chance.randrange(1, 3000))
+            )
+    serving.clients[0].queue({"type": "alive"})
+    assert serving.next() == (0, {"type": "alive"})
+    assert serving.hears(1)
 
 
 def test_a_run_encrypts_where_it_is_asked_to(launcher: Launcher) -> None:

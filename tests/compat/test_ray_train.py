@@ -111,6 +111,15 @@ def test_checkpoints_a_failure_and_another_attempt(tmp_path: Path) -> None:
     assert Result.from_path(result.path).return_value == result.return_value
 
 
+def test_as_many_workers_as_there_is_room_for(run_config: RunConfig) -> None:
+    trainer = TorchTrainer(
+        lambda: train.get_context().get_world_size(),
+        scaling_config=ScalingConfig(num_workers=(1, 2)),
+        run_config=run_config,
+    )
+    assert trainer.fit().return_value == 2
+
+
 def test_a_failure_raises_and_is_in_the_result(run_config: RunConfig, tmp_path: Path) -> None:
     def loop() -> None:
         train.report({"loss": 1.0})

@@ -17,9 +17,11 @@ from rankzero import (
     Launcher,
     RunCancelledError,
     RunHandle,
+    SparkEngine,
     SparkSubmitEngine,
     WorkerFailedError,
 )
+from rankzero.doctor.examine import examine
 
 WAIT = 240.0
 SECRET = "geheim-4711-nirgends"
@@ -136,3 +138,11 @@ def test_a_run_that_waits_for_its_driver_can_be_cancelled(detached: Launcher, cl
     handle.cancel()
     assert handle.wait(timeout=1)
     assert handle.status().state == "cancelled"
+
+
+def test_the_doctor_examines_a_cluster(cluster: Standalone, tmp_path: Path) -> None:
+    conf = {"spark.executor.memory": "512m", "spark.ui.enabled": "false", "spark.cores.max": "2"}
+    found = examine(SparkEngine(cluster.url, conf=conf), store=str(tmp_path), start_timeout=WAIT)
+    assert found.healthy, found
+    assert {finding.about for finding in found.findings} >= {"slots", "Python", "store", "driver to executors"}
+    assert len(found.ranks) == 2

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rankzero.train as rt
-from rankzero import Launcher
+from rankzero import Launcher, ResultError
 
 
 @pytest.fixture
@@ -117,6 +117,16 @@ def test_units_are_sharded_apart_and_compute_in_their_type(launcher: Launcher) -
         "test": [""],
         "types": ["torch.bfloat16", "torch.float32"],
     }
+
+
+def test_a_part_of_a_model_is_no_result(launcher: Launcher) -> None:
+    def train() -> Any:
+        import rankzero.train as rt
+
+        return rt.prepare_model(build(0), "fsdp").state_dict()
+
+    with pytest.raises(ResultError, match="holds a DTensor, of which this rank has only its part.*full_state_dict"):
+        launcher.run(train)
 
 
 def test_a_frozen_model_and_no_strategy_are_only_moved(launcher: Launcher) -> None:

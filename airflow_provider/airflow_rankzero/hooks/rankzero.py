@@ -9,8 +9,8 @@ from typing import Any
 from airflow.sdk import BaseHook
 
 from airflow_rankzero import config
-from airflow_rankzero.connection.diagnosis import find_problems
 from airflow_rankzero.connection.target import Target
+from rankzero.doctor.before import find_problems
 from rankzero.errors import RankZeroError
 from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
 
@@ -52,9 +52,13 @@ class RankZeroHook(BaseHook):
         try:
             target = self.get_conn()
             root = target.store or config.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
-            problems = find_problems(target, root)
+            count = target.processes_per_task or 1
+            problems = find_problems(target.engine(), root, use_gpu=target.use_gpu, processes_per_task=count)
         except RankZeroError as error:
             return False, str(error)
         if problems:
             return False, f"seen from {here}: " + "; ".join(problems)
-        return True, f"seen from {here}: nothing stands against a training on {target}, and {root} can be written"
+        return True, (
+            f"seen from {here}: nothing stands against a training on {target}, and {root} can be written. "
+            f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
+        )

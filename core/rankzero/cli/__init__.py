@@ -1,7 +1,7 @@
 """The `rankzero` command: start runs, look at them, end them, remove old ones. Everything it does, a library call does.
 
-A file for what a person wants: ``run`` starts, ``look`` and ``show`` look, ``end`` ends. Shell completion is click's:
-``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
+A file for what a person wants: ``run`` starts, ``look``, ``show`` and ``doctor`` look, ``end`` ends. Shell completion
+is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from rankzero import __version__
+from rankzero.cli.doctor import doctor
 from rankzero.cli.end import cancel, gc
 from rankzero.cli.look import logs, runs, status
 from rankzero.cli.run import run
@@ -42,5 +43,5 @@ def main() -> None:
     """
 
 
-for _command in (run, runs, status, logs, cancel, report, serve, gc):
+for _command in (run, runs, status, logs, cancel, report, serve, doctor, gc):
     main.add_command(_command)

@@ -164,14 +164,15 @@ def _launcher(
 
     return Launcher(
         _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
-        engine=_engine(engine, conf),
+        engine=engine_of(engine, conf),
         backend=None if backend == "none" else backend,
         labels=label,
         **options,
     )
 
 
-def _engine(name: str, conf: dict[str, str]) -> Any:
+def engine_of(name: str, conf: dict[str, str]) -> Any:
+    """The engine that ``--engine`` names. Raises InvalidJobError."""
     from rankzero import LocalEngine, SparkConnectEngine, SparkEngine
 
     if name == "local":

@@ -11,7 +11,6 @@ from typing import Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
 from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.frames import Message
@@ -108,7 +107,7 @@ class Attempt:
         self._remove_leftovers()
         self._resume = self._committer.newest()
         self._token = self._run.token()
-        secret = new_secret()
+        secret = self._session.secret(self._number)
         self._server = ChannelServer(
             secret,
             self._session.bind_host,
@@ -123,6 +122,7 @@ class Attempt:
             agent_config = {
                 "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
+                "attempt": self._number,
                 "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
                 "use_gpu": self._job.use_gpu,
                 "ports": self._job.ports,

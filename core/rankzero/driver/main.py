@@ -20,10 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
+from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen, attempts_used, has_place_for
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
@@ -70,27 +72,52 @@ T = TypeVar("T")
 class Driver:
     """Runs one submission of a run to its end and writes the outcome into the run directory."""
 
-    def __init__(self, run: RunDirectory, engine: Engine, env: dict[str, str], *, leased: bool = False) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        engine: Engine,
+        env: dict[str, str],
+        *,
+        leased: bool = False,
+        replaceable: bool = False,
+        first_attempt: int | None = None,
+        budget: Restarts | None = None,
+    ) -> None:
         """Reads what is to be run.
 
         Args:
             run: The run.
             engine: Where.
             env: The user's environment for the ranks.
-            leased: True if the run ends when nobody follows it (`Job.orphan_timeout`).
+            leased: True if the run ends when nobody follows it (`Job.orphan_timeout`), and outlives its caller.
+            replaceable: True if another process takes over should this one die.
+            first_attempt: Number of the next attempt; None for the job's.
+            budget: Of restarts, where some were used before; None for all of the job's.
         """
         self._run = run
         self._engine = engine
         self._job = run.job()
         self._env = env
-        secrets = secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {}))
-        self._recorder = Recorder(run, self._job.submission, self._job.first_attempt, Mask(secrets))
+        self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
+        self._number = self._job.first_attempt if first_attempt is None else first_attempt
+        self._budget = budget or Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
-        self._watch = Watch(run, self._job, self._recorder, self.inbox, leased=leased)
+        self._leased = leased
+        # What Spark computes for ranks comes by this session, and so to this process.
+        self._hands_over = leased and not self._job.queries
+        self._replaceable = replaceable
+        self._take_over()
         self._session: EngineSession | None = None
         self._started_at: float | None = None
         self.left_nothing = True
         """False if an engine session did not close: a JVM that was stopped may still be there."""
+
+    def _take_over(self) -> None:
+        """From now on this process writes the run directory."""
+        self._recorder = Recorder(
+            self._run, self._job.submission, self._number, self._mask, replaceable=self._replaceable
+        )
+        self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
 
     def run(self) -> None:
         """Never raises for a run that failed: the status reports it.
@@ -107,6 +134,8 @@ class Driver:
     def _run_to_its_end(self) -> None:
         try:
             attempt = self._attempt_until_done()
+        except DrivenElsewhere:
+            return
         except RunCancelledError as error:
             self._recorder.finish(state="cancelled", error=error.to_json())
         except RankZeroError as error:
@@ -125,13 +154,12 @@ class Driver:
 
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
-        budget = Restarts(self._job.max_restarts, self._job.max_preemptions)
         hosts = HostRecord()
-        number = self._job.first_attempt
         try:
             while True:
                 attempt: Attempt | None = None
                 try:
+                    number = self._number
                     self._recorder.update(state="starting", attempt=number)
                     deadline = time.monotonic() + self._job.start_timeout
                     self._session = session = self._session or self._open(deadline)
@@ -142,6 +170,8 @@ class Driver:
                     self._note_placement(number, placement, session)
                     if session.num_agents(placement.num_tasks) > MANY_AGENTS:
                         allow_open_files()
+                    if self._hands_over and has_place_for(self._run, session):
+                        self._hand_over(session, placement, deadline)
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
                     )
@@ -151,19 +181,46 @@ class Driver:
                     if attempt and attempt.outcome:
                         # Success was certain before whatever came then.
                         return attempt
-                    after = budget.after(_restart_cause(error))
+                    after = self._budget.after(_restart_cause(error))
                     if after is None:
                         raise
-                    budget, pause = after
+                    self._budget, pause = after
                     hosts = hosts.after(attempt.failed_host if attempt else None)
-                    self._note_restart(number + 1, error, pause)
+                    self._note_restart(self._number + 1, error, pause)
                 if self._started_at is None and attempt:
                     self._started_at = attempt.started_at
-                number += 1
+                self._number += 1
                 self._prepare_restart(pause)
         except BaseException:
             # What an attempt has left ends with the session, and so before the run has ended.
             self._close_session()
+            raise
+
+    def _hand_over(self, session: EngineSession, placement: Placement, deadline: float) -> None:
+        """Has the run driven in its own stage; returns if executors do not see its directory.
+
+        Raises:
+            DrivenElsewhere: that was done, and this process has nothing more to do.
+            RankZeroError: that came to nothing, or was lost; this process has the run again.
+        """
+        handover = Handover(
+            self._run, self._job, self._number, self._recorder, session, placement, self.inbox, self._watch
+        )
+        try:
+            handover.run(deadline, self._env, self._budget)
+        except Unseen as why:
+            logger.info("%s: it is driven from here", why)
+            self._hands_over = False
+        except DrivenElsewhere:
+            # To close it would end the stage, which may go on.
+            self._session = None
+            raise
+        except BaseException:
+            if handover.has_gone:
+                used = attempts_used(self._run, self._number)
+                self._number += used
+                self._budget = replace(self._budget, restarts=self._budget.restarts + used)
+                self._take_over()
             raise
 
     def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:

@@ -39,7 +39,18 @@ class Recorder:
     lines are counted as lost, the status is tried again.
     """
 
-    def __init__(self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None, *, replaceable: bool = False
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            run: The run.
+            submission: Whose driver this is.
+            attempt: The first one.
+            mask: Of secrets.
+            replaceable: Another process takes over if this one dies, so readers go by the heartbeat alone.
+        """
         self._run = run
         self.mask = mask or Mask()
         """Of what ranks write."""
@@ -55,7 +66,7 @@ class Recorder:
                 submission=submission,
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
-                driver_namespace=process_namespace(),
+                driver_namespace=None if replaceable else process_namespace(),
                 driver_start=process_start(os.getpid()),
                 interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
             ),
@@ -146,6 +157,13 @@ class Recorder:
     def tail(self, rank: int) -> list[str]:
         """The last lines of a rank."""
         return list(self._tails.get(rank, ()))
+
+    def let_go(self) -> None:
+        """Closes the files and writes no more: another process does. Waits for a write that is under way."""
+        for lines in (self._events, *self._logs.values()):
+            lines.close()
+        self._finished.set()
+        self._writer.stop()
 
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.

@@ -35,6 +35,7 @@ class StatusWriter:
         self._run = run
         self._changed = threading.Condition()
         self._wanted = self._tried = self._written = 0
+        self._stopped = False
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
@@ -64,6 +65,14 @@ class StatusWriter:
         if not self._thread.ident:
             self._thread.start()
 
+    def stop(self) -> None:
+        """Writes nothing more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.ident:
+            self._thread.join(DRIVER_DEAD_AFTER)
+
     def await_written(self, timeout: float) -> bool:
         """True as soon as every change until now is written, or need not be any more; False if the time is up."""
         with self._changed:
@@ -74,7 +83,11 @@ class StatusWriter:
         next_beat, next_check = time.monotonic() + self._beat_interval(), time.time() + DRIVER_DEAD_AFTER
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted > self._tried, max(0.0, next_beat - time.monotonic()))
+                self._changed.wait_for(
+                    lambda: self._stopped or self._wanted > self._tried, max(0.0, next_beat - time.monotonic())
+                )
+                if self._stopped:
+                    return
                 self._tried = wanted = self._wanted
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from rankzero.driver.main import Driver
@@ -26,6 +27,11 @@ class DriverThread(threading.Thread):
             self.error = error
         finally:
             self._ended.set()
+
+    @property
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
     def poll(self) -> int | None:
         """None while it lives, as a process would say."""

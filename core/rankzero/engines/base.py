@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rankzero.channel.auth import new_secret
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
@@ -146,6 +147,15 @@ class EngineSession(abc.ABC):
     def encrypts(self) -> bool:
         """True if the engine encrypts its own connections, as those of the run then shall be."""
         return False
+
+    @property
+    def can_host_driver(self) -> bool:
+        """True if the run may be driven from within: `launch` takes a ``"stage"`` for its tasks."""
+        return False
+
+    def secret(self, attempt: int) -> str:
+        """Of the channel of an attempt."""
+        return new_secret()
 
     def reserve(self, num_tasks: int) -> bool:
         """Sees to it that nobody else takes the places of the next attempt; False if somebody was faster."""

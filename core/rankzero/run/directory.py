@@ -8,6 +8,7 @@
         job.json      what it asked for
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
+        stage-K/      where a driver in its own stage meets its tasks; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
@@ -68,7 +69,8 @@ class RunStatus:
         written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
-        driver_namespace: The process namespace in which that id means something.
+        driver_namespace: The process namespace in which that id means something; None if its death may not be the
+            run's, so that only the heartbeat tells.
         driver_start: When that process started, in ticks since the boot.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.

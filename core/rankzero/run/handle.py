@@ -48,6 +48,10 @@ DRIVER_LOG_TAIL = 15
 class OwnDriver(Protocol):
     """A driver that this process started: a child process, or a thread."""
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+
     def poll(self) -> int | None:
         """None while it lives."""
 
@@ -177,7 +181,10 @@ class RunHandle(Generic[R]):
         """True or False if this process can ask the driver; None where only the heartbeat can tell."""
         if self._driver is not None and status.submission == self._submission:
             if self._driver.poll() is not None:
-                return False
+                ours = (process_namespace(), self._driver.pid)
+                # It may have handed the run to a driver elsewhere.
+                is_another = status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours
+                return process_lives(status) if is_another else False
             if status.driver_pid is None:
                 return True
         return process_lives(status)

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 REPORT_LIMIT = 1 << 20
 """Bytes of the metrics of one report as JSON."""
 
+STORAGE = "RANKZERO_STORAGE"
+"""Variable that names a local directory for the checkpoints of a script that is started by hand. Without it nothing is
+kept, so that no forgotten checkpoint changes what a script does."""
+
 MetricValue = bool | int | float | str
 
 
@@ -42,7 +46,7 @@ class TrainContext:
         attempt: Number of this attempt of the run, from 0; under ``torchrun`` its restart count.
         use_gpu: Whether this worker owns a GPU.
         backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
-        storage_path: The run directory, where this host sees it; else None.
+        storage_path: The run directory, where this host sees it; outside of a run ``$RANKZERO_STORAGE``; else None.
     """
 
     rank: int = 0
@@ -105,6 +109,7 @@ class _Session:
     writer: CheckpointWriter | None = None
     result: object = None
     progress: int = 0
+    checkpoints: int = 0
     at_return: list[Callable[[], None]] = field(default_factory=list)
     datasets: str | None = None
     scratch: str | None = None
@@ -116,7 +121,7 @@ class _Session:
         """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
         if self.writer and self.writer.busy:
             self.progress += 1
-        return self.progress
+        return self.progress + self.checkpoints
 
 
 _session: _Session | None = None
@@ -126,8 +131,18 @@ def current() -> _Session:
     """This process as a worker; outside of a run as ``torchrun`` describes it. For `rankzero.train` alone."""
     global _session
     if _session is None:
-        _session = _Session(_from_environment())
+        context = _from_environment()
+        _session = _Session(context, writer=_standalone_writer(context))
     return _session
+
+
+def _standalone_writer(context: TrainContext) -> CheckpointWriter | None:
+    """Who keeps the checkpoints outside of a run; None: nobody."""
+    if context.storage_path is None:
+        return None
+    from rankzero.train import standalone
+
+    return standalone.open_writer(context.storage_path, STORAGE)
 
 
 def _from_environment() -> TrainContext:
@@ -150,6 +165,8 @@ def _from_environment() -> TrainContext:
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         use_gpu=kind is not None,
         backend=_BACKENDS.get(kind, "gloo"),
+        # Several ranks without a driver have nobody who would give them all the same checkpoint.
+        storage_path=os.environ.get(STORAGE) or None if number("WORLD_SIZE", 1) == 1 else None,
     )
 
 
@@ -190,7 +207,8 @@ def get_context() -> TrainContext:
 def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
     """Reports metrics of this rank, and optionally a state to go on from. Counts as progress for ``hang_timeout``.
 
-    Outside of a run rank 0 prints the metrics, and a checkpoint is not kept.
+    Outside of a run rank 0 prints the metrics. A checkpoint is kept by a world of one, in the directory that the
+    environment variable ``RANKZERO_STORAGE`` names, and else by nobody.
 
     Never waits for other ranks. Of a checkpoint it takes a copy in memory, which is written and committed while
     training goes on; the next one waits until this one is written. When all parts are there it becomes the one that
@@ -227,13 +245,13 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         )
     session = current()
     session.progress += 1
-    if session.send_report is None or session.writer is None:
+    if session.send_report is None:
         _show(session, values)
-        return
-    session.send_report(row)
-    if checkpoint is not None:
+    else:
+        session.send_report(row)
+    if checkpoint is not None and session.writer is not None:
         session.writer.write(checkpoint, values, now, sharded=sharded)
-        session.progress += 1
+        session.checkpoints += 1
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -21,7 +21,7 @@ def pickled(value: object) -> Sequence[Part]:
     """The parts of a value's file. Its large buffers are not copied.
 
     Raises:
-        ResultError: it cannot be pickled; names its type.
+        ResultError: it cannot be pickled, or holds a part of a sharded tensor; names its type.
     """
     import cloudpickle
 
@@ -29,13 +29,18 @@ def pickled(value: object) -> Sequence[Part]:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
+            if hasattr(type(obj), "placements") and hasattr(type(obj), "device_mesh"):
+                raise ResultError(
+                    f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
+                    "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
+                )
             return tensors.reduce(obj) or super().reducer_override(obj)
 
     stream = io.BytesIO()
     buffers: list[memoryview] = []
     try:
         Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside(buffers)).dump(value)
-    except OSError:
+    except (OSError, ResultError):
         raise
     except Exception as error:
         raise ResultError(f"a value of type {_type(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error

@@ -63,6 +63,8 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
         check("in place", inplace, torch.full((4,), float(sum(range(size)))))
         grouped = hvd.grouped_allreduce([torch.ones(3), torch.ones(2, 2)], op=hvd.Sum)
         check("grouped", grouped[1], torch.full((2, 2), float(size)))
+        gathered = hvd.grouped_allgather([torch.full((2,), rank), torch.full((1, 2), rank)])
+        check("grouped gather", gathered[0], torch.arange(size).repeat_interleave(2))
         assert hvd.broadcast_object({"rank": rank} if rank == 0 else None) == {"rank": 0}
         assert hvd.allgather_object("x" * rank) == ["x" * other for other in range(size)]
         hvd.barrier()
@@ -175,6 +177,14 @@ def test_sets_of_ranks(tmp_path: Path) -> None:
             hvd.allreduce(torch.ones(1), process_set=pair if mine is odd else odd)
         with pytest.raises(ValueError, match="is there already"):
             hvd.add_process_set([2, 0])
-        return hvd.allgather_object((total.item(), mine.size(), mine.rank(), from_two and from_two.item()))
+        found = total.item(), mine.size(), mine.rank(), from_two and from_two.item()
+        # A set that is made anew counts calls without a name anew, on ranks with and without a past.
+        again = hvd.ProcessSet([0, 1])
+        assert hvd.remove_process_set(pair)
+        assert not hvd.remove_process_set(pair)
+        hvd.add_process_set(again)
+        if hvd.rank() < 2:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=again).item() == 2
+        return hvd.allgather_object(found)
 
     assert Launcher(3, store=tmp_path).run(train) == [(4.0, 2, 0, 2), (2.0, 1, 0, None), (4.0, 2, 1, 2)]

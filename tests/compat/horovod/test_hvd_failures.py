@@ -79,6 +79,34 @@ def test_a_rank_that_returns_without_it(launcher: Launcher) -> None:
         launcher.run(train)
 
 
+def test_a_rank_that_computes_on_is_waited_for_with_a_warning_and_not_for_ever(tmp_path: Path) -> None:
+    def train(shut_down: bool) -> str:
+        import time
+
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            # As long as the other one's warning, or its error, takes.
+            time.sleep(600 if shut_down else 4)
+        hvd.allreduce(torch.ones(2), name="gradient")
+        return "waited"
+
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    handle = Launcher(2, store=tmp_path, env=env).submit(train, False)
+    assert handle.result(60) == "waited"
+    warned = [line for line in handle.logs(0) if "rank 0 has waited" in line]
+    assert warned
+    assert warned[0].endswith("for some of the ranks [1] to issue allreduce.gradient")
+
+    env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
+    with pytest.raises(WorkerFailedError, match="rank 0 waits for 'allreduce.gradient', but another rank") as failure:
+        Launcher(2, store=tmp_path, env=env).run(train, True)
+    assert failure.value.rank == 0
+
+
 def test_a_rank_that_dies_is_the_first_cause(launcher: Launcher) -> None:
     def train() -> None:
         import os
@@ -140,7 +168,10 @@ def test_bad_calls_are_refused(launcher: Launcher) -> None:
             hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()))
         assert not hvd.mpi_built()
         assert hvd.gloo_built()
-        assert not hvd.cuda_built()
+        assert hvd.cuda_built() == (torch.version.cuda is not None)
+        assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
+        hvd.start_timeline("timeline.json")
+        hvd.stop_timeline()
 
     launcher.run(train)
 

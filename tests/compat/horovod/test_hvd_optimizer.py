@@ -164,6 +164,55 @@ def test_horovods_rules(launcher: Launcher) -> None:
     assert launcher.run(train)
 
 
+def test_options_of_the_reduction(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank = hvd.rank()
+
+        def gradient(make: Any, x: Any, passes: int = 1, **options: Any) -> Any:
+            model = make()
+            hvd.broadcast_parameters(model.state_dict())
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+            if passes > 1:
+                optimizer.set_backward_passes_per_step(passes)
+            for _ in range(passes):
+                model(x).sum().backward()
+            optimizer.synchronize()
+            return model.weight.grad
+
+        def linear() -> Any:
+            return torch.nn.Linear(2, 1, bias=False)
+
+        def embedding() -> Any:
+            return torch.nn.Embedding(4, 2, sparse=True)
+
+        x, row = torch.full((1, 2), rank + 1.0), torch.tensor([rank])
+        dense = gradient(embedding, row, sparse_as_dense=True)
+        sparse = gradient(embedding, row)
+        assert (dense.is_sparse, sparse.is_sparse) == (False, True)
+        assert torch.equal(dense, sparse.to_dense())
+        return {
+            "average": gradient(linear, x).tolist(),
+            "predivided": gradient(linear, x, gradient_predivide_factor=4.0).tolist(),
+            "sum": gradient(linear, x, op=hvd.Sum).tolist(),
+            "passes": gradient(linear, x, passes=3).tolist(),
+            "rows": dense.tolist(),
+        }
+
+    assert launcher.run(train) == {
+        "average": [[1.5, 1.5]],
+        "predivided": [[1.5, 1.5]],
+        "sum": [[3.0, 3.0]],
+        "passes": [[4.5, 4.5]],
+        "rows": [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]],
+    }
+
+
 def test_batch_norm_over_all_ranks(launcher: Launcher) -> None:
     def train() -> Any:
         import torch
@@ -171,11 +220,19 @@ def test_batch_norm_over_all_ranks(launcher: Launcher) -> None:
         import rankzero.compat.horovod.torch as hvd
 
         hvd.init()
-        whole = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
+        # Far from zero, where squares have no digits left.
+        whole = 1000 + torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
         mine = whole[:3] if hvd.rank() == 0 else whole[3:]
         ours, plain = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
-        found = torch.cat(hvd.allgather_object(ours(mine).detach()))
-        torch.testing.assert_close(found, plain(whole).detach(), atol=1e-5, rtol=1e-5)
+        whole, mine = whole.requires_grad_(), mine.detach().clone().requires_grad_()
+        normal, expected = ours(mine), plain(whole)
+        found = torch.cat(hvd.allgather_object(normal.detach()))
+        torch.testing.assert_close(found, expected.detach(), atol=1e-3, rtol=1e-3)
+        # Of what all ranks make of it, not of this one's part alone.
+        normal.pow(3).sum().backward()
+        expected.pow(3).sum().backward()
+        found = torch.cat(hvd.allgather_object(mine.grad))
+        torch.testing.assert_close(found, whole.grad, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(ours.running_var, plain.running_var)
         torch.testing.assert_close(ours.running_mean, plain.running_mean)
         return True

@@ -11,6 +11,7 @@ _SERVER_LOST = (
     r"SESSION_CHANGED|SESSION_CLOSED|SESSION_NOT_FOUND|OPERATION_NOT_FOUND|OPERATION_ABANDONED|OPERATION_ALREADY_EXISTS|"
     r"RESPONSE_ALREADY_RECEIVED|StatusCode\.UNAVAILABLE|failed to connect|Connection refused|Socket closed|GOAWAY"
 )
+UNREACHED = "no driver was found on port"
 _INTERRUPTED = r"OPERATION_CANCELED|OPERATION_CANCELLED"
 
 
@@ -18,6 +19,13 @@ def explain(text: str, server: str) -> RankZeroError:
     """The typed error for the text of an exception of a client of Spark Connect."""
     if re.search(_INTERRUPTED, text):
         return EngineError(f"the stage was interrupted at {server} from outside of rankzero: {spark.first_lines(text)}")
+    if UNREACHED in text:
+        found = spark.explain(text)
+        return EngineError(
+            f"{found}. Executors must reach this host by TCP (ports= for a firewall), or see the run directory: then a "
+            "submitted run, and that of a pipeline's step, is driven in its stage",
+            cause=LOST,
+        )
     if re.search(_SERVER_LOST, text) and "rankzero agent" not in text:
         return EngineError(
             f"the Spark Connect server {server} has ended, was restarted or cannot be reached: "

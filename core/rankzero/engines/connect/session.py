@@ -21,6 +21,7 @@ from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
     CORES_MAX,
     DYNAMIC_ALLOCATION,
+    ENCRYPTION,
     EXECUTOR_CORES,
     EXECUTOR_GPUS,
     INSTANCES,
@@ -42,6 +43,10 @@ from rankzero.job import Job
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT = 20.0
+"""Seconds for an agent to reach the driver, which is up before any of them: unlike a classic driver's host, that of a
+client may be one that no executor can ever reach."""
+
 _SETTINGS = [
     MASTER,
     DYNAMIC_ALLOCATION,
@@ -52,6 +57,7 @@ _SETTINGS = [
     EXECUTOR_GPUS,
     CORES_MAX,
     THREADS,
+    *ENCRYPTION,
 ]
 
 
@@ -119,9 +125,21 @@ class ConnectSession(EngineSession):
             return LOOPBACK
         return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
+    @property
+    def encrypts(self) -> bool:
+        """True where the cluster encrypts its own connections."""
+        return not self._is_local and any(self._settings.get(name) == "true" for name in ENCRYPTION)
+
+    @property
+    def can_host_driver(self) -> bool:
+        """Yes: no process of this host need outlive the launch."""
+        return True
+
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
         cores = int(self._settings.get(TASK_CPUS, "1"))
+        if "connect_timeout" in config:
+            config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_TIMEOUT)}
         task = make_task(
             task_config(config, cores, self._job.processes_per_task, threads_set=THREADS in self._settings),
             # As a part of the task's function, which Spark sends to each executor once for all tasks there.

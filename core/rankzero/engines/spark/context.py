@@ -8,8 +8,7 @@ import os
 from typing import Any
 
 from rankzero.host.network import addresses_of
-from rankzero.task import hold as hold_module
-from rankzero.task import start as start_module
+from rankzero.task import hold, staged, start
 
 _KNOWN = "_rankzero"
 _DRIVER = "driver"
@@ -83,7 +82,7 @@ def known(context: Any) -> KnownContext:
 
 @functools.cache
 def agent_code(*, zipped: bool = True) -> bytes:
-    """A pickle of the function `hold`, and of a zip of the rankzero and cloudpickle packages.
+    """A pickle of the function `run_task`, and of a zip of the rankzero and cloudpickle packages.
 
     Executors need nothing of rankzero installed: the one is pickled by value, and from the other agents import.
 
@@ -93,9 +92,9 @@ def agent_code(*, zipped: bool = True) -> bytes:
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
-    for module in (hold_module, start_module):
+    for module in (staged, hold, start):
         untyped.register_pickle_by_value(module)
-    pickled: bytes = untyped.dumps((hold_module.hold, zipped_packages() if zipped else None))
+    pickled: bytes = untyped.dumps((staged.run_task, zipped_packages() if zipped else None))
     return pickled
 
 

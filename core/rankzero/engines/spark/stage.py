@@ -103,9 +103,9 @@ def make_task(
             gpus = local_gpus[index * count : (index + 1) * count]
         elif config["use_gpu"] and "gpu" in context.resources():
             gpus = list(context.resources()["gpu"].addresses)
-        hold, code_zip = pickle.loads(code.value)
+        run_task, code_zip = pickle.loads(code.value)
         found = {"code_path": None, "code_zip": code_zip}
-        hold({**found, **config, "task": index, "host": host, "gpus": gpus})
+        run_task({**found, **config, "task": index, "host": host, "gpus": gpus})
         return iter(())
 
     return task

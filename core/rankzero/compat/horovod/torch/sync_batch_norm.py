@@ -25,21 +25,21 @@ class SyncBatchNorm(_BatchNorm):
             plain: torch.Tensor = super().forward(input)
             return plain
         dims = [dim for dim in range(input.dim()) if dim != 1]
-        count = torch.tensor([input.numel() / input.size(1)], dtype=input.dtype, device=input.device)
-        sums = torch.cat([input.sum(dims), input.pow(2).sum(dims), count])
-        total: Any = allreduce(sums, op="Sum")
-        channels = input.size(1)
-        rows = total[-1]
+        channels, shape = input.size(1), [1, input.size(1)] + [1] * (input.dim() - 2)
+        count = input.new_tensor([input.numel() / channels])
+        total: Any = allreduce(torch.cat([input.sum(dims), count]), op="Sum")
+        rows = total[-1].detach()
         mean = total[:channels] / rows
-        variance = total[channels : 2 * channels] / rows - mean.pow(2)
+        # Around the mean of all ranks: the mean of squares less the square of the mean would lose every digit.
+        squares: Any = allreduce((input - mean.view(shape)).pow(2).sum(dims), op="Sum")
+        variance = squares / rows
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 if self.num_batches_tracked is not None:
                     self.num_batches_tracked.add_(1)
                 share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
                 self.running_mean.lerp_(mean.detach(), share)
-                self.running_var.lerp_(variance.detach() * rows.detach() / (rows.detach() - 1), share)
-        shape = [1, channels] + [1] * (input.dim() - 2)
+                self.running_var.lerp_(squares.detach() / (rows - 1), share)
         output = (input - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
         if self.affine:
             output = output * self.weight.view(shape) + self.bias.view(shape)

@@ -1,4 +1,4 @@
-"""What would stop a training on a target, in words, without starting a JVM."""
+"""What would stop a training on an engine, in words, without starting a JVM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from airflow_rankzero.connection.fields import LOCAL
-from airflow_rankzero.connection.target import Target
 from rankzero import store
+from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
 
@@ -27,31 +26,35 @@ STORE_TIMEOUT = 15.0
 _HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
-def find_problems(target: Target, root: str) -> list[str]:
+def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes_per_task: int = 1) -> list[str]:
     """Everything that is found to be wrong, one sentence each; empty if nothing is.
 
     Args:
-        target: Where trainings shall run.
+        engine: Where trainings shall run.
         root: Root of the run directories.
+        use_gpu: They are to have GPUs.
+        processes_per_task: Ranks of one Spark task.
     """
     checks = [
-        functools.partial(_check_packages, target),
-        functools.partial(_check_job, target),
-        functools.partial(_check_master, target),
+        functools.partial(_check_packages, engine),
+        functools.partial(_check_job, engine, use_gpu, processes_per_task),
+        functools.partial(_check_master, _master(engine)),
         functools.partial(_check_store, root),
     ]
     return [problem for check in checks if (problem := check())]
 
 
-def _check_packages(target: Target) -> str | None:
-    if (target.kind == LOCAL or (target.master or "local").startswith("local")) and not importlib.util.find_spec(
-        "torch"
-    ):
-        return f"the ranks on {target} need torch here: pip install torch"
-    if target.kind == LOCAL:
-        return None
-    if target.is_connect:
-        # What its client needs is the engine's to check.
+def _master(engine: Engine) -> str:
+    return str(engine.to_spec()[0].get("master") or "")
+
+
+def _check_packages(engine: Engine) -> str | None:
+    kind, master = engine.to_spec()[0]["kind"], _master(engine)
+    is_here = kind == "local" or (kind == "spark" and (not master or master.startswith("local")))
+    if is_here and not importlib.util.find_spec("torch"):
+        return "the ranks need torch here: pip install torch"
+    if kind != "spark":
+        # What a client of Spark Connect needs is its engine's to check.
         return None
     spec = importlib.util.find_spec("pyspark")
     if spec is None:
@@ -62,23 +65,20 @@ def _check_packages(target: Target) -> str | None:
     return None
 
 
-def _check_job(target: Target) -> str | None:
+def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | None:
     """What a run of one Spark task would be refused for: Java, GPUs, slots, configuration."""
     try:
-        engine = target.engine()
-        count = target.processes_per_task or 1
-        spec, _ = engine.to_spec()
         engine.check(
             Job(
                 run_id=new_run_id("test"),
                 name="test",
-                num_processes=count,
-                processes_per_task=count,
-                use_gpu=target.use_gpu,
+                num_processes=processes_per_task,
+                processes_per_task=processes_per_task,
+                use_gpu=use_gpu,
                 backend=None,
                 timeout=None,
                 start_timeout=CONNECT_TIMEOUT,
-                engine=spec,
+                engine=engine.to_spec()[0],
             )
         )
     except RankZeroError as error:
@@ -86,8 +86,8 @@ def _check_job(target: Target) -> str | None:
     return None
 
 
-def _check_master(target: Target) -> str | None:
-    addresses = master_addresses(target.master or "")
+def _check_master(master: str) -> str | None:
+    addresses = master_addresses(master)
     reasons = []
     for host, port in addresses:
         try:
@@ -100,7 +100,7 @@ def _check_master(target: Target) -> str | None:
             reasons.append(f"{host}:{port} does not answer ({error})")
     if not reasons:
         return None
-    return f"master {target.master!r} cannot be reached: {', '.join(reasons)}; check host, port and firewall"
+    return f"master {master!r} cannot be reached: {', '.join(reasons)}; check host, port and firewall"
 
 
 def master_addresses(master: str) -> list[tuple[str, int]]:

@@ -1,0 +1,107 @@
+"""From a fresh process to rank 0's result on Spark Connect, beside pyspark's TorchDistributor there and the floor.
+
+Run: ``python benchmarks/connect.py [runs]``. One server runs throughout; each launch is a Python process of its own, as
+a pipeline's task is, and its time that of the whole process. What is compared runs in turn.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from measure import Report, timed
+
+RANKS = 2
+RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
+SHORT = 3
+"""How often what takes a second runs for each run of the peer."""
+
+
+def all_reduce() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return float(x.item())
+
+
+def ours(url: str, store: str) -> object:
+    from rankzero import Launcher, SparkConnectEngine
+
+    return Launcher(RANKS, engine=SparkConnectEngine(url), store=store).run(all_reduce)
+
+
+def peer(url: str, _: str) -> object:
+    from pyspark.ml.torch.distributor import TorchDistributor
+    from pyspark.sql import SparkSession
+
+    SparkSession.builder.remote(url).getOrCreate()
+    return TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(all_reduce)
+
+
+def floor(url: str, _: str) -> object:
+    """A barrier stage that does nothing, with pyspark's client as it is."""
+    from pyspark.sql import SparkSession
+
+    def nothing(batches):  # type: ignore[no-untyped-def]
+        for _ in batches:
+            pass
+        return iter(())
+
+    spark = SparkSession.builder.remote(url).getOrCreate()
+    return spark.range(RANKS, numPartitions=RANKS).mapInArrow(nothing, "task long", barrier=True).collect()
+
+
+def imports(*_: str) -> object:
+    """What no client of pyspark can do without."""
+    import pyspark.sql.connect.session
+
+    return pyspark.sql.connect.session
+
+
+ACTIONS: dict[str, Callable[..., object]] = {"ours": ours, "peer": peer, "floor": floor, "imports": imports}
+
+
+def fresh(name: str, url: str, store: str) -> Callable[[], object]:
+    command = [sys.executable, __file__, "one", name, url, store]
+    return lambda: subprocess.run(command, check=True, capture_output=True)
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    os.environ.setdefault("RANKZERO_TEST_SUITE", "benchmark")
+    from tests.engines.connect_server import connect_server
+
+    report = Report("connect", "Spark Connect: fresh process to result, 2 ranks, one all-reduce")
+    found: dict[str, list[float]] = {name: [] for name in ACTIONS}
+    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store, connect_server(Path(store)) as server:
+        runs = {name: fresh(name, server.url, store) for name in ACTIONS}
+        first = timed(runs["ours"])
+        for name in ("peer", "ours", "ours", "floor"):
+            runs[name]()
+        for _ in range(RUNS):
+            for name in ("floor", "ours", "imports") * SHORT:
+                found[name] += timed(runs[name])
+            found["peer"] += timed(runs["peer"])
+    imported = report.add("importing pyspark's client of Spark Connect", found["imports"])
+    least = report.add("no-op barrier stage, pyspark's client", found["floor"])
+    seconds = report.add("rankzero", found["ours"])
+    report.add("rankzero, the first launch on a server", first)
+    theirs = report.add("TorchDistributor", found["peer"])
+    report.hold("rankzero / TorchDistributor", seconds / theirs, 0.1)
+    report.hold("rankzero / floor (no-op barrier stage)", seconds / least, 1.0)
+    report.hold("seconds beyond the imports", seconds - imported, 1.0)
+    report.finish()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["one"]:
+        ACTIONS[sys.argv[2]](*sys.argv[3:])
+        sys.stdout.flush()
+        os._exit(0)
+    main()

@@ -1,0 +1,105 @@
+"""``rankzero doctor``: what would stop a training on a cluster, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rankzero.cli import words
+from rankzero.cli.run import engine_of
+from rankzero.errors import InvalidJobError
+
+if TYPE_CHECKING:
+    from rankzero.doctor.examine import Examination
+    from rankzero.doctor.findings import Finding
+
+CONNECTIONS = "rankzero.connections"
+"""Entry points of orchestrator packages: each gives for a connection's id the arguments of `examine`."""
+
+_MARKS = {"ok": ("+", "green"), "warning": ("!", "yellow"), "problem": ("x", "red")}
+
+
+@click.command()
+@click.option("--engine", "--master", "engine", default="local", show_default=True, help="As for `rankzero run`.")
+@click.option(
+    "--conn-id", metavar="ID", help="A connection of Airflow instead, of type rankzero, spark, spark_connect."
+)
+@click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
+@click.option("-n", "--num-processes", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
+@click.option("--processes-per-task", type=click.IntRange(min=1), help="Ranks of one Spark task.  [default: 1]")
+@click.option("--use-gpu", is_flag=True, help="A GPU for each rank.")
+@click.option("--store", metavar="STORE", help="Root of the run directories. [default: $RANKZERO_STORE]")
+@click.option("--start-timeout", callback=words.seconds, metavar="TIME", default="2m", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="All findings and facts, as one JSON object.")
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    /,
+    engine: str,
+    conn_id: str | None,
+    conf: dict[str, str],
+    start_timeout: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Look for what would stop a training, as a training would meet it.
+
+    First from here: Java, pyspark, the master, the store. Then with ranks that look around where they run: Python,
+    torch, GPUs, the network both ways, interfaces, the speed of an all-reduce, clocks, and the store. Every problem
+    comes with what to do about it.
+
+    Exit codes: 0 nothing would stop a training; 1 something would.
+    """
+    from rankzero.doctor.examine import examine
+
+    given = {name: value for name, value in options.items() if value}
+    if conn_id is None:
+        examined = {"engine": engine_of(engine, conf), **given}
+    else:
+        examined = {**_connection(conn_id, conf), **given}
+    found = examine(**examined, start_timeout=start_timeout)
+    click.echo(json.dumps(found.to_json()) if as_json else "", nl=as_json)
+    if not as_json:
+        _show(found)
+    ctx.exit(0 if found.healthy else 1)
+
+
+def _connection(conn_id: str, conf: dict[str, str]) -> dict[str, Any]:
+    for entry in importlib.metadata.entry_points(group=CONNECTIONS):
+        found: dict[str, Any] = entry.load()(conn_id, conf)
+        return found
+    raise InvalidJobError(f"--conn-id {conn_id} is a connection of Airflow: install rankzero[airflow] here")
+
+
+def _show(found: Examination) -> None:
+    if sys.stdout.isatty():
+        _show_table(found.findings)
+    else:
+        for finding in found.findings:
+            click.echo(f"{_MARKS[finding.level][0]} {finding.about}: {finding.what}")
+            if finding.mend:
+                click.echo(f"    {finding.mend}")
+    if found.healthy:
+        click.echo("trainings can run here")
+    elif found.directory:
+        click.echo(f"what the ranks wrote: rankzero logs {found.directory}")
+
+
+def _show_table(findings: list[Finding]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    for finding in findings:
+        mark, color = _MARKS[finding.level]
+        what = Text(finding.what)
+        if finding.mend:
+            what.append(f"\n{finding.mend}", style="italic")
+        table.add_row(Text(mark, style=color), finding.about, what)
+    Console().print(table)

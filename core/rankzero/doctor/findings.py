@@ -1,0 +1,195 @@
+"""What the ranks have seen, judged: pure functions from facts to findings."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.bounds import CLOCK_SKEW
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+SKEW_WARNING = 5.0
+"""Seconds between two clocks from which on logs and metrics are hard to read together."""
+
+SLOW_REDUCE = 50.0
+"""Megabytes a second below which an all-reduce is slower than a network of 1 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: ``"ok"``, ``"warning"`` (trainings run, and something is worse than it need be) or ``"problem"``.
+        about: What was looked at, in a word or two.
+        what: What was found.
+        mend: What to do; empty if nothing is.
+    """
+
+    level: str
+    about: str
+    what: str
+    mend: str = ""
+
+
+def judge(ranks: Sequence[dict[str, Any]], started: float | None, *, use_gpu: bool, store: str) -> list[Finding]:
+    """Everything that the ranks' facts say.
+
+    Args:
+        ranks: What `rankzero.doctor.probe` gave, in the order of ranks.
+        started: Unix time by the driver's clock at which all ranks had started.
+        use_gpu: Whether each was to have a GPU.
+        store: Root of the run directories.
+    """
+    return [
+        *_places(ranks),
+        *_versions(ranks),
+        *_gpus(ranks, use_gpu=use_gpu),
+        *_clocks(ranks, started),
+        *_network(ranks),
+        *_store(ranks, store),
+    ]
+
+
+def _each(ranks: Sequence[dict[str, Any]], name: str) -> dict[str, list[int]]:
+    """The values of a fact, and the ranks that have each."""
+    found: dict[str, list[int]] = {}
+    for facts in ranks:
+        found.setdefault(str(facts.get(name)), []).append(facts["rank"])
+    return found
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _places(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    hosts = _each(ranks, "host")
+    shown = ", ".join(f"{host} ({len(there)})" for host, there in hosts.items())
+    yield Finding(OK, "slots", f"{len(ranks)} ranks ran at once, on {shown}")
+    cores = min(facts["cores"] for facts in ranks)
+    busiest = max(map(len, hosts.values()))
+    if cores < busiest:
+        yield Finding(
+            WARNING,
+            "cores",
+            f"{busiest} ranks share {cores} cores of a host",
+            "give each rank a core of its own: fewer ranks, more hosts, or spark.task.cpus",
+        )
+
+
+def _versions(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    minors = {".".join(facts["python"].split(".")[:2]) for facts in ranks}
+    ours = ".".join(platform.python_version_tuple()[:2])
+    pythons = ", ".join(sorted(_each(ranks, "python")))
+    if minors != {ours}:
+        yield Finding(
+            PROBLEM,
+            "Python",
+            f"{pythons} on the ranks, {ours} here",
+            "set spark.pyspark.python to a Python of the same minor version: one pickles for the other",
+        )
+    else:
+        yield Finding(OK, "Python", f"{pythons} ({', '.join(sorted(_each(ranks, 'executable')))})")
+    torches = _each(ranks, "torch")
+    if len(torches) > 1:
+        shown = "; ".join(f"{version}: {_names(there)}" for version, there in torches.items())
+        yield Finding(PROBLEM, "torch", f"differs: {shown}", "install one version of torch on all hosts")
+    else:
+        yield Finding(OK, "torch", next(iter(torches)))
+
+
+def _gpus(ranks: Sequence[dict[str, Any]], *, use_gpu: bool) -> Iterator[Finding]:
+    problems = _each([facts for facts in ranks if facts["device_problem"]], "device_problem")
+    for problem, there in problems.items():
+        yield Finding(PROBLEM, "GPUs", f"{_names(there)}: {problem}", "install a torch for this GPU, and its driver")
+    if use_gpu and not problems:
+        kinds = ", ".join(sorted({name for facts in ranks for name in facts["gpus"]}))
+        yield Finding(OK, "GPUs", f"one for each rank ({kinds}); NCCL {ranks[0]['nccl']}")
+    idle = [facts["rank"] for facts in ranks if facts["gpus"]]
+    if idle and not use_gpu:
+        yield Finding(WARNING, "GPUs", f"{_names(idle)} could use GPUs", "examine them, too: --use-gpu")
+
+
+def _clocks(ranks: Sequence[dict[str, Any]], started: float | None) -> Iterator[Finding]:
+    # By the clock of rank 0: the ranks looked at the same moment.
+    ahead = {facts["host"]: facts["together"] - ranks[0]["together"] for facts in ranks}
+    if started is not None:
+        # The ranks entered just after that.
+        ahead["the driver"] = started - ranks[0]["entered"]
+    fast, slow = max(ahead, key=lambda name: ahead[name]), min(ahead, key=lambda name: ahead[name])
+    apart = ahead[fast] - ahead[slow]
+    what, mend = f"{fast} is {apart:.0f} s ahead of {slow}", "keep the hosts' clocks right (chrony, systemd-timesyncd)"
+    if apart > CLOCK_SKEW:
+        yield Finding(PROBLEM, "clocks", f"{what}: a driver that lives may seem dead", mend)
+    elif apart > SKEW_WARNING:
+        yield Finding(WARNING, "clocks", what, mend)
+    else:
+        yield Finding(OK, "clocks", f"within {max(0.1, apart):.1f} s")
+
+
+def _network(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    yield Finding(OK, "executors to driver", "every rank's agent reached it")
+    if deaf := [facts["rank"] for facts in ranks if not facts["called"]]:
+        yield Finding(
+            WARNING,
+            "driver to executors",
+            f"{_names(deaf)} cannot be reached from here by TCP",
+            "trainings do without; Spark itself may not: open the executors' ports to the driver",
+        )
+    else:
+        yield Finding(OK, "driver to executors", "every rank can be reached from here")
+    hosts = {facts["host"]: facts for facts in ranks}
+    for host, facts in hosts.items():
+        interfaces = facts["socket_interface"]
+        several = len(facts["addresses"]) > 1
+        shown = f"{host}: {', '.join(facts['addresses']) or 'loopback'}" + (f", by {interfaces}" if interfaces else "")
+        if several and not interfaces and len(hosts) > 1:
+            yield Finding(
+                WARNING,
+                "interfaces",
+                f"{shown}: NCCL and gloo choose among these by themselves",
+                "if they choose wrong, name one: env={'NCCL_SOCKET_IFNAME': ..., 'GLOO_SOCKET_IFNAME': ...}",
+            )
+        else:
+            yield Finding(OK, "interfaces", shown)
+    speeds = [facts["bandwidth"] for facts in ranks if "bandwidth" in facts]
+    if speeds:
+        slow = len(hosts) > 1 and min(speeds) < SLOW_REDUCE
+        yield Finding(
+            WARNING if slow else OK,
+            "all-reduce",
+            f"{min(speeds):.0f} MB/s of a tensor that all {len(ranks)} ranks reduce",
+            "look at the interfaces above, and at the network between the hosts" if slow else "",
+        )
+
+
+def _store(ranks: Sequence[dict[str, Any]], store: str) -> Iterator[Finding]:
+    broken = _each([facts for facts in ranks if facts["store"].get("problem")], "store")
+    for what, there in broken.items():
+        yield Finding(PROBLEM, "store", f"{store}, {_names(there)}: {what}", "check the mount and the rights there")
+    there = [facts["rank"] for facts in ranks if facts["store"].get("reached")]
+    winners = [facts["rank"] for facts in ranks if facts["store"].get("won")]
+    if broken:
+        return
+    if winners[1:]:
+        yield Finding(
+            PROBLEM,
+            "store",
+            f"{_names(winners)} have all created one file of {store}",
+            "its file system does not create exclusively: use one that does, or an object store",
+        )
+    elif len(there) == len(ranks):
+        yield Finding(OK, "store", f"{store}: driver and ranks write it")
+    else:
+        whys = sorted({str(facts["store"]["why"]) for facts in ranks if facts["store"].get("why")})
+        missing = [facts["rank"] for facts in ranks if facts["rank"] not in there]
+        yield Finding(
+            WARNING,
+            "store",
+            f"{store} is not written by {_names(missing)}{': ' if whys else ''}{'; '.join(whys)}",
+            "their checkpoints and results pass through the driver: mount it there, or install the store's driver",
+        )

@@ -1,0 +1,159 @@
+"""What each rank sees of its host, its peers and the store: a training function that looks around.
+
+Runs on executors: the standard library, torch and `rankzero.train` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+CALL_TIMEOUT = 5.0
+"""Seconds for whoever examines to call back."""
+
+ROUNDS = 3
+"""All-reduces that are timed; the best one counts."""
+
+
+def look_around(store_url: str | None, megabytes: int, nonce: str) -> list[dict[str, Any]]:
+    """What every rank has seen, in the order of ranks.
+
+    Args:
+        store_url: Of the store's root, for an object store.
+        megabytes: Size of the tensor that is reduced.
+        nonce: Begins the names of what is written, and is what a caller sends.
+    """
+    import torch
+
+    import rankzero.train as rt
+
+    entered = time.time()
+    context = rt.get_context()
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        addresses = _addresses()
+        rt.report({"doctor": " ".join([socket.gethostname(), *addresses]), "port": port})
+        facts: dict[str, Any] = {
+            "rank": context.rank,
+            "host": socket.gethostname(),
+            "entered": entered,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "executable": sys.executable,
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "gpus": _gpus(torch),
+            "nccl": _nccl(torch),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "addresses": addresses,
+            "socket_interface": os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME"),
+        }
+        problem: str | None = None
+        try:
+            device: Any = context.device
+        except RuntimeError as error:
+            problem, device = str(error), None
+        facts["device"], facts["device_problem"] = str(device), problem
+        rt.barrier()
+        facts["together"] = time.time()
+        facts["store"] = _use_store(context.storage_path, store_url, nonce, context.rank)
+        if device is not None and context.world_size > 1:
+            facts["bandwidth"] = _reduce(torch, device, megabytes)
+        facts["called"] = _await_call(listener, nonce)
+    return rt.all_gather_object(facts)
+
+
+def _addresses() -> list[str]:
+    from rankzero.host.network import own_addresses
+
+    return own_addresses()
+
+
+def _gpus(torch: Any) -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _nccl(torch: Any) -> str | None:
+    with contextlib.suppress(Exception):
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return None
+
+
+def _reduce(torch: Any, device: Any, megabytes: int) -> float:
+    """Megabytes of a tensor that are reduced in a second, the best of some rounds."""
+    import torch.distributed as dist
+
+    tensor = torch.ones(megabytes << 18, device=device)
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return megabytes / min(seconds[1:])
+
+
+def _use_store(directory: str | None, url: str | None, nonce: str, rank: int) -> dict[str, Any]:
+    """What this rank may do there: create, as one of all; replace, append, read."""
+    try:
+        if directory is not None:
+            return _use_directory(os.path.join(directory, f".doctor-{nonce}"), rank)
+        if url is not None:
+            return _use_object(f"{url}/.doctor-{nonce}-{rank}")
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+    return {"reached": False}
+
+
+def _use_directory(path: str, rank: int) -> dict[str, Any]:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        won = True
+    except FileExistsError:
+        won = False
+    own = f"{path}-{rank}"
+    with open(own, "ab") as file:
+        file.write(b"one")
+    with open(f"{own}-new", "wb") as file:
+        file.write(b"two")
+    os.replace(f"{own}-new", own)
+    with open(own, "rb") as file:
+        read = file.read()
+    os.unlink(own)
+    return {"reached": True, "won": won, "problem": None if read == b"two" else f"what was replaced reads as {read!r}"}
+
+
+def _use_object(url: str) -> dict[str, Any]:
+    from rankzero.store import remote
+
+    problem = "neither pyarrow nor fsspec with the store's driver is there"
+    for client in remote.clients(url):
+        try:
+            with client.open_write(url) as file:
+                file.write(b"two")
+            with client.open_read(url) as file:
+                return {"reached": file.read() == b"two"}
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    return {"reached": False, "why": problem}
+
+
+def _await_call(listener: socket.socket, nonce: str) -> bool:
+    """True if whoever examines connects to this rank."""
+    deadline = time.monotonic() + CALL_TIMEOUT
+    with contextlib.suppress(OSError):
+        while (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            caller, _ = listener.accept()
+            with caller:
+                caller.settimeout(max(0.1, deadline - time.monotonic()))
+                if caller.recv(len(nonce)).decode("ascii", "replace") == nonce:
+                    return True
+    return False

@@ -1,0 +1,178 @@
+"""`Handover`: a stage that has the driver of its run within, as the process sees it that has submitted the stage."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import time
+from dataclasses import asdict
+
+from rankzero import store
+from rankzero.channel.auth import new_secret
+from rankzero.driver import policy
+from rankzero.driver.policy import Placement, Restarts
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
+from rankzero.engines.base import AgentGroup, EngineSession, within
+from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
+from rankzero.task import staged
+
+logger = logging.getLogger(__name__)
+
+LOOK = 0.02
+"""Seconds between two looks for the driver in the stage."""
+
+END_PATIENCE = 2.0
+"""Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
+
+_ENDED = "stage-ended"
+
+
+class DrivenElsewhere(Exception):
+    """The run has another driver, or had it until its end: this process has nothing more to write."""
+
+
+class Unseen(Exception):
+    """The executors do not see the run directory, so the run is driven from here."""
+
+
+class Handover:
+    """One stage. `run` follows it to its end, and always raises what came of it."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        job: Job,
+        number: int,
+        recorder: Recorder,
+        session: EngineSession,
+        placement: Placement,
+        inbox: Inbox,
+        watch: Watch,
+    ) -> None:
+        self._run = run
+        self._job = job
+        self._number = number
+        self._recorder = recorder
+        self._session = session
+        self._num_tasks = placement.num_tasks + placement.spare
+        self._inbox = inbox
+        self._messages = inbox.renew()
+        self._watch = watch
+        self._folder = run.submission_path(job.submission, f"stage-{number}")
+        self.has_gone = False
+        """True if the driver in the stage writes the run directory."""
+
+    def run(self, deadline: float, env: dict[str, str], budget: Restarts) -> None:
+        """Starts the stage, lets go of the run directory, and follows the stage.
+
+        Raises:
+            DrivenElsewhere: the run has ended there, or this process shall end and leave the stage to itself.
+            Unseen: the stage has ended, since an executor does not see the run directory.
+            EngineError: the stage was lost, and the driver with it.
+            RankZeroError: the run was cancelled, or could not start in time.
+        """
+        os.makedirs(self._folder, exist_ok=True)
+        stage = {
+            "directory": self._run.directory,
+            "token": self._run.token(),
+            "folder": self._folder,
+            "secret": new_secret(),
+            "num_tasks": self._num_tasks,
+            "place": self._session.place,
+            "encrypts": self._session.encrypts,
+            "first_attempt": self._number,
+            "budget": asdict(budget),
+        }
+        config = {"use_gpu": self._job.use_gpu, "warm_start": self._job.warm_start, "env": env, "stage": stage}
+        group = self._session.launch(self._num_tasks, config, self._on_end)
+        try:
+            self._await_driver(group, deadline)
+            self._let_go()
+            self._follow(group)
+        except DrivenElsewhere:
+            raise
+        except BaseException:
+            within(policy.STOP_MARGIN, group.cancel)
+            group.wait(policy.STOP_MARGIN)
+            raise
+
+    def _on_end(self, error: BaseException | None) -> None:
+        self._messages.put((DRIVER, {"type": _ENDED, "error": error}))
+
+    def _await_driver(self, group: AgentGroup, deadline: float) -> None:
+        """Waits for the driver in the stage; Spark may wait for slots."""
+        began, say_at = time.monotonic(), time.monotonic() + policy.WAITING_INTERVAL
+        while staged.READY not in os.listdir(self._folder):
+            self._watch.check()
+            self._look_at_end(group, LOOK)
+            now = time.monotonic()
+            if now > deadline:
+                missing = [f"task {task}" for task in range(self._num_tasks)]
+                raise StartTimeoutError(
+                    f"the stage of {self._num_tasks} tasks has not begun within start_timeout="
+                    f"{self._job.start_timeout} s: {self._session.place} may have fewer free slots",
+                    missing=missing,
+                )
+            if now > say_at:
+                say_at = now + policy.WAITING_INTERVAL
+                what = f"waiting for {self._session.place} to begin {self._num_tasks} tasks, for {now - began:.0f} s"
+                self._recorder.event({"type": "waiting", "what": what})
+                self._recorder.log(0, [f"rankzero: {what}"])
+
+    def _let_go(self) -> None:
+        self._recorder.let_go()
+        self.has_gone = True
+        store.create(os.path.join(self._folder, staged.GO), b"submitter")
+        logger.info("the run is driven in its stage from now on; this process only follows it")
+
+    def _follow(self, group: AgentGroup) -> None:
+        leave_at = math.inf
+        while time.monotonic() < leave_at:
+            if self._inbox.interrupted:
+                logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
+                raise DrivenElsewhere
+            self._look_at_end(group, TICK)
+            if leave_at == math.inf and staged.OVER in os.listdir(self._folder):
+                leave_at = time.monotonic() + END_PATIENCE
+        raise DrivenElsewhere
+
+    def _look_at_end(self, group: AgentGroup, timeout: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            _, message = self._messages.get(timeout=timeout)
+            if message["type"] == _ENDED:
+                raise self._outcome(group, message["error"])
+
+    def _outcome(self, group: AgentGroup, error: BaseException | None) -> Exception:
+        if self.has_gone and self._run.status().certain:
+            return DrivenElsewhere()
+        if error is None:
+            return EngineError("the stage ended before the run did", cause=LOST)
+        if staged.UNSEEN in str(error):
+            return Unseen(str(error))
+        if self.has_gone:
+            explained = group.explain(error)
+            return EngineError(
+                f"the stage was lost, with the driver of the run in it: {explained}", cause=_cause(explained)
+            )
+        return group.explain(error)
+
+
+def _cause(error: RankZeroError) -> str:
+    """A stage that does not end by itself was lost, whatever Spark calls it."""
+    return (error.cause if isinstance(error, EngineError) else None) or LOST
+
+
+def attempts_used(run: RunDirectory, number: int) -> int:
+    """How many attempts the driver in a stage has made after the stage's first."""
+    return max(0, run.status().attempt - number)
+
+
+def has_place_for(run: RunDirectory, session: EngineSession) -> bool:
+    """True if a stage of this session may have the driver of this run within."""
+    return session.can_host_driver and not run.is_remote

@@ -1,0 +1,86 @@
+"""The driver of a run as a process beside the agent of task 0, where no client is needed any more.
+
+Started by `rankzero.task.staged`, ended by it, and by the kernel if it dies. What it needs comes by standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from rankzero import store
+from rankzero.driver.main import Driver
+from rankzero.driver.policy import Restarts
+from rankzero.engines.staged import StageEngine
+from rankzero.host import descendants
+from rankzero.host.processes import allow_open_files
+from rankzero.run.directory import RunDirectory
+from rankzero.task import staged
+
+logger = logging.getLogger(__name__)
+
+GO_TIMEOUT = 10.0
+"""Seconds for whoever submitted the stage to let go of the run; one that does not has died."""
+
+
+def main() -> None:
+    """Entry point: one line of JSON on standard input, whose end is this process's."""
+    descendants.signal_on_parent_death(signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    told = json.loads(sys.stdin.buffer.readline())
+    if os.getppid() != told["holder"][0]:
+        sys.exit("the task that started this driver has ended")
+    threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
+    folder = told["folder"]
+    if not store.create(os.path.join(folder, staged.READY), b""):
+        sys.exit(f"{folder} has had a driver: Spark runs this stage again")
+    allow_open_files()
+    _await_go(folder)
+    code = 1
+    try:
+        _drive(told)
+        staged.put(folder, staged.OVER, "")
+        code = 0
+    except BaseException:
+        logger.exception("the outcome of the run could not be written")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _drive(told: dict[str, Any]) -> None:
+    run = RunDirectory(told["directory"])
+    engine = StageEngine(
+        told["folder"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
+    )
+    budget = Restarts(**told["budget"])
+    driver = Driver(
+        run, engine, told["env"], leased=True, replaceable=True, first_attempt=told["first_attempt"], budget=budget
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
+    driver.run()
+
+
+def _end_with_task() -> None:
+    """Its end is no end of the run: the next attempt is for whoever submitted the stage, or comes back to the run."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(1)
+
+
+def _await_go(folder: str) -> None:
+    deadline, tick = time.monotonic() + GO_TIMEOUT, threading.Event()
+    while staged.GO not in os.listdir(folder):
+        if time.monotonic() > deadline:
+            # Whoever creates it writes from now on: one that was only stopped sees that it was too late.
+            store.create(os.path.join(folder, staged.GO), b"driver")
+            return
+        tick.wait(staged.LOOK)

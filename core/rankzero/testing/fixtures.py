@@ -1,0 +1,90 @@
+"""Fixtures for pytest: ``pytest_plugins = ["rankzero.testing.fixtures"]`` in your ``conftest.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero.engines.base import Engine
+from rankzero.engines.local import LocalEngine
+from rankzero.launcher import STORE_VARIABLE, Launcher
+
+
+@pytest.fixture
+def local_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every training of the test runs on this machine, without Spark: of launchers, operators, resources and assets.
+
+    Whatever engine, connection or master they name is left alone; all else is as it is: processes, checkpoints,
+    results.
+
+    Returns:
+        The store: a temporary directory that holds the run directories of all that name no store.
+    """
+    store = tmp_path / "rankzero-runs"
+
+    def engine(launcher: Launcher) -> Engine:
+        return LocalEngine()
+
+    monkeypatch.setenv(STORE_VARIABLE, str(store))
+    monkeypatch.setattr(Launcher, "_engine", engine)
+    return store
+
+
+@dataclass
+class FakeTrainings:
+    """Stands for every training of a test.
+
+    Attributes:
+        result: What each returns; a function of the training's own arguments, or a value.
+        error: What each fails with instead, or None.
+        calls: The trainings that were asked for: function, positional and keyword arguments.
+    """
+
+    result: Any = None
+    error: str | None = None
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def stand_in(self) -> Callable[..., Any]:
+        """The function that runs instead of the training."""
+        result, error = self.result, self.error
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            if error is not None:
+                raise RuntimeError(error)
+            return result(*args, **kwargs) if callable(result) else result
+
+        return fake
+
+
+@pytest.fixture
+def fake_trainings(local_trainings: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrainings:
+    """Every training returns at once what the test says, and trains nothing; the way to it and its result are real.
+
+    Example:
+        A test of a pipeline's other steps::
+
+            def test_the_champion_gate(fake_trainings):
+                fake_trainings.result = {"accuracy": 0.99}
+                result = dg.materialize([model, champion], resources=...)
+                assert fake_trainings.calls[0][2]["lr"].load() == 0.01
+    """
+    fakes = FakeTrainings()
+
+    def faked(name: str) -> Any:
+        original = getattr(Launcher, name)
+
+        def given(launcher: Launcher, train: Any, *args: Any, **kwargs: Any) -> Any:
+            if name != "identity":
+                packed = args[:2] if name != "submit" else (args, kwargs)
+                fakes.calls.append((train, *packed))
+            return original(launcher, fakes.stand_in(), *args, **kwargs)
+
+        return given
+
+    for name in ("owned", "submit", "durable", "identity"):
+        monkeypatch.setattr(Launcher, name, faked(name))
+    return fakes

@@ -1,0 +1,207 @@
+"""`run_inline`: a training function with rank 0 in this thread, where breakpoints work and coverage counts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rankzero.errors import InvalidJobError, WorkerFailedError
+from rankzero.testing import rank as ranks
+
+if TYPE_CHECKING:
+    from rankzero.train.checkpoint import Checkpoint
+
+PEER_TIMEOUT = 60.0
+"""Seconds for the other ranks to end once rank 0 has."""
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class InlineRun:
+    """What a training function did under `run_inline`.
+
+    Attributes:
+        value: What rank 0 returned, the object itself; or what it gave to `rankzero.train.set_result`.
+        values: What each rank returned, by rank.
+        metrics: A row for each report of a rank: ``rank``, ``time`` and the metrics.
+        checkpoint: The last one that rank 0 reported, as a new attempt would get it; None if there is none.
+    """
+
+    value: Any
+    values: list[Any]
+    metrics: list[dict[str, Any]]
+    checkpoint: Checkpoint | None = field(default=None, repr=False)
+    _home: Any = field(default=None, repr=False, compare=False)
+
+
+def run_inline(
+    train: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world_size: int = 1,
+    checkpoint: object = None,
+    env: Mapping[str, str] | None = None,
+) -> InlineRun:
+    """Calls a training function as ranks of a run do, with rank 0 in this thread.
+
+    Nothing is pickled for rank 0, and what it raises comes out as it is, so a breakpoint stops where it stands and
+    coverage counts its lines. The other ranks are processes of this machine; they meet rank 0 by the same environment
+    variables as in a run. On CPUs, with gloo. This process's environment and `rankzero.train` are as before afterwards.
+
+    Args:
+        train: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        world_size: Number of ranks. With more than one the function must be picklable by cloudpickle.
+        checkpoint: What `rankzero.train.get_checkpoint` gives: a directory or a dict, as for `rankzero.train.report`.
+        env: Environment variables for the ranks.
+
+    Returns:
+        An `InlineRun`.
+
+    Raises:
+        InvalidJobError: ``world_size`` is not a positive number.
+        WorkerFailedError: another rank failed first.
+        Exception: what rank 0 raised.
+
+    Example:
+        >>> import torch
+        >>> import rankzero.train as rt
+        >>> from rankzero.testing import run_inline
+        >>> def train(lr: float) -> float:
+        ...     rt.report({"loss": lr}, checkpoint={"weight": torch.ones(1)})
+        ...     return lr * 2
+        >>> run = run_inline(train, (0.5,))
+        >>> run.value, run.metrics[0]["loss"], run.checkpoint.load()["weight"]
+        (1.0, 0.5, tensor([1.]))
+    """
+    if type(world_size) is not int or world_size < 1:
+        raise InvalidJobError(f"world_size is {world_size!r}; it must be a positive integer")
+    import torch.distributed as dist
+
+    home = tempfile.TemporaryDirectory(prefix="rankzero-inline-")
+    seeded = ranks.seed_checkpoint(home.name, checkpoint) if checkpoint is not None else None
+    # Held by this process, so that no rank has to guess a port that is free.
+    store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    common = {
+        **dict(env or {}),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": f"inline-{secrets.token_hex(4)}",
+    }
+    peers = _Peers(home.name, world_size, common, (train, args, dict(kwargs or {})), seeded)
+    had_group = dist.is_initialized()
+    try:
+        with _environment({**common, "RANK": "0", "LOCAL_RANK": "0"}):
+            outcome = ranks.call(0, world_size, home.name, seeded, lambda: train(*args, **dict(kwargs or {})))
+    except BaseException as error:
+        if isinstance(error, Exception) and (failure := peers.failure()):
+            # A broken collective is the echo of it.
+            raise failure from error
+        raise
+    else:
+        found = [outcome, *peers.outcomes()]
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
+        peers.kill()
+        del store
+    metrics = sorted((row for one in found for row in one.metrics), key=lambda row: row["time"])
+    return InlineRun(outcome.value, [one.value for one in found], metrics, outcome.checkpoint, home)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Peers:
+    """The ranks but 0, each a process of its own that ends with this one."""
+
+    def __init__(
+        self,
+        home: str,
+        world_size: int,
+        common: Mapping[str, str],
+        call: tuple[Any, ...],
+        seeded: dict[str, Any] | None,
+    ) -> None:
+        self._home = home
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        if world_size == 1:
+            return
+        payload = os.path.join(home, "payload.pkl")
+        with open(payload, "wb") as file:
+            ranks.dump(call, file)
+        path = os.pathsep.join(filter(None, sys.path))
+        for rank in range(1, world_size):
+            start = {"rank": rank, "world_size": world_size, "home": home, "payload": payload, "seeded": seeded}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": path}
+            self._processes[rank] = subprocess.Popen(
+                [sys.executable, "-c", "from rankzero.testing.rank import main; main()", json.dumps(start)],
+                stdin=subprocess.PIPE,
+                env={**os.environ, **common, **own},
+            )
+
+    def outcomes(self) -> list[ranks.Outcome]:
+        """What they returned. Raises WorkerFailedError for the first that failed."""
+        for process in self._processes.values():
+            if process.stdin:
+                process.stdin.close()
+        for rank, process in self._processes.items():
+            try:
+                process.wait(PEER_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                what = f"rank {rank} has not ended {PEER_TIMEOUT:g} s after rank 0"
+                raise WorkerFailedError(what, rank=rank, host=HOST) from None
+        if failure := self.failure():
+            raise failure
+        return [ranks.read_outcome(self._home, rank) for rank in self._processes]
+
+    def failure(self) -> WorkerFailedError | None:
+        """The error of the rank that failed first by its own account, or was killed; None if none has failed."""
+        failures = [ranks.read_failure(self._home, rank) for rank in self._processes]
+        known = sorted((one for one in failures if one), key=lambda one: one["time"])
+        if known:
+            first = known[0]
+            text = f"rank {first['rank']} failed: {first['exception_type']}: {first['message']}\n{first['traceback']}"
+            facts = {name: first[name] for name in ("rank", "exception_type", "traceback")}
+            return WorkerFailedError(text, host=HOST, **facts)
+        for rank, process in self._processes.items():
+            if process.poll() not in (None, 0):
+                what = f"rank {rank} ended with code {process.returncode}"
+                return WorkerFailedError(what, rank=rank, host=HOST, exit_code=process.returncode)
+        return None
+
+    def kill(self) -> None:
+        """Ends those that live."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+            if process.stdin:
+                process.stdin.close()

@@ -1,0 +1,201 @@
+"""One rank of `run_inline`: in the caller's thread, or as a process of its own (``main``)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from rankzero.driver.commits import Committer
+from rankzero.host.descendants import die_with_parent
+from rankzero.run.checkpoints import CheckpointConfig, Manifest
+from rankzero.run.directory import RunDirectory
+from rankzero.train import context, parts, writer
+from rankzero.train.checkpoint import Checkpoint
+from rankzero.worker import failures
+
+COMMIT_TIMEOUT = 60.0
+"""Seconds for the last checkpoint to be committed."""
+
+ATTEMPT = 1
+"""A checkpoint that the caller gave is that of attempt 0."""
+
+
+@dataclass
+class Outcome:
+    """What a rank did.
+
+    Attributes:
+        value: What it returned.
+        metrics: A row for each report.
+        checkpoint: The last one, of rank 0.
+    """
+
+    value: Any = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+
+
+def call(rank: int, world_size: int, home: str, seeded: dict[str, Any] | None, train: Callable[[], Any]) -> Outcome:
+    """Calls the function as this rank, with `rankzero.train` as it is in a run.
+
+    Args:
+        rank: Which.
+        world_size: Of how many.
+        home: Directory of checkpoints.
+        seeded: Manifest of the checkpoint to start from, or None.
+        train: The function with its arguments.
+    """
+    outcome = Outcome()
+
+    def note(row: str) -> None:
+        metrics, when = json.loads(row)
+        outcome.metrics.append({"rank": rank, "time": when, **metrics})
+
+    files = _files(home)
+    with _checkpoints(rank, world_size, files, home, ATTEMPT) as checkpoints:
+        if seeded:
+            checkpoints.committed(seeded)
+        world = context.TrainContext(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            run_id="inline",
+            backend="gloo",
+            storage_path=home,
+        )
+        before = context._session
+        session = context.install(world, note, checkpoints, files, None, home)
+        try:
+            value = train()
+            for function in session.at_return:
+                function()
+            checkpoints.finish()
+        finally:
+            context._session = before
+        outcome.value = session.result if value is None else value
+    # Behind the last commit.
+    outcome.checkpoint = checkpoints.last
+    return outcome
+
+
+def seed_checkpoint(home: str, state: object) -> dict[str, Any]:
+    """Commits a checkpoint for the ranks to start from; its manifest. Raises as `rankzero.train.report`."""
+    with _checkpoints(0, 1, _files(home), home, 0) as checkpoints:
+        committed: list[dict[str, Any]] = []
+        checkpoints.committed = committed.append  # type: ignore[assignment,method-assign]
+        checkpoints.write(state, {}, time.time(), sharded=False)
+        checkpoints.finish()
+    return committed[-1]
+
+
+@contextlib.contextmanager
+def _checkpoints(
+    rank: int, world_size: int, files: parts.Parts, home: str, attempt: int
+) -> Iterator[writer.CheckpointWriter]:
+    """The writer of a rank, and what the driver does of the commit, in this process."""
+    run = RunDirectory(home)
+    lost = threading.Event()
+
+    def on_commit(manifest: Manifest) -> None:
+        # By its attribute: `seed_checkpoint` takes the manifest.
+        checkpoints.committed(manifest.for_ranks([rank]))
+
+    committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, lambda _: lost.set())
+
+    def on_message(message: dict[str, Any]) -> None:
+        if message["type"] == "checkpoint" and message["sharded"] and world_size > 1:
+            raise NotImplementedError("sharded checkpoints of several ranks need a run: Launcher(n).run(train)")
+        if message["type"] == "checkpoint":
+            committer.add(0, message)
+
+    checkpoints = writer.CheckpointWriter(files, attempt, rank, world_size, on_message)
+    try:
+        yield checkpoints
+    finally:
+        committer.close(COMMIT_TIMEOUT)
+
+
+def _files(home: str) -> parts.Parts:
+    start = {"shared": True, "run_directory": home, "run_token": "", "scratch": home, "checkpoint": None}
+    return parts.Parts(start, _no_fetch)
+
+
+def _no_fetch(name: str) -> str:
+    raise FileNotFoundError(f"{name}: an inline run has no driver to fetch from")
+
+
+# -- ranks that are processes ---------------------------------------------------------------------
+
+
+def dump(call: tuple[Any, ...], file: IO[bytes]) -> None:
+    """Writes the function and its arguments, by value where this process alone can import it."""
+    import cloudpickle
+
+    untyped: Any = cloudpickle
+    module = sys.modules.get(getattr(call[0], "__module__", None) or "")
+    own = module is not None and module.__name__ != "__main__" and "site-packages" not in (module.__file__ or "")
+    if own:
+        untyped.register_pickle_by_value(module)
+    try:
+        untyped.dump(call, file)
+    finally:
+        if own:
+            untyped.unregister_pickle_by_value(module)
+
+
+def main() -> None:
+    """Entry point of a rank that is a process: the way it goes is on the command line."""
+    import cloudpickle
+
+    start = json.loads(sys.argv[1])
+    die_with_parent(os.getppid())
+    rank, home = start["rank"], start["home"]
+    try:
+        with open(start["payload"], "rb") as file:
+            train, args, kwargs = cloudpickle.load(file)
+        outcome = call(rank, start["world_size"], home, start["seeded"], lambda: train(*args, **kwargs))
+        outcome.checkpoint = None
+        with open(_outcome(home, rank), "wb") as file:
+            untyped: Any = cloudpickle
+            untyped.dump(outcome, file)
+    except BaseException as error:
+        facts = {**failures.describe(error), "rank": rank}
+        with open(_failure(home, rank) + ".new", "w") as text:
+            json.dump(facts, text)
+        os.replace(_failure(home, rank) + ".new", _failure(home, rank))
+        raise
+    # A group that a peer is still making would break: the caller's process says when all have returned.
+    sys.stdin.read()
+
+
+def read_outcome(home: str, rank: int) -> Outcome:
+    """What a rank that is a process did."""
+    import cloudpickle
+
+    with open(_outcome(home, rank), "rb") as file:
+        found: Outcome = cloudpickle.load(file)
+    return found
+
+
+def read_failure(home: str, rank: int) -> dict[str, Any] | None:
+    """Why it failed; None if it has not."""
+    with contextlib.suppress(FileNotFoundError), open(_failure(home, rank)) as file:
+        found: dict[str, Any] = json.load(file)
+        return found
+    return None
+
+
+def _outcome(home: str, rank: int) -> str:
+    return os.path.join(home, f"outcome-{rank}.pkl")
+
+
+def _failure(home: str, rank: int) -> str:
+    return os.path.join(home, f"failure-{rank}.json")

@@ -1,0 +1,75 @@
+"""Checkpoints of a script that is started by hand, in a world of one: in a directory, as a run keeps its own."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from typing import Any
+
+from rankzero import store
+from rankzero.errors import ResultError
+from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest, list_committed, to_remove
+from rankzero.run.directory import RunDirectory
+from rankzero.train.parts import Parts
+from rankzero.train.writer import CheckpointWriter
+
+
+def open_writer(directory: str, name: str) -> CheckpointWriter:
+    """A writer that commits what it has written itself, and knows the last checkpoint of the process before.
+
+    Args:
+        directory: Where they are kept.
+        name: What the user calls that.
+
+    Raises:
+        ResultError: the directory is a URL, or cannot be read.
+    """
+    if store.is_url(directory):
+        raise ResultError(f"{name} is {directory!r}; it must be a local directory")
+    run = RunDirectory(os.path.abspath(directory))
+    try:
+        committed = list_committed(run)
+    except OSError as error:
+        raise ResultError(f"{name} is {directory!r}, which cannot be read: {error}") from error
+    last = committed[-1] if committed else None
+    attempt = last.attempt + 1 if last else 0
+
+    def send(message: dict[str, Any]) -> None:
+        if message["type"] == "checkpoint":
+            writer.committed(_commit(run, attempt, message, last).for_ranks([0]))
+
+    place = {"run_directory": run.directory, "scratch": run.directory, "shared": True, "run_token": ""}
+    parts = Parts({**place, "checkpoint": last and {"id": last.id}}, _nothing_to_fetch)
+    writer = CheckpointWriter(parts, attempt, 0, 1, send)
+    if last:
+        writer.committed(last.for_ranks([0]))
+    # A thread writes it, which ends with the process.
+    atexit.register(writer.finish)
+    return writer
+
+
+def _commit(run: RunDirectory, attempt: int, part: dict[str, Any], resumed: Manifest | None) -> Manifest:
+    """Commits what was written, and removes what is not kept."""
+    parts = {"0": {key: part[key] for key in ("file", "format", "size", "sha256")}}
+    manifest = Manifest(
+        part["id"],
+        attempt,
+        part["index"],
+        part["time"],
+        part["metrics"],
+        world_size=1,
+        sharded=part["sharded"],
+        parts=parts,
+    )
+    file = run.path(FOLDER, manifest.id, MANIFEST)
+    store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
+    for old in to_remove(list_committed(run), CheckpointConfig(), resumed.id if resumed else None):
+        # The manifest first: what is half removed is no checkpoint.
+        store.remove(run.path(FOLDER, old.id, MANIFEST))
+        store.remove(run.path(FOLDER, old.id))
+    return manifest
+
+
+def _nothing_to_fetch(name: str) -> str:
+    raise ResultError(f"{name} is not there")

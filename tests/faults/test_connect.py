@@ -1,0 +1,189 @@
+"""Runs that are driven in their own stage, on a real Spark Connect server: clients, drivers and ranks die."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import until
+from tests.engines.connect_server import ConnectServer, connect_server
+
+from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
+from rankzero.run.directory import RunStatus
+
+WAIT = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
+    """A server with four slots."""
+    with connect_server(tmp_path_factory.mktemp("connect")) as started:
+        yield started
+
+
+@pytest.fixture
+def on_connect(launcher: Launcher, server: ConnectServer) -> Launcher:
+    """Two ranks on the server."""
+    return launcher.options(engine=SparkConnectEngine(server.url), run_id="run")
+
+
+def train(folder: str, until_file: str = "", dies: bool = False) -> list[Any]:
+    """Trains until somebody writes a file; in its first attempt a rank may die instead."""
+    import torch
+
+    import rankzero.train as rt
+
+    context = rt.get_context()
+    last = rt.get_checkpoint()
+    first = last.load()["step"].item() + 1 if last else 0
+    print(f"from step {first}", flush=True)
+    rt.report({"step": first}, checkpoint={"step": torch.tensor(first)})
+    Path(folder, f"up-{context.attempt}-{context.rank}").touch()
+    if dies and context.attempt == 0:
+        until(lambda: Path(folder, "up-0-0").exists() and Path(folder, "up-0-1").exists(), WAIT, "both ranks")
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+    if until_file:
+        until(lambda: os.path.exists(until_file), WAIT, until_file)
+    return [context.attempt, first]
+
+
+SUBMIT = """
+import sys
+from tests.faults.test_connect import train
+from rankzero import Launcher, SparkConnectEngine
+url, store, mark, *arguments = sys.argv[1:]
+launcher = Launcher(2, engine=SparkConnectEngine(url), store=store, env={"MARK": mark}, run_id="run", start_timeout=240)
+launcher.submit(train, *arguments)
+print("submitted", flush=True)
+sys.stdin.read()
+"""
+
+
+def await_ranks(folder: Path, attempt: int = 0) -> None:
+    until(lambda: all((folder / f"up-{attempt}-{rank}").exists() for rank in range(2)), WAIT, "two ranks")
+
+
+def driver_of(handle: RunHandle[Any]) -> int:
+    """The process that drives the run, which must be on an executor."""
+    pid = until(lambda: is_on_executor(handle.status()), WAIT, "a driver in the stage")
+    assert pid
+    return pid
+
+
+def is_on_executor(status: RunStatus) -> int | None:
+    if status.driver_pid is None or not psutil.pid_exists(status.driver_pid):
+        return None
+    parents = [parent.name() for parent in psutil.Process(status.driver_pid).parents()]
+    return status.driver_pid if "java" in parents else None
+
+
+def test_a_run_goes_on_when_every_process_of_its_client_is_killed(
+    server: ConnectServer, tmp_path: Path, marker: str
+) -> None:
+    store, enough = tmp_path / "store", tmp_path / "enough"
+    command = [sys.executable, "-c", SUBMIT, server.url, str(store), marker, str(tmp_path), str(enough)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "submitted\n"
+        await_ranks(tmp_path)
+        handle = RunHandle[list[Any]].attach(store / "run")
+        driver_of(handle)
+        for process in [*psutil.Process(client.pid).children(recursive=True), client]:
+            process.kill()
+    enough.touch()
+    assert handle.result(WAIT) == [0, 0]
+    assert "from step 0" in list(handle.logs(0))
+
+
+def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_path: Path) -> None:
+    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), dies=True)
+    await_ranks(tmp_path)
+    driver = driver_of(handle)
+    await_ranks(tmp_path, attempt=1)
+    assert handle.status().driver_pid == driver
+    assert handle.result(WAIT) == [1, 1]
+
+
+def test_a_stage_that_is_lost_starts_again_with_its_driver(on_connect: Launcher, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), str(enough))
+    await_ranks(tmp_path)
+    until(handle.checkpoints, WAIT, "a checkpoint")
+    driver = driver_of(handle)
+    os.kill(driver, signal.SIGKILL)
+    await_ranks(tmp_path, attempt=1)
+    enough.touch()
+    assert handle.result(WAIT) == [1, 1]
+    assert any(event["type"] == "restart" and event["cause"] == "lost" for event in handle.events())
+
+
+@pytest.mark.soak
+def test_a_stage_that_is_lost_ends_a_run_without_restarts(on_connect: Launcher, tmp_path: Path) -> None:
+    handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
+    await_ranks(tmp_path)
+    os.kill(driver_of(handle), signal.SIGKILL)
+    with pytest.raises(EngineError, match="the stage was lost, with the driver of the run in it") as caught:
+        handle.result(WAIT)
+    assert caught.value.cause == "lost"
+
+
+def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -> None:
+    handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
+    await_ranks(tmp_path)
+    driver_of(handle)
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+
+
+# A warm server of the suite's is in the namespaces of the suite, and so are its forks.
+OWN = pytest.mark.usefixtures("own_warm_servers")
+NAMESPACES = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="servers apart are made of Linux namespaces, which need root"
+)
+
+
+@OWN
+@NAMESPACES
+@pytest.mark.soak
+def test_executors_that_do_not_see_the_run_directory_are_driven_by_the_client(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with connect_server(tmp_path, hidden=store) as blind:
+        handle = launcher.options(engine=SparkConnectEngine(blind.url), store=store).submit(train, str(tmp_path))
+        assert handle.result(WAIT) == [0, 0]
+        assert "driven from here" in (Path(handle.directory) / "driver.log").read_text()
+
+
+@OWN
+@NAMESPACES
+@pytest.mark.soak
+def test_executors_that_cannot_reach_the_client(launcher: Launcher, tmp_path: Path) -> None:
+    with connect_server(tmp_path, apart=True) as apart:
+        handle = launcher.options(engine=SparkConnectEngine(apart.url)).submit(train, str(tmp_path))
+        assert handle.result(WAIT) == [0, 0]
+        assert "from step 0" in list(handle.logs(0))
+        assert handle.metrics()[0]["step"] == 0
+
+
+@OWN
+@NAMESPACES
+@pytest.mark.soak
+def test_executors_that_neither_reach_the_client_nor_see_the_run_directory(launcher: Launcher, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with connect_server(tmp_path, hidden=store, apart=True) as apart:
+        handle = launcher.options(engine=SparkConnectEngine(apart.url), store=store).submit(train, str(tmp_path))
+        with pytest.raises(EngineError, match="must reach this host by TCP .* or see the run directory"):
+            handle.result(WAIT)

@@ -1,0 +1,111 @@
+"""`rankzero doctor`: what the ranks see, what that means, and what a person or a program is told."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.conftest import free_port
+
+from rankzero.cli import main
+from rankzero.doctor.findings import OK, PROBLEM, WARNING, judge
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments])
+
+
+def facts(rank: int = 0, **changes: Any) -> dict[str, Any]:
+    import platform
+
+    return {
+        "rank": rank,
+        "host": "one",
+        "entered": 1000.0,
+        "together": 1000.0,
+        "python": platform.python_version(),
+        "executable": "/usr/bin/python3",
+        "torch": "2.13.0",
+        "gpus": [],
+        "nccl": None,
+        "cores": 4,
+        "addresses": ["10.0.0.1"],
+        "socket_interface": None,
+        "device_problem": None,
+        "store": {"reached": True, "won": rank == 0, "problem": None},
+        "called": True,
+        "bandwidth": 500.0,
+        **changes,
+    }
+
+
+def found(*ranks: dict[str, Any], use_gpu: bool = False, started: float = 999.9) -> list[tuple[str, str]]:
+    findings = judge(ranks, started, use_gpu=use_gpu, store="/shared/runs")
+    assert all(finding.mend for finding in findings if finding.level != OK), "each comes with what to do"
+    return [(finding.level, finding.about) for finding in findings if finding.level != OK]
+
+
+def test_nothing_is_wrong() -> None:
+    assert found(facts(0), facts(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("second", "finding"),
+    [
+        ({"python": "3.8.1"}, (PROBLEM, "Python")),
+        ({"torch": "2.4.0"}, (PROBLEM, "torch")),
+        ({"device_problem": "torch cannot use CUDA here"}, (PROBLEM, "GPUs")),
+        ({"gpus": ["H100"]}, (WARNING, "GPUs")),
+        ({"host": "two", "together": 1400.0}, (PROBLEM, "clocks")),
+        ({"host": "two", "together": 1020.0}, (WARNING, "clocks")),
+        ({"called": False}, (WARNING, "driver to executors")),
+        ({"cores": 1}, (WARNING, "cores")),
+        ({"host": "two", "bandwidth": 3.0}, (WARNING, "all-reduce")),
+        ({"host": "two", "addresses": ["10.0.0.2", "172.17.0.1"]}, (WARNING, "interfaces")),
+        ({"store": {"problem": "OSError: read-only"}}, (PROBLEM, "store")),
+        ({"store": {"reached": True, "won": True, "problem": None}}, (PROBLEM, "store")),
+        ({"store": {"reached": False, "why": "no driver of S3"}}, (WARNING, "store")),
+    ],
+)
+def test_what_differs_is_found(second: dict[str, Any], finding: tuple[str, str]) -> None:
+    assert found(facts(0), facts(1, **second)) == [finding]
+
+
+def test_a_driver_with_another_clock_is_found() -> None:
+    assert found(facts(0), facts(1), started=1500.0) == [(PROBLEM, "clocks")]
+
+
+def test_this_machine_is_examined(tmp_path: Path) -> None:
+    told = doctor("--store", str(tmp_path), "--json")
+    assert told.exit_code == 0, told.output
+    examination = json.loads(told.stdout)
+    levels = {finding["about"]: finding["level"] for finding in examination["findings"]}
+    abouts = {"from here", "slots", "Python", "torch", "clocks", "store", "all-reduce", "interfaces"}
+    assert abouts < set(levels)
+    assert examination["healthy"]
+    assert levels["driver to executors"] == levels["executors to driver"] == levels["store"] == OK
+    assert [rank["rank"] for rank in examination["ranks"]] == [0, 1]
+    assert os.listdir(tmp_path) == [], "an examination leaves nothing"
+
+
+def test_an_object_store_is_used_from_the_ranks(bucket: str) -> None:
+    told = doctor("--store", f"{bucket}/runs", "--json")
+    assert told.exit_code == 0, told.output
+    (finding,) = [each for each in json.loads(told.stdout)["findings"] if each["about"] == "store"]
+    assert "driver and ranks write it" in finding["what"]
+
+
+def test_what_is_seen_from_here_comes_first_and_nothing_is_started(tmp_path: Path) -> None:
+    told = doctor("--master", f"spark://127.0.0.1:{free_port()}", "--store", str(tmp_path))
+    assert told.exit_code == 1
+    assert "x from here: master" in told.output
+    assert os.listdir(tmp_path) == []
+
+
+def test_ranks_that_cannot_start_are_a_problem_with_what_to_do(tmp_path: Path) -> None:
+    told = doctor("--engine", "local[2]", "-n", "3", "--store", str(tmp_path))
+    assert told.exit_code == 1
+    assert "InsufficientSlotsError" in told.output
+    assert "examine fewer ranks" in told.output

@@ -1,0 +1,132 @@
+"""`run_inline`: rank 0 in this thread, the others beside it, and nothing left behind."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rankzero.train as rt
+from rankzero import InvalidJobError, WorkerFailedError
+from rankzero.testing import run_inline
+from rankzero.train import context
+
+SEEN: list[Any] = []
+
+
+def reduce(add: float) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    world = rt.get_context()
+    dist.init_process_group("gloo")
+    x = torch.tensor([world.rank + add])
+    dist.all_reduce(x)
+    rt.report({"sum": x.item()})
+    SEEN.append((os.getpid(), threading.current_thread().name))
+    return {"sum": x.item(), "world_size": dist.get_world_size(), "object": SEEN}
+
+
+def environment_now() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    environment, session = environment_now(), context._session
+    yield
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    assert environment_now() == environment
+    assert context._session is session
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_meet_and_rank_0_is_this_very_thread(world_size: int) -> None:
+    SEEN.clear()
+    run = run_inline(reduce, (1.0,), world_size=world_size)
+    expected = sum(rank + 1.0 for rank in range(world_size))
+    assert [value["sum"] for value in run.values] == [expected] * world_size
+    assert [(row["rank"], row["sum"]) for row in sorted(run.metrics, key=lambda row: row["rank"])] == [
+        (rank, expected) for rank in range(world_size)
+    ]
+    assert [(os.getpid(), threading.current_thread().name)] == SEEN
+    # The object itself, neither pickled nor copied.
+    assert run.value["object"] is SEEN
+
+
+def train(epochs: int) -> int:
+    import torch
+
+    checkpoint = rt.get_checkpoint()
+    first = int(checkpoint.load()["epoch"]) + 1 if checkpoint else 0
+    for epoch in range(first, epochs):
+        rt.report({"epoch": epoch}, checkpoint={"epoch": epoch, "weight": torch.full((3,), float(epoch))})
+    return epochs - first
+
+
+def test_checkpoints_are_real_and_a_run_goes_on_from_one() -> None:
+    first = run_inline(train, (3,))
+    assert first.checkpoint
+    assert first.checkpoint.load()["weight"].tolist() == [2.0] * 3
+    again = run_inline(train, (5,), checkpoint=first.checkpoint.load())
+    assert (again.value, [row["epoch"] for row in again.metrics]) == (2, [3, 4])
+
+
+def test_a_directory_is_a_checkpoint_too(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("hello")
+
+    def read() -> str:
+        checkpoint = rt.get_checkpoint()
+        assert checkpoint
+        with checkpoint.as_directory() as directory:
+            return Path(directory, "words.txt").read_text()
+
+    assert run_inline(read, checkpoint=tmp_path).value == "hello"
+
+
+def test_what_rank_0_raises_comes_out_as_it_is() -> None:
+    error = ValueError("no such lr")
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(ValueError, match="no such lr") as caught:
+        run_inline(fail, world_size=2)
+    assert caught.value is error
+
+
+def fail_on_rank_1() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if rt.get_context().rank == 1:
+        raise ValueError("rank 1 has no data")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_first_cause_is_that_of_the_rank_that_failed_and_not_its_echo() -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data") as caught:
+        run_inline(fail_on_rank_1, world_size=2)
+    assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")
+    assert "fail_on_rank_1" in str(caught.value.traceback)
+
+
+def test_a_result_that_a_script_would_set() -> None:
+    assert run_inline(lambda: rt.set_result(3)).value == 3
+
+
+def test_variables_for_the_ranks() -> None:
+    assert run_inline(lambda: os.environ["GREETING"], world_size=2, env={"GREETING": "hi"}).values == ["hi", "hi"]
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, True, "2"])
+def test_a_world_size_that_is_none(world_size: Any) -> None:
+    with pytest.raises(InvalidJobError, match="world_size is"):
+        run_inline(lambda: None, world_size=world_size)

@@ -1,0 +1,61 @@
+"""A script that is started by hand keeps its checkpoints where it is told to, and goes on from them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+    import os, sys
+    import torch
+    import rankzero.train as rt
+
+    weights, first = torch.zeros(3), 0
+    if checkpoint := rt.get_checkpoint():
+        state = checkpoint.load()
+        weights, first = state["weights"], state["epoch"] + 1
+    for epoch in range(first, 6):
+        weights += 1
+        rt.report({"epoch": epoch}, checkpoint={"weights": weights, "epoch": epoch})
+        if epoch == 2 and first == 0:
+            # The last one is still on its way.
+            sys.exit(3)
+    print("from", first, "to", weights.tolist(), rt.get_context().storage_path)
+"""
+
+
+def run(script: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    plain = {name: value for name, value in os.environ.items() if name != "RANKZERO_STORAGE"}
+    return subprocess.run([sys.executable, script], env={**plain, **env}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def test_it_goes_on_from_its_last_checkpoint(script: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "kept")
+    first = run(script, RANKZERO_STORAGE=place)
+    assert first.returncode == 3, first.stderr
+    assert first.stdout.splitlines() == ["report 1: epoch=0", "report 2: epoch=1", "report 3: epoch=2"]
+    second = run(script, RANKZERO_STORAGE=place)
+    assert second.stdout.splitlines()[-1] == f"from 3 to [6.0, 6.0, 6.0] {place}", second.stderr
+    kept = sorted(path.name for path in Path(place, "checkpoints").iterdir())
+    assert kept == ["0000-000002", "0001-000001", "0001-000002"], "the last two, and the one that it began with"
+
+
+def test_it_keeps_none_without_a_place_nor_with_peers_nor_at_a_url(script: Path, tmp_path: Path) -> None:
+    assert run(script).returncode == 3
+    assert run(script).returncode == 3, "nothing was kept"
+    place = str(tmp_path / "kept")
+    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert run(script, RANKZERO_STORAGE=place, **world).returncode == 3
+    assert not os.path.exists(place)
+    refused = run(script, RANKZERO_STORAGE="s3://bucket/kept")
+    assert "RANKZERO_STORAGE is 's3://bucket/kept'; it must be a local directory" in refused.stderr
