@@ -27,6 +27,7 @@ from rankzero import (
     TorchDistributor,
     WorkerFailedError,
 )
+from rankzero.doctor.examine import examine
 
 WAIT = 90.0
 
@@ -268,3 +269,9 @@ def test_a_server_that_is_killed_ends_the_run_with_a_typed_error(launcher: Launc
         with pytest.raises(EngineError) as caught:
             handle.result(WAIT)
     assert caught.value.cause == "lost"
+
+
+def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:
+    found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
+    assert found.healthy, found
+    assert [rank["rank"] for rank in found.ranks] == [0, 1]

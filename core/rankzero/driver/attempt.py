@@ -90,6 +90,8 @@ class Attempt:
         self._run_started_at = run_started_at
         encrypts = self._session.encrypts if self._job.encrypt is None else self._job.encrypt
         identity = make_identity() if encrypts else None
+        if identity:
+            logger.info("the connections of attempt %s are encrypted", self._number)
         self._scratch = None
         if self._run.is_remote:
             self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
