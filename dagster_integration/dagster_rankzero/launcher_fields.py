@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from dagster_rankzero.fields import KnownFields
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
@@ -148,6 +148,13 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         default=[], description="Patterns, as in a .gitignore, of what in working_dir and py_files stays here."
     )
 
+    dataset: str | None = Field(
+        default=None,
+        description="What ranks read: the path or URL of a table, or with Spark the name of one or a query. In Python "
+        "options(dataset=...) takes a Spark DataFrame, a ResultRef of a table, or a dict of these by name, too.",
+    )
+    _dataset: Any = PrivateAttr(default=None)
+
     @model_validator(mode="before")
     @classmethod
     def _split_pair(cls, given: Any) -> Any:
@@ -203,9 +210,13 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             warm_start=self.warm_start,
             encrypt=self.encrypt,
             code_version=self.code_version,
+<<<<<<< HEAD
             working_dir=self.working_dir,
             py_files=self.py_files,
             excludes=self.excludes,
+=======
+            dataset=self.dataset if self._dataset is None else self._dataset,
+>>>>>>> main
         )
 
     def _engine(self) -> "Engine":

@@ -16,7 +16,6 @@ from rankzero import Launcher
 from rankzero.run.checkpoints import CheckpointConfig
 
 OF_THE_LAUNCHER_ALONE = {
-    "dataset": "not part of this version",
     "labels": "the integration's own notes",
     "run_id": "made of Dagster run and step: every try finds the same run",
 }
