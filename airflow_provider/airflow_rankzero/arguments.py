@@ -102,13 +102,10 @@ class TrainingArguments(TaskArguments, total=False):
     warm_start: bool
     encrypt: bool | None
     code_version: str | None
-<<<<<<< HEAD
     working_dir: str | os.PathLike[str] | None
     py_files: Sequence[str | os.PathLike[str]]
     excludes: Sequence[str]
-=======
     dataset: str | os.PathLike[str] | Mapping[str, Any] | None
->>>>>>> main
     retry_user_errors: bool
     log_ranks: Sequence[int] | None
     deferrable: bool

@@ -29,13 +29,10 @@ TEMPLATE_FIELDS = (
     "hang_timeout",
     "max_restarts",
     "restart_on",
-<<<<<<< HEAD
     "working_dir",
     "py_files",
     "excludes",
-=======
     "dataset",
->>>>>>> main
 )
 """What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
 

@@ -210,13 +210,10 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             warm_start=self.warm_start,
             encrypt=self.encrypt,
             code_version=self.code_version,
-<<<<<<< HEAD
             working_dir=self.working_dir,
             py_files=self.py_files,
             excludes=self.excludes,
-=======
             dataset=self.dataset if self._dataset is None else self._dataset,
->>>>>>> main
         )
 
     def _engine(self) -> "Engine":
