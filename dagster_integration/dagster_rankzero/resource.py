@@ -92,9 +92,16 @@ class TorchDistributorResource(LauncherFields):
         if "num_processes" in changes:
             # One number is not elastic, whatever this resource is.
             changes = {"min_processes": None, **changes}
+        # What Dagster's configuration has no type for is kept beside it.
+        given = changes.get("dataset", self._dataset)
+        is_text = isinstance(given, (str, type(None)))
+        if "dataset" in changes and not is_text:
+            changes = {**changes, "dataset": None}
         try:
             check_fields(type(self), changes)
-            return type(self)(**{**{name: getattr(self, name) for name in fields}, **resolve_variables(changes)})
+            copy = type(self)(**{**{name: getattr(self, name) for name in fields}, **resolve_variables(changes)})
+            copy._dataset = None if is_text else given
+            return copy
         except (dg.DagsterInvalidDefinitionError, ValidationError) as error:
             raise dg.Failure(f"wrong options of {type(self).__name__}: {error}", allow_retries=False) from error
 

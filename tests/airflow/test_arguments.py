@@ -15,7 +15,6 @@ OF_THE_LAUNCHER_ALONE = {
     "engine": "the operator has conn_id, master and spark_conf",
     "run_id": "made of DAG, run, task and map index: every try finds the same run",
     "labels": "the operator's own notes",
-    "dataset": "not part of this version",
 }
 OF_THE_OPERATOR_ALONE = {
     "train": "an argument of Launcher.run",
@@ -75,14 +74,17 @@ def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path
     from airflow_rankzero import TorchDistributorOperator
     from airflow_rankzero._compat import AirflowFailException
 
-    def train() -> bool:
-        return True
+    def train() -> int:
+        import rankzero.train as rt
+
+        return rt.get_dataset_shard().num_rows
 
     common: dict[str, Any] = {"train": train, "num_processes": 1, "store": str(tmp_path)}
+    common["dataset"] = "SELECT id FROM range({{ params.ranks }})"
     TorchDistributorOperator(task_id="train", master="local[{{ params.ranks }}]", warm_start=False, **common)
     TorchDistributorOperator(task_id="wrong", master="head:7077", **common)
     outcome = run_dag(dag)
-    assert outcome.xcom("train") is True, outcome.errors
+    assert outcome.xcom("train") == 2, outcome.errors
     (job,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/job.json"))
     assert job["engine"]["master"] == "local[2]"
     assert job["warm_start"] is False

@@ -292,6 +292,27 @@ def test_a_task_whose_container_would_end_with_it_does_not_defer(
     assert "DEFERRED" not in log
 
 
+def test_a_driver_on_the_cluster_does_not_end_with_the_tasks_container(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    # Refused after the operator has decided whether to defer, and before anything is submitted.
+    conf = {"spark.dynamicAllocation.enabled": "true"}
+    place = {"conn_type": "rankzero", "host": "spark://head", "extra": {"deploy_mode": "cluster", "conf": conf}}
+    monkeypatch.setenv("AIRFLOW_CONN_ON_CLUSTER", json.dumps(place))
+
+    def enter_container(context: Any) -> None:
+        monkeypatch.setenv("AIRFLOW_IS_K8S_EXECUTOR_POD", "True")
+
+    common: dict[str, Any] = {"train": lambda: 7, "store": str(tmp_path), "conn_id": "on_cluster"}
+    TorchDistributorOperator(task_id="train", deferrable=True, pre_execute=enter_container, **common)
+    assert run_dag(dag).state == "failed"
+    log = capfd.readouterr().out
+    assert "SPARK-24942" in log
+    assert "not deferred, although deferrable=True" not in log
+
+
 def test_assets_say_what_was_made_and_links_where(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     from airflow.models.asset import AssetEvent
     from airflow.sdk import Asset

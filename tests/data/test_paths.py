@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import Launcher
+from rankzero.data import reader
 from rankzero.data.manifest import Manifest
 from rankzero.errors import InvalidJobError, ResultError
 from rankzero.submit.identity import identity_of
@@ -126,6 +127,15 @@ def test_any_partitioning_any_worlds_every_row_once(
     assert set(seen) == set(range(sum(parts)))
     # Where a rank had no row left for a last batch one came again.
     assert len(seen) - len(set(seen)) <= sum(worlds)
+
+
+def test_a_large_dataset_is_shuffled_group_by_group(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of_path(str(parquet), "train")
+    small = [batch["name"] for batch in shard_of(manifest, tmp_path).iter_batches(50, shuffle=True)]
+    monkeypatch.setattr(reader, "SMALL", 0)
+    assert [batch["name"] for batch in shard_of(manifest, tmp_path).iter_batches(50, shuffle=True)] == small
 
 
 def test_epochs_differ_and_a_seed_fixes_them(parquet: Path, tmp_path: Path) -> None:

@@ -25,12 +25,13 @@ def gpu_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Standalone:
     """A master and its workers, from pyspark's spark-class."""
 
-    def __init__(self, logs: Path, gpu_script: Path) -> None:
+    def __init__(self, logs: Path, gpu_script: Path, **settings: str) -> None:
         import pyspark
 
         self._home = Path(pyspark.__file__).parent
         self.logs = logs
         self._gpus = f"-Dspark.worker.resource.gpu.amount=2 -Dspark.worker.resource.gpu.discoveryScript={gpu_script}"
+        self._settings = " ".join(f"-D{name.replace('_', '.')}={value}" for name, value in settings.items())
         self.workers: list[subprocess.Popen[bytes]] = []
         options = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
         self.master = self._start("master", "org.apache.spark.deploy.master.Master", *options)
@@ -56,6 +57,7 @@ class Standalone:
             **os.environ,
             "SPARK_HOME": str(self._home),
             "SPARK_WORKER_OPTS": self._gpus,
+            "SPARK_DAEMON_JAVA_OPTS": self._settings,
             "SPARK_WORKER_DIR": str(self.logs / "work" / name),
             "SPARK_DAEMON_MEMORY": "256m",
         }

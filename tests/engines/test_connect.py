@@ -27,6 +27,7 @@ from rankzero import (
     TorchDistributor,
     WorkerFailedError,
 )
+from rankzero.doctor.examine import examine
 
 WAIT = 90.0
 
@@ -244,9 +245,10 @@ def test_a_token_is_shown_nowhere() -> None:
     engine = SparkConnectEngine("sc://head:443/;use_ssl=true;token=geheim")
     assert "geheim" not in repr(engine)
     assert "geheim" not in str(engine.to_spec()[0])
-    with pytest.raises(InvalidJobError) as caught:
-        SparkConnectEngine("sc://head:443x/;token=geheim")
-    assert "geheim" not in str(caught.value)
+    for url in ("head:443x/;token=", "h:99999;token=", "h:15002/?token=", "user:geheim@h/;token=", "h/path;token="):
+        with pytest.raises(InvalidJobError, match=r"'sc://[a-z]+") as caught:
+            SparkConnectEngine(f"sc://{url}geheim")
+        assert "geheim" not in str(caught.value)
 
 
 def test_sessions_of_the_other_kind_are_refused(connect_session: Any) -> None:
@@ -268,3 +270,9 @@ def test_a_server_that_is_killed_ends_the_run_with_a_typed_error(launcher: Launc
         with pytest.raises(EngineError) as caught:
             handle.result(WAIT)
     assert caught.value.cause == "lost"
+
+
+def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:
+    found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
+    assert found.healthy, found
+    assert [rank["rank"] for rank in found.ranks] == [0, 1]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
 from rankzero.engines.spark import deploy
 from rankzero.engines.spark.deploy import Submitted, deployment
+from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, RunStatus
 
 SECRET = "geheim-4711"
@@ -53,6 +55,20 @@ def test_kubernetes_gets_it_in_the_secret_that_the_pod_mounts() -> None:
         "spark.kubernetes.driver.secrets.rankzero-one": "/opt/rankzero",
     }
     assert given.env == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spark.kubernetes.container.image.pullSecrets",
+        "spark.kubernetes.driver.secrets.aws",
+        "spark.kubernetes.driver.secretKeyRef.AWS_SECRET_ACCESS_KEY",
+        "spark.kubernetes.authenticate.submission.oauthToken",
+        "spark.kubernetes.authenticate.submission.oauthTokenFile",
+    ],
+)
+def test_kubernetes_own_settings_reach_spark_submit_whatever_they_are_called(name: str) -> None:
+    assert deployment("k8s://https://api", {name: "x"}, WHAT, "", "", "rankzero-one").conf[name] == "x"
 
 
 def test_what_is_private_comes_back_whole() -> None:
@@ -109,3 +125,25 @@ def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: P
     run = RunDirectory(str(tmp_path))
     run.write_status(RunStatus(interval=interval_for(600.0)))
     assert dead_after(run.status().interval) == 600.0
+
+
+class Interrupted(SparkSubmitEngine):
+    """One whose submission is interrupted, as Ctrl-C does."""
+
+    def check(self, job: Job) -> None:
+        pass
+
+    def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_submission_leaves_no_run_that_waits_for_its_driver(tmp_path: Path) -> None:
+    launcher = Launcher(2, engine=Interrupted("spark://head:7077"), store=tmp_path, run_id="one")
+    with pytest.raises(KeyboardInterrupt):
+        launcher.submit(len, "abc")
+    found = launcher.find()
+    assert found is not None
+    assert found.status().state == "failed"
+    assert "KeyboardInterrupt while submitting" in str(found.status().error)
+    # A driver that the cluster has taken all the same does nothing.
+    assert not RunDirectory(found.directory).claim_driver(0)

@@ -1,6 +1,7 @@
 """A driver on the cluster: it outlives whoever submitted it, and what is secret is nowhere to be seen."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import servers
 from tests.conftest import ROOT, free_port, until
 from tests.engines.conftest import Standalone
 
@@ -22,6 +24,7 @@ from rankzero import (
     WorkerFailedError,
 )
 from rankzero.doctor.examine import examine
+from rankzero.run.directory import RunDirectory
 
 WAIT = 240.0
 SECRET = "geheim-4711-nirgends"
@@ -112,6 +115,49 @@ def test_a_run_outlives_its_submitter_and_another_process_attaches_and_cancels(
         handle.result(timeout=WAIT)
 
 
+def kill_driver_jvm(pid: int) -> None:
+    """Ends the process of the cluster below which a driver is, as a cluster does that kills an application."""
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert b"PythonRunner" in Path(f"/proc/{parent}/cmdline").read_bytes()
+    os.kill(parent, signal.SIGKILL)
+
+
+@pytest.mark.soak
+def test_a_driver_ends_with_its_application_and_the_run_goes_on_elsewhere(detached: Launcher, tmp_path: Path) -> None:
+    named = detached.options(run_id="killed")
+    handle = named.submit(wait_for_file, str(tmp_path / "go"))
+    until(lambda: handle.metrics(), WAIT, "the training")
+    kill_driver_jvm(handle.status().driver_pid or 0)
+    assert handle.wait(timeout=WAIT)
+    assert handle.status().state in ("failed", "cancelled")
+    (tmp_path / "go").touch()
+    assert named.submit(wait_for_file, str(tmp_path / "go")).result(timeout=WAIT) == "went on"
+
+
+@pytest.mark.soak
+def test_a_run_ends_when_the_process_that_called_run_is_killed(
+    tmp_path: Path, cluster: Standalone, marker: str
+) -> None:
+    store = tmp_path / "store"
+    program = "import sys; from pathlib import Path; from tests.engines import test_spark_submit as t; "
+    program += "t.run_and_wait(sys.argv[1], Path(sys.argv[2]), sys.argv[3])"
+    caller = subprocess.Popen([sys.executable, "-c", program, cluster.url, str(store), marker], cwd=ROOT)
+    try:
+        until((store / "owned" / "job.json").exists, WAIT, "the run")
+        handle: RunHandle[str] = RunHandle.attach(store / "owned")
+        until(lambda: RunDirectory(handle.directory).status().metrics, WAIT, "the training")
+    finally:
+        caller.kill()
+        caller.wait()
+    until(lambda: RunDirectory(handle.directory).status().final, WAIT, "its end, of which nobody asks")
+    assert handle.status().state == "cancelled"
+
+
+def run_and_wait(master: str, store: Path, marker: str) -> None:
+    launcher = Launcher(2, store=store, engine=cluster_engine(master), env={"MARK": marker}, run_id="owned")
+    launcher.run(wait_for_file, str(store / "go"))
+
+
 @pytest.mark.soak
 def test_a_failed_rank_is_the_callers_error(detached: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="no such luck"):
@@ -122,6 +168,7 @@ def fail() -> None:
     raise ValueError("no such luck")
 
 
+@pytest.mark.soak
 def test_a_cluster_that_cannot_be_reached_fails_the_run_with_its_words(launcher: Launcher) -> None:
     nobody = launcher.options(engine=cluster_engine(f"spark://127.0.0.1:{free_port()}"), run_id="nobody")
     with pytest.raises(EngineError, match="did not take the driver"):
@@ -140,9 +187,31 @@ def test_a_run_that_waits_for_its_driver_can_be_cancelled(detached: Launcher, cl
     assert handle.status().state == "cancelled"
 
 
+@pytest.mark.soak
 def test_the_doctor_examines_a_cluster(cluster: Standalone, tmp_path: Path) -> None:
     conf = {"spark.executor.memory": "512m", "spark.ui.enabled": "false", "spark.cores.max": "2"}
     found = examine(SparkEngine(cluster.url, conf=conf), store=str(tmp_path), start_timeout=WAIT)
     assert found.healthy, found
     assert {finding.about for finding in found.findings} >= {"slots", "Python", "store", "driver to executors"}
     assert len(found.ranks) == 2
+
+
+@pytest.mark.soak
+def test_a_cluster_with_a_secret_takes_the_driver_and_the_run_encrypts_as_it_does(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory, gpu_script: Path
+) -> None:
+    settings = {"spark.authenticate": "true", "spark.network.crypto.enabled": "true"}
+    named = {name.replace(".", "_"): value for name, value in settings.items()}
+    secured = Standalone(tmp_path_factory.mktemp("secured"), gpu_script, **named, spark_authenticate_secret=SECRET)
+    try:
+        secured.await_master()
+        for _ in range(2):
+            secured.add_worker()
+        secured.await_workers()
+        engine = cluster_engine(secured.url, **settings, **{"spark.authenticate.secret": SECRET})
+        handle = launcher.options(engine=engine, env={**(launcher.env or {}), "MY_TOKEN": SECRET}).submit(who_is_there)
+        assert handle.result(timeout=WAIT)["sum"] == 2.0
+    finally:
+        servers.stop([secured.master, *secured.workers])
+    assert "the connections of attempt 0 are encrypted" in (Path(handle.directory) / "driver.log").read_text()
+    assert files_with(Path(handle.directory), SECRET) == []

@@ -173,7 +173,7 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
     assert sorted(through_driver) == ["checkpoint-0-0", "checkpoint-0-1", "value"]
 
 
-@pytest.mark.parametrize("missing", [["fsspec"], ["pyarrow"], ["fsspec", "pyarrow"]])
+@pytest.mark.parametrize("missing", [["fsspec"], ["fsspec", "pyarrow"]])
 def test_rank_0_writes_its_value_to_the_store(
     launcher: Launcher, bucket: str, tmp_path: Path, through_driver: list[str], missing: list[str]
 ) -> None:

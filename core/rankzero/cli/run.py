@@ -75,6 +75,13 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 @click.option(
     "--engine", default="local", show_default=True, help="local, a Spark master (spark://..., yarn), sc://..."
 )
+@click.option(
+    "--deploy-mode",
+    type=click.Choice(["client", "cluster"]),
+    default="client",
+    show_default=True,
+    help="Where the driver of the run is: here, or on the Spark cluster.",
+)
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("--env", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Variables for the ranks.")
 @click.option("--use-gpu", is_flag=True, help="A GPU for each rank.")
@@ -155,6 +162,7 @@ def _launcher(
     nproc_per_node: str | None,
     nnodes: str | None,
     engine: str,
+    deploy_mode: str,
     conf: dict[str, str],
     label: dict[str, str],
     backend: str,
@@ -164,16 +172,19 @@ def _launcher(
 
     return Launcher(
         _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
-        engine=engine_of(engine, conf),
+        engine=engine_of(engine, conf, deploy_mode),
         backend=None if backend == "none" else backend,
         labels=label,
         **options,
     )
 
 
-def engine_of(name: str, conf: dict[str, str]) -> Any:
-    """The engine that ``--engine`` names. Raises InvalidJobError."""
-    from rankzero import LocalEngine, SparkConnectEngine, SparkEngine
+def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> Any:
+    """The engine that ``--engine`` and ``--deploy-mode`` name. Raises InvalidJobError."""
+    from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
+
+    if deploy_mode == "cluster":
+        return SparkSubmitEngine(master=name, conf=conf)
 
     if name == "local":
         if conf:

@@ -7,11 +7,14 @@ import operator
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rankzero import job as jobs
 from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError
 from rankzero.launcher import Launcher
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 R = TypeVar("R")
 
@@ -162,8 +165,58 @@ class TorchDistributor:
         self.logger.info("Finished %s training with %s processes", where, self.num_processes)
         return value
 
+    def _train_on_dataframe(
+        self, train_function: Callable[..., R], spark_dataframe: Any, *args: Any, **kwargs: Any
+    ) -> R:
+        """Runs a function whose ranks read the rows of a DataFrame: `rankzero.train.get_dataset_shard`.
+
+        Of any number of partitions, of any sizes: every rank gets as many rows, but for one.
+
+        Args:
+            train_function: Calls `_get_spark_partition_data_loader`, or has the shard itself.
+            spark_dataframe: The rows.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Raises:
+            InvalidJobError: with ``local_mode``; a column that there is no tensor of, fewer rows than ranks.
+            RankZeroError: see `run`.
+        """
+        if self.local_mode:
+            raise InvalidJobError(
+                "TorchDistributor.train_on_dataframe requires setting TorchDistributor.local_mode to False; or use "
+                "Launcher(dataset=...), which takes a DataFrame anywhere"
+            )
+        before = self._launcher
+        self._launcher = before.options(dataset=spark_dataframe)
+        try:
+            return self.run(train_function, *args, **kwargs)
+        finally:
+            self._launcher = before
+
     def _launch(self, launcher: Launcher, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return launcher.run(train, *args, **kwargs)
+
+
+def _get_spark_partition_data_loader(
+    num_samples: int, batch_size: int, num_workers: int = 1, prefetch_factor: int = 2
+) -> DataLoader[Any]:
+    """A loader of this rank's rows of the DataFrame that `TorchDistributor._train_on_dataframe` was given.
+
+    Args:
+        num_samples: Rows of an epoch: the first ones, or with more than there are the first ones again after the last.
+        batch_size: Rows of a batch, which is a list of the columns' tensors.
+        num_workers: Processes of the loader; 0 for none.
+        prefetch_factor: Batches that each of them has ready.
+    """
+    from torch.utils.data import DataLoader
+
+    from rankzero.train.batches import SampleDataset
+    from rankzero.train.dataset import get_dataset_shard
+
+    data = SampleDataset(get_dataset_shard().to_torch(batch_size), num_samples, batch_size)
+    ahead = prefetch_factor if num_workers else None
+    return DataLoader(data, batch_size=None, num_workers=num_workers, prefetch_factor=ahead)
 
 
 def _count(value: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import mmap
@@ -19,6 +20,9 @@ from rankzero import store
 from rankzero.data.files import open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.errors import ResultError
+
+SMALL = 256 << 20
+"""Bytes of a dataset of which a rank that shuffles holds a copy."""
 
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
@@ -67,11 +71,11 @@ class Reader:
         """These rows, in this order, as one record batch of memory of its own."""
         import pyarrow as pa
 
+        if self._together is not None:
+            return self._together.take(_indices(rows))
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
         needed = [number for number in range(len(self._groups)) if bounds[number] < bounds[number + 1]]
-        if len(needed) == 1:
-            return self._keep(needed[0]).take(_indices(rows - self._starts[needed[0]]))
         found = []
         for number in needed:
             wanted = ordered[bounds[number] : bounds[number + 1]] - self._starts[number]
@@ -80,6 +84,17 @@ class Reader:
         places[order] = torch.arange(len(order))
         [batch] = pa.Table.from_batches(found).combine_chunks().to_batches()
         return batch.take(_indices(places))
+
+    @functools.cached_property
+    def _together(self) -> Any:
+        """All rows in one piece of memory, from which they are taken in one go; None if they are too many for that."""
+        import pyarrow as pa
+
+        if self._manifest.size > SMALL:
+            return None
+        whole = pa.Table.from_batches([self._open(number) for number in range(len(self._groups))]).combine_chunks()
+        found = whole.to_batches()
+        return found[0] if len(found) == 1 else None
 
     def _keep(self, number: int) -> Any:
         """A group that is only read from, and stays mapped."""

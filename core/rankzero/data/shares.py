@@ -122,11 +122,11 @@ def remaining(rows: int, consumed: list[Stretch]) -> Spans:
             mine, total = share(spans, stretch.world_size, rank), length(spans)
             batches = Batches.of(total, stretch.world_size, rank, stretch.batch_size, drop_last=stretch.drop_last)
             left += cut(mine, batches.done(stretch.batches), batches.own)
-        spans = _joined(left)
+        spans = merged(left)
     return spans
 
 
-def _joined(spans: Spans) -> Spans:
+def merged(spans: Spans) -> Spans:
     """The same positions, in as few spans as there can be."""
     found: Spans = []
     for low, high in spans:

@@ -18,12 +18,14 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
+from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.envelope import Part
+from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ def check(given: object) -> dict[str, Any]:
     for name, source in named.items():
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
-        if not (isinstance(source, (str, os.PathLike)) and os.fspath(source)) and not _is_frame(source):
+        is_path = isinstance(source, (str, os.PathLike)) and os.fspath(source)
+        if not (is_path or isinstance(source, ResultRef) or _is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is {source!r}; give a Spark DataFrame, the path of a table, or with a Spark engine "
                 "the name of a table or a query"
@@ -176,6 +179,8 @@ def _is_path(source: Any) -> bool:
 def _opened(source: Any, engine: Engine) -> Any:
     """A table or query as a DataFrame, where the caller's own session is the engine's."""
     session = getattr(engine, "session", None)
+    if isinstance(source, ResultRef):
+        source = _table_of(source)
     if _is_frame(source) or _is_path(source):
         return source
     if session is None:
@@ -183,6 +188,17 @@ def _opened(source: Any, engine: Engine) -> Any:
     from rankzero.engines.spark.materialize import open_query
 
     return open_query(session, source)
+
+
+def _table_of(ref: ResultRef) -> Table:
+    """The table that a run's function returned. Raises InvalidJobError if it returned something else."""
+    value = ref.load()
+    if not isinstance(value, Table):
+        raise InvalidJobError(
+            f"the dataset {ref.uri} is a result of type {type(value).__name__}; what rankzero.train.write_rows returns "
+            "is a table, give it to the function as an argument otherwise"
+        )
+    return value
 
 
 def _check_query(name: str, query: str, engine: Engine) -> None:

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from typing import IO, Any
 
-from rankzero.errors import RankZeroError
+from rankzero.errors import EngineError, RankZeroError
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.submit.prepare import Request
@@ -48,12 +48,13 @@ def start(run: RunDirectory, request: Request) -> RunHandle[Any]:
     handle = RunHandle[Any](run.directory)
     try:
         request.engine.start_driver(run, request.private())
-    except RankZeroError as error:
-        # Unless it was taken all the same, and runs.
-        submission = run.job().submission
-        if run.claim_driver(submission):
-            failed = replace(run.status(), state="failed", error=error.to_json(), ended=time.time())
-            run.write_status(failed)
+    except BaseException as error:
+        problem = error if isinstance(error, RankZeroError) else EngineError(f"{type(error).__name__} while submitting")
+        # Whoever has the driver's place is alone with the run: one that was accepted all the same finds it taken.
+        if run.claim_driver(run.job().submission):
+            run.write_status(replace(run.status(), state="failed", error=problem.to_json(), ended=time.time()))
+            raise
+        if problem is not error:
             raise
         logger.warning("the driver of run %s has started, although: %s", handle.id, error)
     return handle

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
-from rankzero.train.dataset import DatasetShard, get_dataset_shard
+from rankzero.train.dataset import DatasetShard, dataset_names, get_dataset_shard
 from rankzero.train.model import (
     accumulate,
     autocast,
@@ -49,6 +49,7 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "clip_grad_norm",
+    "dataset_names",
     "ensure_process_group",
     "full_optimizer_state_dict",
     "full_state_dict",

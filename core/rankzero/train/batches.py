@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
 from rankzero.data.order import Order
 from rankzero.data.reader import Reader
-from rankzero.data.shares import Batches, Spans, cut, length, remaining, share
+from rankzero.data.shares import Batches, Spans, cut, length, merged, remaining, share
 
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
@@ -72,6 +73,7 @@ def batches_of(
     for number in numbers:
         if number < plan.count:
             spans += cut(mine, plan.done(number), plan.done(number + 1))
+    spans = merged(spans)
     order = Order(manifest.rows, manifest.row_size, asked.seed, epoch)
     reader = Reader(manifest, asked.columns, scratch)
 
@@ -164,6 +166,28 @@ class BatchDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        numbers = None if worker is None else range(worker.id, len(self), worker.num_workers)
+        yield from self.all(None if worker is None else range(worker.id, len(self), worker.num_workers))
+
+    def all(self, numbers: range | None = None) -> Iterator[Any]:
+        """The batches of these numbers; None for all, also in a process of a loader."""
         left = remaining(self._manifest.rows, [])
-        yield from batches_of(self._manifest, self._world, self._scratch, self._asked, self._epoch, left, numbers)
+        return batches_of(self._manifest, self._world, self._scratch, self._asked, self._epoch, left, numbers)
+
+
+class SampleDataset(IterableDataset[Any]):
+    """So many rows of a rank's share, the first ones again after the last, as batches that are lists of columns."""
+
+    def __init__(self, data: BatchDataset, num_samples: int, batch_size: int) -> None:
+        self._data = data
+        self._sizes = [min(batch_size, num_samples - low) for low in range(0, num_samples, batch_size)]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        # Of every batch each process of the loader makes its own ones: a batch may go on in the next round.
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rounds = itertools.chain.from_iterable(self._data.all() for _ in itertools.repeat(None))
+        for batch in itertools.islice(_rebatched(rounds, self._sizes, dict), first, None, step):
+            yield list(batch.values())

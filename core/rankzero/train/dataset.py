@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankzero.data.manifest import Manifest
+from rankzero.data.manifest import Manifest, from_bytes
 from rankzero.errors import InvalidJobError
 from rankzero.train import context
 
@@ -45,16 +44,31 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
     session = context.current()
     shards = session.shards
     if name not in shards:
-        manifests: dict[str, Any] = {}
-        if session.datasets:
-            with open(session.datasets) as file:
-                manifests = json.load(file)
+        manifests = _manifests(session)
         if name not in manifests:
             known = ", ".join(sorted(manifests)) or "none"
             raise InvalidJobError(f"the launcher was given no dataset {name!r}; Launcher(dataset=...) has: {known}")
         scratch = session.scratch or tempfile.mkdtemp(prefix="rankzero-data-")
-        shards[name] = DatasetShard(Manifest.from_json(manifests[name]), session.context, scratch, name)
+        shards[name] = DatasetShard(manifests[name], session.context, scratch, name)
     return shards[name]  # type: ignore[no-any-return]
+
+
+def dataset_names() -> list[str]:
+    """Names of the datasets that the launcher was given.
+
+    Example:
+        >>> import rankzero.train as rt
+        >>> rt.dataset_names()
+        []
+    """
+    return sorted(_manifests(context.current()))
+
+
+def _manifests(session: Any) -> dict[str, Manifest]:
+    if not session.datasets:
+        return {}
+    with open(session.datasets, "rb") as file:
+        return from_bytes(file.read())
 
 
 class DatasetShard:

@@ -19,10 +19,13 @@ def install(datasets: Mapping[str, Any]) -> None:
     _epochs.clear()
 
 
-def shard(name: str) -> DatasetShard:
+def shard(name: str) -> DatasetShard | TableShard:
     """The share of the data set ``name``. Raises KeyError, which names those that there are."""
+    tables = rt.dataset_names()
+    if name in tables:
+        return TableShard(rt.get_dataset_shard(name))
     if name not in _datasets:
-        known = ", ".join(sorted(_datasets)) or "none"
+        known = ", ".join(sorted([*_datasets, *tables])) or "none"
         raise KeyError(f"the trainer has no data set {name!r}; TorchTrainer(datasets=...) gave: {known}")
     return DatasetShard(_datasets[name], name)
 
@@ -70,3 +73,42 @@ class DatasetShard:
         prepared.set_epoch(_epochs[self._name])
         _epochs[self._name] += 1
         return iter(prepared)
+
+
+class TableShard:
+    """This worker's share of the rows of a DataFrame or of a table at a path."""
+
+    def __init__(self, rows: rt.DatasetShard) -> None:
+        self._rows = rows
+
+    def iter_torch_batches(
+        self,
+        *,
+        batch_size: int = 256,
+        drop_last: bool = False,
+        collate_fn: Callable[[dict[str, Any]], Any] | None = None,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        prefetch_batches: int = 1,
+    ) -> Iterator[Any]:
+        """Dicts of tensors by column, on this worker's device; every worker gets as many. Each call is the next epoch.
+
+        Args:
+            batch_size: Rows of a batch.
+            drop_last: Leave out the last batch if it is smaller.
+            collate_fn: Makes a batch of the dict of columns.
+            local_shuffle_buffer_size: Anything but None shuffles all rows, over all workers.
+            local_shuffle_seed: Of the order.
+            prefetch_batches: 0 for no reading ahead.
+
+        Raises:
+            InvalidJobError: as `rankzero.train.DatasetShard.iter_batches`.
+        """
+        return self._rows.iter_batches(
+            batch_size,
+            shuffle=local_shuffle_buffer_size is not None,
+            seed=local_shuffle_seed or 0,
+            drop_last=drop_last,
+            collate=collate_fn,
+            prefetch=min(prefetch_batches, 1),
+        )

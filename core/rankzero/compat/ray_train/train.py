@@ -12,7 +12,7 @@ from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, R
 from rankzero.compat.ray_train.result import Result
 
 if TYPE_CHECKING:
-    from rankzero.compat.ray_train.dataset import DatasetShard
+    from rankzero.compat.ray_train.dataset import DatasetShard, TableShard
 
 __all__ = [
     "Checkpoint",
@@ -96,7 +96,7 @@ def get_checkpoint() -> Checkpoint | None:
     return Checkpoint(last.id, last.to_directory) if last else None
 
 
-def get_dataset_shard(dataset_name: str = "train") -> DatasetShard:
+def get_dataset_shard(dataset_name: str = "train") -> DatasetShard | TableShard:
     """This worker's share of one of the trainer's ``datasets``.
 
     Raises:

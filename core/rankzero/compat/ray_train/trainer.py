@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -95,7 +96,12 @@ class TorchTrainer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get what they train, and not where: a launcher may hold a SparkSession, and credentials."""
-        return {**vars(self), "_launcher": None}
+        own = {name: data for name, data in self.datasets.items() if name not in self._tables()}
+        return {**vars(self), "_launcher": None, "datasets": own}
+
+    def _tables(self) -> dict[str, Any]:
+        """The data sets that the launcher delivers: DataFrames and paths. Others travel with the training."""
+        return {name: data for name, data in self.datasets.items() if is_table(data)}
 
     def fit(self) -> Result:
         """Trains, and returns what it came to; the workers' lines go to standard output.
@@ -138,6 +144,8 @@ class TorchTrainer:
             options["checkpoints"] = run.checkpoint_config.kept()
         else:
             options["checkpoints"] = CheckpointConfig().kept()
+        if tables := self._tables():
+            options["dataset"] = tables
         if self.torch_config.backend:
             options["backend"] = self.torch_config.backend
         if run.name:
@@ -158,6 +166,11 @@ class TorchTrainer:
 
     def __repr__(self) -> str:
         return f"TorchTrainer({getattr(self.train_loop_per_worker, '__name__', 'train')})"
+
+
+def is_table(data: object) -> bool:
+    """True for a Spark DataFrame and for the path of a table."""
+    return isinstance(data, (str, os.PathLike)) or type(data).__module__.startswith("pyspark.sql.")
 
 
 def _checked(name: str, value: Any, cls: type[Any]) -> Any:

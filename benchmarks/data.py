@@ -1,0 +1,166 @@
+"""Rows of a Spark DataFrame to the ranks: beside pyspark's own loader, and beside pyarrow on the same files.
+
+Run: ``python benchmarks/data.py [thousands of rows]``.
+"""
+
+import glob
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from measure import Report
+
+import rankzero.train as rt
+from rankzero import Launcher, SparkEngine
+
+THOUSANDS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 2000
+COLUMNS = 8
+BATCH = 1024
+RUNS = 3
+PYSPARK_ROWS = 100_000
+"""pyspark's loader is measured on fewer: it takes seconds for them."""
+
+
+def touch(batch: Any) -> float:
+    """A consumer that reads every number once."""
+    return sum(float(column.sum()) for column in (batch.values() if isinstance(batch, dict) else batch))
+
+
+def rate(shuffle: bool) -> float:
+    """Rows per second of a rank in one epoch."""
+    shard = rt.get_dataset_shard()
+    started, rows = time.perf_counter(), 0
+    for batch in shard.iter_batches(BATCH, shuffle=shuffle):
+        touch(batch)
+        rows += len(batch["c0"])
+    return rows / (time.perf_counter() - started)
+
+
+def rates(pattern: str, kind: str) -> list[list[float]]:
+    """In one rank by turns: in the order of the files, shuffled, pyarrow on the same files."""
+    files = sorted(glob.glob(pattern))
+    if not files:
+        [folder] = glob.glob(os.path.join(str(rt.get_context().storage_path), "datasets", "*"))
+        files = sorted(glob.glob(f"{folder}/*.arrow"))
+    return [[rate(False), rate(True), raw_rate(files, kind)] for _ in range(RUNS)]
+
+
+def raw_rate(files: list[str], kind: str) -> float:
+    """The same with pyarrow alone, on all rows: the floor."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+
+    def batches() -> Any:
+        for file in files:
+            if kind == "arrow":
+                reader = pa.ipc.open_file(pa.memory_map(file))
+                groups = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            else:
+                parquet = pq.ParquetFile(file)
+                groups = (
+                    batch for n in range(parquet.num_row_groups) for batch in parquet.read_row_group(n).to_batches()
+                )
+            for group in groups:
+                for low in range(0, group.num_rows, BATCH):
+                    yield group.slice(low, BATCH)
+
+    started, rows = time.perf_counter(), 0
+    for batch in batches():
+        touch({name: torch.from_dlpack(batch.column(name)) for name in batch.schema.names})
+        rows += batch.num_rows
+    return rows / (time.perf_counter() - started)
+
+
+def pyspark_rate(rows: int) -> float:
+    """Rows per second of pyspark's loader, in a rank of its own distributor."""
+    from pyspark.ml.torch.distributor import _get_spark_partition_data_loader as loader_of
+
+    started = time.perf_counter()
+    for batch in loader_of(rows, BATCH, num_workers=0):
+        touch(batch)
+    return rows / (time.perf_counter() - started)
+
+
+def first_batch() -> float:
+    """The moment of a rank's first batch."""
+    next(rt.get_dataset_shard().iter_batches(BATCH))
+    return time.time()
+
+
+MEMORY = """
+import sys, resource
+from rankzero.data.manifest import from_bytes
+from rankzero.train.context import TrainContext
+from rankzero.train.dataset import DatasetShard
+manifest = from_bytes(open(sys.argv[1], "rb").read())["train"]
+shard = DatasetShard(manifest, TrainContext(), sys.argv[2], "train")
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+next(shard.iter_batches(1024, shuffle=True))
+before = most = anonymous()
+for number, batch in enumerate(shard.iter_batches(1024, shuffle=sys.argv[3] == "shuffled")):
+    if number % 50 == 0:
+        most = max(most, anonymous())
+print(most - before)
+"""
+
+
+def memory(run: str, shuffle: str) -> float:
+    """MiB of its own memory that a rank takes more than before its first batch, while it reads all rows."""
+    manifest = os.path.join(run, "submissions", "0", "datasets.json")
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-c", MEMORY, manifest, scratch, shuffle]
+        return float(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+def main() -> None:
+    from pyspark.ml.torch.distributor import TorchDistributor
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    spark = builder.config("spark.ui.showConsoleProgress", "false").getOrCreate()
+    report = Report("data", f"{THOUSANDS} thousand rows of {COLUMNS} floats, batches of {BATCH}")
+    columns = [F.rand(number).cast("float").alias(f"c{number}") for number in range(COLUMNS)]
+    frame = spark.range(0, THOUSANDS * 1000, 1, 4).select(*columns)
+    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store:
+        launcher = Launcher(1, engine=SparkEngine(session=spark), store=store, dataset=frame)
+        started = time.time()
+        report.add("from run to the first batch, Spark's work with it", [launcher.run(first_batch) - started])
+        ordered, mixed, floor = zip(*launcher.options(run_id="rates").run(rates, "", "arrow"), strict=True)
+        [folder] = glob.glob(f"{store}/rates/datasets/*")
+        frame.write.parquet(f"{store}/parquet")
+        from_parquet = launcher.options(engine=None, dataset=f"{store}/parquet")
+        decoded, _, raw = zip(*from_parquet.run(rates, f"{store}/parquet/*.parquet", "parquet"), strict=True)
+        small = frame.limit(PYSPARK_ROWS).repartition(1)
+        distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
+        pysparks = [distributor._train_on_dataframe(pyspark_rate, small, PYSPARK_ROWS) for _ in range(2)]
+        size = sum(os.path.getsize(file) for file in glob.glob(f"{folder}/*.arrow")) / (1 << 20)
+        grown = [memory(f"{store}/rates", kind) for kind in ("ordered", "shuffled")]
+    ours = report.add("a rank, in the order of the files", ordered, "rows/s")
+    shuffled = report.add("a rank, shuffled", mixed, "rows/s")
+    bare = report.add("pyarrow to torch, the same files", floor, "rows/s")
+    report.add("a rank, Parquet, first epoch, which is decoded", decoded[:1], "rows/s")
+    report.add("a rank, Parquet, later epochs", decoded[1:], "rows/s")
+    parquet = report.add("pyarrow to torch, the same Parquet files", raw, "rows/s")
+    theirs = report.add("pyspark's _get_spark_partition_data_loader", pysparks, "rows/s")
+    report.add(f"memory of a rank beyond its start, in order and shuffled, of {size:.0f} MiB", grown, "MiB")
+    report.hold("ours / pyspark's", ours / theirs, 20, at_least=True)
+    report.hold("ours, shuffled / pyspark's, which cannot", shuffled / theirs, 20, at_least=True)
+    report.hold("ours / pyarrow, Arrow files", ours / bare, 0.8, at_least=True)
+    report.hold("ours / pyarrow, Parquet files, first epoch", decoded[0] / parquet, 0.8, at_least=True)
+    report.hold("ours / pyarrow, Parquet files, later epochs", min(decoded[1:]) / parquet, 0.8, at_least=True)
+    report.finish()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Datasets through the front doors: TorchDistributor, Ray Train, Dagster."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rankzero.train as rt
+from rankzero import Launcher, TorchDistributor
+from rankzero.compat.ray_train import ScalingConfig, TorchTrainer, train
+from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
+from rankzero.errors import InvalidJobError
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> str:
+    pairs = pa.array([[float(number), 1.0] for number in range(10)], pa.list_(pa.float64(), 2))
+    pq.write_table(pa.table({"id": range(10), "x": pairs}), tmp_path / "t.parquet")
+    return str(tmp_path / "t.parquet")
+
+
+def loop() -> Any:
+    shard = train.get_dataset_shard("numbers")
+    batches = list(shard.iter_torch_batches(batch_size=2))
+    with pytest.raises(KeyError, match="gave: numbers, plain"):
+        train.get_dataset_shard("other")
+    plain = next(iter(train.get_dataset_shard("plain").iter_torch_batches(batch_size=2)))
+    return [batch["id"].tolist() for batch in batches], plain.tolist()
+
+
+def test_ray_train_iterates_over_a_table(numbers: str, tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        loop,
+        scaling_config=ScalingConfig(num_workers=2),
+        datasets={"numbers": numbers, "plain": list(range(4))},
+        launcher=Launcher(store=tmp_path / "runs"),
+    )
+    assert trainer.fit().return_value == ([[0, 1], [2, 3], [4]], [0, 2])
+
+
+def partition_loader(num_samples: int, workers: int) -> list[Any]:
+    loader = _get_spark_partition_data_loader(num_samples, 3, num_workers=workers)
+    return [[batch[0].tolist(), list(batch[1].shape)] for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pysparks_partition_loader_wraps_round(numbers: str, tmp_path: Path, workers: int) -> None:
+    launcher = Launcher(2, dataset=numbers, store=tmp_path / "runs")
+    assert launcher.run(partition_loader, 7, workers) == [[[0, 1, 2], [3, 2]], [[3, 4, 0], [3, 2]], [[1], [1, 2]]]
+
+
+def test_train_on_dataframe(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_STORE", str(tmp_path))
+    with pytest.raises(InvalidJobError, match=r"local_mode to False"):
+        TorchDistributor(use_gpu=False)._train_on_dataframe(partition_loader, session.range(5), 3, 0)
+    distributor = TorchDistributor(2, local_mode=False, use_gpu=False)
+    # Fewer partitions than ranks, on which pyspark hangs.
+    frame = session.range(0, 5, 1, 1).selectExpr("id", "array(id, id) AS x")
+    found = distributor._train_on_dataframe(partition_loader, frame, 3, 0)
+    assert found == [[[0, 1, 0], [3, 2]]]
+
+
+def count() -> int:
+    return rt.get_dataset_shard().num_rows
+
+
+def test_dagster_takes_a_path_and_an_object(numbers: str, tmp_path: Path, session: Any) -> None:
+    import dagster as dg
+
+    from dagster_rankzero import TorchDistributorResource
+
+    resource = TorchDistributorResource(engine="local", num_processes=2, store=str(tmp_path / "runs"), dataset=numbers)
+    context = dg.build_op_context()
+    assert resource.run(context, count).value == 10
+    with_frame = resource.options(dataset=session.range(7))
+    assert with_frame.run(context, count).value == 7
+    assert with_frame.options(num_processes=1).run(context, count).value == 7
+    assert with_frame.options(dataset=numbers).run(context, count).value == 10
