@@ -45,7 +45,7 @@ def test_processes_per_task_must_divide() -> None:
         ({"ports": (4000, 3000)}, r"ports is \(4000, 3000\)"),
         ({"ports": (0, 3000)}, r"ports is \(0, 3000\)"),
         ({"checkpoints": 3}, "checkpoints is 3; give a CheckpointConfig"),
-        ({"dataset": object()}, "dataset=.* is not supported"),
+        ({"dataset": object()}, "dataset 'train' is .*give a Spark DataFrame"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], message: str) -> None:

@@ -80,6 +80,7 @@ class TrainingArguments(TaskArguments, total=False):
 
     num_processes: WorldSize | str
     processes_per_task: int | str | None
+    cpus_per_process: int | None
     use_gpu: bool | None
     backend: str | None
     conn_id: str | None
@@ -101,6 +102,9 @@ class TrainingArguments(TaskArguments, total=False):
     warm_start: bool
     encrypt: bool | None
     code_version: str | None
+    working_dir: str | os.PathLike[str] | None
+    py_files: Sequence[str | os.PathLike[str]]
+    excludes: Sequence[str]
     dataset: str | os.PathLike[str] | Mapping[str, Any] | None
     retry_user_errors: bool
     log_ranks: Sequence[int] | None

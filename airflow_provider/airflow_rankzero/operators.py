@@ -69,6 +69,7 @@ class TorchDistributorOperator(BaseOperator):
             with what the cluster can give between the two.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
             connection says, else 1.
+        cpus_per_process: Cores of each rank: see `rankzero.Launcher`.
         use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
@@ -102,6 +103,9 @@ class TorchDistributorOperator(BaseOperator):
             encrypted.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
             task whose function, script or modules have changed begins from scratch.
+        working_dir: A directory that travels with the job: each rank starts in a copy of it (templated).
+        py_files: Python files, zips, wheels and directories of packages that travel, for ranks to import (templated).
+        excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here (templated).
         dataset: What the ranks read by `rankzero.train.get_dataset_shard`: the path or URL of a table, the name of one
             or a query, which the connection's Spark computes, the result of an operator whose function returned
             `rankzero.train.write_rows`; or a dict of these by name (templated).
@@ -149,6 +153,7 @@ class TorchDistributorOperator(BaseOperator):
         op_kwargs: Mapping[str, Any] | None = None,
         num_processes: WorldSize | str = 2,
         processes_per_task: int | str | None = None,
+        cpus_per_process: int | None = None,
         use_gpu: bool | None = None,
         backend: str | None = "auto",
         conn_id: str | None = None,
@@ -170,6 +175,9 @@ class TorchDistributorOperator(BaseOperator):
         warm_start: bool = True,
         encrypt: bool | None = None,
         code_version: str | None = None,
+        working_dir: str | os.PathLike[str] | None = None,
+        py_files: Sequence[str | os.PathLike[str]] = (),
+        excludes: Sequence[str] = (),
         dataset: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         retry_user_errors: bool = True,
         log_ranks: Sequence[int] | None = None,
@@ -182,6 +190,7 @@ class TorchDistributorOperator(BaseOperator):
         self.op_kwargs: Mapping[str, Any] = op_kwargs or {}
         self.num_processes = num_processes
         self.processes_per_task = processes_per_task
+        self.cpus_per_process = cpus_per_process
         self.use_gpu = use_gpu
         self.backend = backend
         self.conn_id = conn_id
@@ -203,6 +212,9 @@ class TorchDistributorOperator(BaseOperator):
         self.warm_start = warm_start
         self.encrypt = encrypt
         self.code_version = code_version
+        self.working_dir = working_dir
+        self.py_files = py_files
+        self.excludes = excludes
         self.dataset = dataset
         self.retry_user_errors = retry_user_errors
         self.log_ranks = None if log_ranks is None else list(log_ranks)
@@ -377,5 +389,8 @@ class TorchDistributorOperator(BaseOperator):
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
             labels=names,
             code_version=self.code_version,
+            working_dir=self.working_dir,
+            py_files=self.py_files,
+            excludes=self.excludes,
             dataset=self.dataset,
         )

@@ -29,6 +29,9 @@ TEMPLATE_FIELDS = (
     "hang_timeout",
     "max_restarts",
     "restart_on",
+    "working_dir",
+    "py_files",
+    "excludes",
     "dataset",
 )
 """What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
@@ -36,6 +39,7 @@ TEMPLATE_FIELDS = (
 LAUNCHER_FIELDS = (
     "num_processes",
     "processes_per_task",
+    "cpus_per_process",
     "use_gpu",
     "backend",
     "timeout",

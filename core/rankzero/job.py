@@ -40,6 +40,7 @@ class Job:
         num_processes: World size; of an elastic job the largest.
         min_processes: The smallest world size of an elastic job; None if there is but one.
         processes_per_task: Workers in one Spark task.
+        cpus_per_process: Cores of each worker; None: as the engine's settings have it.
         use_gpu: One GPU for each worker.
         backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or None.
         timeout: Seconds the run may take over all attempts, or None.
@@ -65,6 +66,7 @@ class Job:
         files: Name to location, size and checksum of what the workers need.
         queries: Datasets that the driver has Spark compute: name to table or query.
         python: ``major.minor`` of the Python that made the payload.
+        torch: Version of torch where the payload was made; None: there is none.
         created: Unix time.
     """
 
@@ -78,6 +80,7 @@ class Job:
     start_timeout: float
     engine: dict[str, Any]
     min_processes: int | None = None
+    cpus_per_process: int | None = None
     hang_timeout: float | None = None
     orphan_timeout: float | None = None
     max_restarts: int = 0
@@ -98,6 +101,7 @@ class Job:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
     python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    torch: str | None = None
     created: float = field(default_factory=time.time)
 
     @property
@@ -231,12 +235,12 @@ def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
         raise InvalidJobError(f"{name} is {value!r}; it must be a positive number of seconds")
 
 
-def check_limit(name: str, value: object, *, optional: bool = False) -> None:
-    """Raises InvalidJobError unless the value is a whole number, 0 or more."""
+def check_limit(name: str, value: object, *, optional: bool = False, least: int = 0) -> None:
+    """Raises InvalidJobError unless the value is a whole number, ``least`` or more."""
     if value is None and optional:
         return
-    if type(value) is not int or value < 0:
-        raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, 0 or more")
+    if type(value) is not int or value < least:
+        raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, {least} or more")
 
 
 def check_ports(value: object) -> None:

@@ -56,6 +56,9 @@ class Launcher:
         engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`, `SparkConnectEngine(...)`.
         use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
+        cpus_per_process: Cores of each rank, which also set its ``OMP_NUM_THREADS``. On a cluster a task then takes
+            ``cpus_per_process * processes_per_task`` cores, whatever ``spark.task.cpus`` of the session says; as many
+            as an executor has put one task on each. None: as the session has it.
         backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
             or None if the training function decides. Shown to it as ``get_context().backend``.
         env: Environment variables for the ranks.
@@ -123,6 +126,7 @@ class Launcher:
     engine: Engine | None = None
     use_gpu: bool = False
     processes_per_task: int = 1
+    cpus_per_process: int | None = None
     backend: str | None = "auto"
     env: Mapping[str, str] | None = field(default=None, repr=False)
     timeout: float | None = None
@@ -164,6 +168,9 @@ class Launcher:
         jobs.check_seconds("orphan_timeout", self.orphan_timeout)
         jobs.check_seconds("stop_grace", self.stop_grace, optional=False)
         jobs.check_seconds("exit_timeout", self.exit_timeout, optional=False)
+        jobs.check_limit("cpus_per_process", self.cpus_per_process, optional=True, least=1)
+        if self.cpus_per_process is not None and self.num_processes == jobs.AUTO:
+            raise InvalidJobError('num_processes="auto" does not know cpus_per_process: give the number of ranks')
         jobs.check_limit("max_restarts", self.max_restarts)
         jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
         jobs.check_ports(self.ports)
@@ -458,6 +465,7 @@ class Launcher:
             num_processes=most,
             min_processes=least if isinstance(world, tuple) else None,
             processes_per_task=self.processes_per_task,
+            cpus_per_process=self.cpus_per_process,
             use_gpu=self.use_gpu,
             backend=self.backend,
             timeout=self.timeout,

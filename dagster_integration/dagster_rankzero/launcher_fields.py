@@ -63,6 +63,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         "the cluster can give. Left out: num_processes, always. In Python num_processes=(2, 8) says both.",
     )
     processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
+    cpus_per_process: int | None = Field(
+        default=None,
+        description="Cores of each rank, which also set its OMP_NUM_THREADS; on a cluster Spark reserves them. "
+        "Left out: as the Spark settings have it.",
+    )
     use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
     backend: str | None = Field(
         default="auto",
@@ -132,6 +137,16 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
         "step whose function, script or modules have changed begins from scratch.",
     )
+    working_dir: str | None = Field(
+        default=None, description="A directory that travels with the job: each rank starts in a copy of it."
+    )
+    py_files: list[str] = Field(
+        default=[],
+        description="Python files, zips, wheels and directories of packages that travel, for ranks to import.",
+    )
+    excludes: list[str] = Field(
+        default=[], description="Patterns, as in a .gitignore, of what in working_dir and py_files stays here."
+    )
 
     dataset: str | None = Field(
         default=None,
@@ -177,6 +192,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             engine=self._engine(),
             use_gpu=self.use_gpu,
             processes_per_task=self.processes_per_task,
+            cpus_per_process=self.cpus_per_process,
             backend=self.backend,
             env={**self.env, **env},
             timeout=self.timeout,
@@ -194,6 +210,9 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             warm_start=self.warm_start,
             encrypt=self.encrypt,
             code_version=self.code_version,
+            working_dir=self.working_dir,
+            py_files=self.py_files,
+            excludes=self.excludes,
             dataset=self.dataset if self._dataset is None else self._dataset,
         )
 

@@ -1,7 +1,8 @@
 """What the workers of one task need: payload, modules, referenced files.
 
-Each is taken from where it lies if this host sees it there, else fetched from the driver, once for each task. What lies
-on an object store, and a checkpoint to start from, is fetched only for a worker that asks: it has no way of its own.
+Each is taken from where it lies if this host sees it there, else fetched from the driver, once for each task; the
+user's code, which changes least, once for each executor (`kept`). What lies on an object store, and a checkpoint to
+start from, is fetched only for a worker that asks: it has no way of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero import store
+from rankzero.agent.kept import KeptFiles
 from rankzero.channel.frames import Message
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
+
+MODULES, CODE = "modules.zip", "code.tar.gz"
+_CODE = {MODULES, CODE}
 
 
 class Inputs:
@@ -30,6 +35,7 @@ class Inputs:
         """
         self._start = start
         self._scratch = scratch
+        self._kept = KeptFiles(scratch)
         self.shared = self._sees_run_directory()
         """True if the run directory that the driver uses is the one that this host sees under its path."""
         self._here: dict[str, str] = {}
@@ -41,7 +47,8 @@ class Inputs:
             here = file["location"]
             if not (self.shared or file.get("absolute")) or not _has_size(here, file["size"]):
                 here = os.path.join(scratch, name)
-                self.missing[name] = here
+                if not (name in _CODE and self._kept.take(file["digest"], here)):
+                    self.missing[name] = here
             self._here[name] = here
 
     def _sees_run_directory(self) -> bool:
@@ -72,6 +79,10 @@ class Inputs:
         files = self._start["files"]
         # Once for all workers: they unpickle it.
         self._check("payload.pkl")
+        for name in _CODE & self._here.keys():
+            self._check(name)
+            if name in self.missing:
+                self._kept.keep(files[name]["digest"], self._here[name])
         directory = self._start["run_directory"]
         return {
             "type": "start",
@@ -91,21 +102,19 @@ class Inputs:
         }
 
     def _unpack_modules(self) -> str | None:
-        if "modules.zip" not in self._here:
+        if MODULES not in self._here:
             return None
-        self._check("modules.zip")
         directory = os.path.join(self._scratch, "modules")
-        with zipfile.ZipFile(self._here["modules.zip"]) as archive:
+        with zipfile.ZipFile(self._here[MODULES]) as archive:
             archive.extractall(directory)
         return directory
 
     def _unpack_code(self) -> str | None:
         """A copy for this task's ranks, which may write there."""
-        if "code.tar.gz" not in self._here:
+        if CODE not in self._here:
             return None
-        self._check("code.tar.gz")
         directory = os.path.join(self._scratch, "code")
-        with tarfile.open(self._here["code.tar.gz"]) as archive:
+        with tarfile.open(self._here[CODE]) as archive:
             archive.extractall(directory, filter="data")
         return directory
 

@@ -335,7 +335,7 @@ class Attempt:
         elif kind == "beat":
             self._hang.on_beat(rank, message["progress"], time.monotonic())
         elif kind == "ready":
-            self._roster.note_ready(member.task, message["local_rank"])
+            self._roster.note_ready(member.task, message["local_rank"], message["torch"])
             self._note_start()
         elif kind == "checkpoint":
             self._storage.add_part(rank, member.task, message)
@@ -420,6 +420,9 @@ class Attempt:
         if is_complete and self.started_at is None:
             self.started_at = time.monotonic()
             self._recorder.update(state="running", started=self._recorder.status.started or time.time())
+            if what := self._roster.unlike_torch(self._job.torch):
+                self._recorder.event({"type": "versions", "what": what})
+                self._recorder.log(0, [f"rankzero: {what}"])
 
     def _on_failure(self, rank: int, member: Member, message: Message) -> None:
         left = member.left_at is not None

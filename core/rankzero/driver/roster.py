@@ -23,6 +23,7 @@ class Member:
         python: Its Python's version.
         gpus: Addresses of the GPUs that its task was given.
         workers: Number of its ranks.
+        torch: The version that its ranks have, once they are ready.
         first_rank: Of its ranks; None until all agents have joined.
         disconnected_at: Monotonic time since when its connection is broken; None if it is not.
         left_at: Monotonic time at which it left before it was asked to; None if it did not.
@@ -37,6 +38,7 @@ class Member:
     python: str
     gpus: Sequence[str]
     workers: int
+    torch: str = ""
     first_rank: int | None = None
     disconnected_at: float | None = None
     left_at: float | None = None
@@ -162,9 +164,30 @@ class Roster:
         first = member.first_rank
         return (member.task * self._processes_per_task if first is None else first) + local_rank
 
-    def note_ready(self, task: int, local_rank: int) -> None:
-        """A worker has imported torch and has its rank."""
+    def note_ready(self, task: int, local_rank: int, torch: str = "") -> None:
+        """A worker has imported torch, of this version, and has its rank."""
         self._ready.add((task, local_rank))
+        self._members[task].torch = torch
+
+    def unlike_torch(self, submitted_with: str | None) -> str | None:
+        """What to warn of if versions of torch differ; None if they do not. Builds (``+cpu``) do not count.
+
+        Args:
+            submitted_with: The submitter's version; None if it has no torch.
+        """
+        hosts: dict[str, list[str]] = {}
+        for member in self.numbered():
+            hosts.setdefault(member.torch.partition("+")[0], []).append(member.name)
+        if len(hosts) > 1:
+            found = "; ".join(f"{version} on {', '.join(sorted(set(names)))}" for version, names in hosts.items())
+            return f"ranks have different versions of torch, which may not understand each other: {found}"
+        own = (submitted_with or "").partition("+")[0]
+        if own and hosts and own not in hosts:
+            return (
+                f"ranks have torch {next(iter(hosts))} and the job was submitted with {own}: what one has pickled "
+                "the other may not load"
+            )
+        return None
 
     @property
     def num_ready(self) -> int:

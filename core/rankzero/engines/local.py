@@ -95,14 +95,15 @@ class LocalSession(EngineSession):
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> LocalGroup:
         """Starts the agent, held by a thread of this process."""
+        workers = num_tasks * self._job.processes_per_task
         return LocalGroup(
             {
                 **config,
                 "task": 0,
                 "host": LOOPBACK,
-                "workers": num_tasks * self._job.processes_per_task,
+                "workers": workers,
                 "gpus": self._claims.held,
-                "cores": available_cores(),
+                "cores": (self._job.cpus_per_process or 0) * workers or available_cores(),
                 "owner": os.getpid(),
                 "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
             },

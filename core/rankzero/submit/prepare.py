@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -115,7 +116,7 @@ def prepare(
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec)
+    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, torch=_torch())
     engine.check(job)
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))
@@ -164,6 +165,13 @@ def _submit(run: RunDirectory, job: Job, parts: Payload, code: UserCode, found: 
         )
 
     return submission.submit(run, job.identity, make_job, files | listings, patience)
+
+
+def _torch() -> str | None:
+    """The version of torch that is installed here, which is not imported for that."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+    return None
 
 
 def _refuse_in_spawned_child() -> None:

@@ -32,6 +32,7 @@ from rankzero.engines.spark.conf import (
     most_slots,
     refuse_dynamic_allocation,
     require_slots,
+    require_task_cpus,
     require_task_gpus,
 )
 from rankzero.engines.spark.context import agent_code
@@ -87,6 +88,7 @@ class ConnectSession(EngineSession):
     def check(self) -> None:
         """Raises EngineError, InvalidJobError or InsufficientSlotsError for what Spark would refuse or hang on."""
         refuse_dynamic_allocation(self._settings.get(DYNAMIC_ALLOCATION))
+        require_task_cpus(self._job, self._settings.get(TASK_CPUS, "1"))
         if self._job.use_gpu:
             require_task_gpus(self._job, self._settings.get(TASK_GPUS))
         if self.most_slots is not None:

@@ -95,6 +95,10 @@ def conf_for(job: Job, master: str, given: Mapping[str, str], defaults: Mapping[
     """
     asked = {DYNAMIC_ALLOCATION: "false"} if defaults.get(DYNAMIC_ALLOCATION, "").lower() == "true" else {}
     known = {**defaults, **given}
+    if job.cpus_per_process and TASK_CPUS not in given:
+        asked[TASK_CPUS] = known[TASK_CPUS] = str(job.cpus_per_process * job.processes_per_task)
+    if job.use_gpu and TASK_GPUS not in known and known.get(EXECUTOR_GPUS, "").isdecimal():
+        asked[TASK_GPUS] = known[TASK_GPUS] = str(job.processes_per_task)
     if has_fixed_executors(master) and INSTANCES not in given:
         cpus = known.get(TASK_CPUS, "1")
         if EXECUTOR_CORES not in known and cpus != "1":
@@ -114,6 +118,16 @@ def require_slots(job: Job, slots: int, where: str) -> None:
             f"{slots}: lower num_processes, raise processes_per_task, or add executors",
             needed=job.least_tasks,
             available=slots,
+        )
+
+
+def require_task_cpus(job: Job, cpus: str | None) -> None:
+    """Raises InvalidJobError if conf and job say two things about the cores of a task."""
+    needed = (job.cpus_per_process or 0) * job.processes_per_task
+    if needed and cpus is not None and int(cpus) != needed:
+        raise InvalidJobError(
+            f"{TASK_CPUS} is {cpus}, but cpus_per_process={job.cpus_per_process} asks for {needed} cores for each "
+            "task: leave one out, or make them equal"
         )
 
 

@@ -7,6 +7,7 @@ import io
 import os
 from typing import Any
 
+from rankzero.engines.spark.resources import TaskResources
 from rankzero.host.network import addresses_of
 from rankzero.task import hold, staged, start
 
@@ -21,7 +22,8 @@ class KnownContext:
         self._context = context
         self._scala = context._jsc.sc()
         self._conf = self._scala.conf()
-        self._profile = self._scala.resourceProfileManager().defaultResourceProfile()
+        self._profiles: dict[TaskResources, Any] = {}
+        self._default_profile = self._scala.resourceProfileManager().defaultResourceProfile()
         self._settings: dict[str, str | None] = {}
         self._codes: dict[bool, Any] = {}
 
@@ -48,11 +50,24 @@ class KnownContext:
             self._settings[key] = str(self._conf.get(key)) if self._conf.contains(key) else None
         return self._settings[key]
 
-    def slots(self) -> int:
-        """Tasks that can run at once now."""
-        return int(self._scala.maxNumConcurrentTasks(self._profile))
+    def profile(self, resources: TaskResources | None) -> Any:
+        """Spark's name of what a task is given; None stands for the session's own settings."""
+        if resources is not None and resources not in self._profiles:
+            package = self._context._jvm.org.apache.spark.resource
+            requests = package.TaskResourceRequests().cpus(resources.cpus)
+            if resources.gpus:
+                requests = requests.resource("gpu", float(resources.gpus))
+            profile = package.ResourceProfileBuilder().require(requests).build()
+            # Else Spark knows it when the first stage with it comes, and counts no places before.
+            self._scala.resourceProfileManager().addResourceProfile(profile)
+            self._profiles[resources] = profile
+        return None if resources is None else self._profiles[resources]
 
-    def slots_by_host(self) -> dict[str, int]:
+    def slots(self, resources: TaskResources | None = None) -> int:
+        """Tasks that can run at once now, each with these resources."""
+        return int(self._scala.maxNumConcurrentTasks(self.profile(resources) or self._default_profile))
+
+    def slots_by_host(self, resources: TaskResources | None = None) -> dict[str, int]:
         """Tasks that can run at once on each host, as far as cores tell; a host by each of its addresses.
 
         A barrier task knows its host by address, an executor may know it by name.
@@ -63,7 +78,8 @@ class KnownContext:
         for executor in found:
             if executor.id() != _DRIVER:
                 for address in addresses_of(str(executor.hostPort()).rpartition(":")[0]):
-                    slots[address] = slots.get(address, 0) + int(executor.maxTasks())
+                    tasks = executor.totalCores() // resources.cpus if resources else executor.maxTasks()
+                    slots[address] = slots.get(address, 0) + int(tasks)
         return slots
 
     def is_stopped(self) -> bool:

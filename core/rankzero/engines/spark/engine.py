@@ -7,6 +7,7 @@ caller's process stays as it was; with ``session=`` the caller's session is used
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ from rankzero.engines.spark.conf import (
     most_slots,
     refuse_dynamic_allocation,
     require_slots,
+    require_task_cpus,
     require_task_gpus,
     spark_defaults,
     whole_gpus,
@@ -41,6 +43,7 @@ from rankzero.engines.spark.conf import (
 from rankzero.engines.spark.context import KnownContext, known
 from rankzero.engines.spark.embedded import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
+from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
@@ -107,6 +110,7 @@ class SparkEngine(Engine):
             return
         master, defaults = self._master(job), spark_defaults()
         refuse_dynamic_allocation(self.conf.get(DYNAMIC_ALLOCATION))
+        require_task_cpus(job, self.conf.get(TASK_CPUS))
         conf = {**defaults, **conf_for(job, master, self.conf, defaults), **self.conf}
         slots = most_slots(master, conf)
         if slots is not None:
@@ -161,10 +165,14 @@ class SparkEngine(Engine):
             start_ahead({"env": dict(env), **embedded.config(job, env)})
 
     def _embedded(self, job: Job) -> Embedded | None:
-        return None if self.session else Embedded.of(self._master(job), self.conf)
+        if self.session is not None:
+            return None
+        master, defaults = self._master(job), spark_defaults()
+        return Embedded.of(master, {**conf_for(job, master, self.conf, defaults), **self.conf})
 
     def _master(self, job: Job) -> str:
-        return self.master or f"local[{job.num_tasks}]"
+        cores = (job.cpus_per_process or 0) * job.processes_per_task or int(self.conf.get(TASK_CPUS, "1"))
+        return self.master or f"local[{job.num_tasks * cores}]"
 
 
 class SparkEngineSession(EngineSession):
@@ -201,7 +209,7 @@ class SparkEngineSession(EngineSession):
 
     def slots(self) -> int:
         """What the executors that have registered offer; of a machine's own GPUs, those that no other run holds."""
-        slots = self._known.slots()
+        slots = self._known.slots(self._resources)
         if self._gpus is None:
             return slots
         return min(slots, len(self._claims.free(self._gpus)) // self._job.processes_per_task)
@@ -209,15 +217,13 @@ class SparkEngineSession(EngineSession):
     @property
     def most_slots(self) -> int | None:
         """What master and settings prove."""
-        names = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX)
-        settings = {name: value for name in names if (value := self._known.setting(name)) is not None}
-        most = most_slots(self._master, settings)
+        most = most_slots(self._master, self._settings)
         return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
 
     def slots_by_host(self) -> dict[str, int]:
         """By the addresses under which barrier tasks know their hosts; empty if this Spark does not tell."""
         try:
-            return self._known.slots_by_host()
+            return self._known.slots_by_host(self._resources)
         except Exception as error:
             logger.warning("no host can be left out, since the executors cannot be listed: %s", error)
             return {}
@@ -234,6 +240,19 @@ class SparkEngineSession(EngineSession):
     @property
     def _known(self) -> KnownContext:
         return known(self._context)
+
+    @functools.cached_property
+    def _resources(self) -> TaskResources | None:
+        return task_resources(self._job, self._master, self._own_settings())
+
+    def _own_settings(self) -> dict[str, str]:
+        names = (TASK_CPUS, TASK_GPUS, INSTANCES, EXECUTOR_CORES, EXECUTOR_GPUS, CORES_MAX)
+        return {name: value for name in names if (value := self._known.setting(name)) is not None}
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        """Those that places depend on, as they are for the tasks of this job."""
+        return {**self._own_settings(), **(self._resources.settings if self._resources else {})}
 
     @property
     def driver_host(self) -> str:
@@ -278,9 +297,9 @@ class SparkEngineSession(EngineSession):
             require_local_gpus(self._job.least_processes)
             self._gpus = local_gpus()
         elif self._job.use_gpu:
-            require_task_gpus(self._job, self._known.setting(TASK_GPUS))
+            require_task_gpus(self._job, self._settings.get(TASK_GPUS))
         most = self.most_slots
-        if most is not None and self._known.slots() < self._job.least_tasks:
+        if most is not None and self._known.slots(self._resources) < self._job.least_tasks:
             require_slots(self._job, most, self.place)
         # Here, where somebody watches the clock.
         _ = self._code
@@ -288,7 +307,7 @@ class SparkEngineSession(EngineSession):
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
         """Starts the barrier stage in a thread with its own job group."""
         is_local = self._master.startswith("local")
-        cores, workers = int(self._known.setting(TASK_CPUS) or "1"), self._job.processes_per_task
+        cores, workers = int(self._settings.get(TASK_CPUS, "1")), self._job.processes_per_task
         config = task_config(config, cores, workers, threads_set=self._known.setting(THREADS) is not None)
         if self._embedded:
             config |= self._embedded.config(self._job, config["env"])
@@ -298,7 +317,7 @@ class SparkEngineSession(EngineSession):
             None if self._gpus is None else self._claims.held,
             LOOPBACK if is_local else None,
         )
-        return SparkGroup(self._context, self._job, num_tasks, task, on_end)
+        return SparkGroup(self._context, self._job, num_tasks, task, on_end, self._known.profile(self._resources))
 
     def read_table(
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]

@@ -17,7 +17,9 @@ from rankzero.job import Job
 class SparkGroup(AgentGroup):
     """The running barrier stage."""
 
-    def __init__(self, context: Any, job: Job, num_tasks: int, task: Callable[[Any], Any], on_end: OnEnd) -> None:
+    def __init__(
+        self, context: Any, job: Job, num_tasks: int, task: Callable[[Any], Any], on_end: OnEnd, profile: Any = None
+    ) -> None:
         super().__init__()
         from pyspark import InheritableThread
 
@@ -26,6 +28,7 @@ class SparkGroup(AgentGroup):
         self._num_tasks = num_tasks
         self._task = task
         self._on_end = on_end
+        self._profile = profile
         self._group = f"rankzero-{job.run_id}"
         thread = InheritableThread(target=self._collect)
         thread.daemon = True
@@ -37,7 +40,12 @@ class SparkGroup(AgentGroup):
             description = f"rankzero: {self._job.name} on {self._job.world} ranks"
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
             tasks = self._num_tasks
-            rdd = self._context.parallelize(range(tasks), tasks).barrier().mapPartitions(self._task)
+            rows = self._context.parallelize(range(tasks), tasks)
+            if self._profile is not None:
+                from pyspark.resource import ResourceProfile
+
+                rows = rows.withResources(ResourceProfile(self._profile))
+            rdd = rows.barrier().mapPartitions(self._task)
             with with_own_python(self._context):
                 # Fixes the executors' Python and pickles the task.
                 rdd._jrdd  # noqa: B018

@@ -1,0 +1,64 @@
+"""What a task of a job is given of an executor, where the settings of a session say something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rankzero.engines.spark.conf import EXECUTOR_CORES, EXECUTOR_GPUS, LOCAL, TASK_CPUS, TASK_GPUS
+from rankzero.errors import InvalidJobError
+from rankzero.job import Job
+
+
+@dataclass(frozen=True)
+class TaskResources:
+    """Of one task; Spark has them as a ``TaskResourceProfile``.
+
+    Attributes:
+        cpus: Cores.
+        gpus: Whole GPUs.
+    """
+
+    cpus: int
+    gpus: int
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of a session that gives every task as much."""
+        return {TASK_CPUS: str(self.cpus), TASK_GPUS: str(self.gpus)}
+
+
+def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskResources | None:
+    """What a task of the job needs and the session's settings do not give; None if they do.
+
+    Args:
+        job: What runs.
+        master: Of the session.
+        settings: Of the session.
+
+    Raises:
+        InvalidJobError: Spark has no such resources there; says what to set.
+    """
+    has = TaskResources(int(settings.get(TASK_CPUS, "1")), _whole(settings.get(TASK_GPUS)))
+    cpus = (job.cpus_per_process or 0) * job.processes_per_task or has.cpus
+    is_local = LOCAL.fullmatch(master) is not None
+    of_executor = _whole(settings.get(EXECUTOR_GPUS))
+    lacks_gpus = job.use_gpu and not is_local and has.gpus < job.processes_per_task <= of_executor
+    if cpus == has.cpus and not lacks_gpus:
+        return None
+    if is_local:
+        raise InvalidJobError(
+            f"cpus_per_process={job.cpus_per_process} asks for {cpus} cores for each task, but the session at "
+            f"{master!r} has {TASK_CPUS}={has.cpus}, and a local master has no resource profiles: set it to {cpus}"
+        )
+    cores = settings.get(EXECUTOR_CORES, "")
+    if cores.isdecimal() and int(cores) < cpus:
+        raise InvalidJobError(
+            f"cpus_per_process={job.cpus_per_process} asks for {cpus} cores for each task, more than an executor has "
+            f"({EXECUTOR_CORES}={cores}): lower cpus_per_process or processes_per_task"
+        )
+    return TaskResources(cpus, job.processes_per_task if lacks_gpus else has.gpus)
+
+
+def _whole(amount: str | None) -> int:
+    return int(amount) if amount and amount.isdecimal() else 0
