@@ -21,6 +21,7 @@ NAMES = [
     "scale",
     "results",
     "arguments",
+    "data",
     "encryption",
     "checkpoints",
     "logs",

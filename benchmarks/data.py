@@ -41,6 +41,9 @@ def rate(shuffle: bool) -> float:
 
 def rates(pattern: str, kind: str) -> list[list[float]]:
     """In one rank by turns: in the order of the files, shuffled, pyarrow on the same files."""
+    # What both import is nobody's time.
+    import pyarrow.parquet  # noqa: F401
+
     files = sorted(glob.glob(pattern))
     if not files:
         [folder] = glob.glob(os.path.join(str(rt.get_context().storage_path), "datasets", "*"))

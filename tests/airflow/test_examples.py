@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, until
+from tests.conftest import ROOT, restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher, ResultRef
 from rankzero.run.directory import RunDirectory
@@ -212,6 +212,16 @@ def test_a_training_of_horovods_is_a_task(load_dag: LoadDag, run_dag: RunDag) ->
     outcome = run_dag(load_dag("horovod_training.py"), run_conf={"epochs": 5})
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("evaluate") > 0.8
+
+
+@pytest.mark.usefixtures("own_jvm")
+def test_a_spark_table_becomes_a_scored_table(load_dag: LoadDag, run_dag: RunDag) -> None:
+    handlers = signal_handlers()
+    outcome = run_dag(load_dag("table_training.py"))
+    # A SparkContext takes SIGINT in the process of a task, which here is the test's.
+    restore_signal_handlers(handlers)
+    assert outcome.state == "success", outcome.errors
+    assert outcome.xcom("promote")["accuracy"] > 0.8
 
 
 def train_function(name: str) -> str:

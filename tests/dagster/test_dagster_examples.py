@@ -94,3 +94,18 @@ def test_a_training_of_horovods_is_an_asset(load: Load, instance: dg.DagsterInst
     run(defs, "horovod_model", instance)
     accuracy = run(defs, "horovod_accuracy", instance).output_for_node("horovod_accuracy")
     assert accuracy > 0.8
+
+
+def test_a_spark_table_becomes_a_scored_table(
+    load: Load, instance: dg.DagsterInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIGITS_HOME", str(tmp_path / "digits"))
+    _, defs = load("table_training")
+    for key in ("scan_features", "table_model", "table_scores"):
+        result = run(defs, key, instance)
+    (evaluation,) = result.get_asset_check_evaluations()
+    assert evaluation.passed
+    champion = run(defs, "table_champion", instance).output_for_node("table_champion")
+    assert champion["accuracy"] > 0.8
+    # Every fifth scan, four times.
+    assert result.output_for_node("table_scores").to_arrow().count_rows() == 360 * 4

@@ -4,6 +4,8 @@ import gc
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,18 @@ def test_a_data_loader_of_several_processes_gives_the_same_batches(
     loader.load_state_dict({"epoch": 1, "batches": 3, "world_size": 1})
     shard.set_epoch(1)
     assert ids_of(loader) == ids_of(list(shard.iter_batches(64, shuffle=True, seed=3))[3:])
+
+
+def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
+    program = f"""
+from rankzero.submit.paths import manifest_of_path
+from rankzero.train.context import TrainContext
+from rankzero.train.dataset import DatasetShard
+shard = DatasetShard(manifest_of_path({str(parquet)!r}, "train"), TrainContext(), {str(tmp_path)!r}, "train")
+batches = shard.iter_batches(10, shuffle=True)
+next(batches)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=True).returncode == 0
 
 
 def test_collate_and_drop_last(parquet: Path, tmp_path: Path) -> None:

@@ -245,9 +245,10 @@ def test_a_token_is_shown_nowhere() -> None:
     engine = SparkConnectEngine("sc://head:443/;use_ssl=true;token=geheim")
     assert "geheim" not in repr(engine)
     assert "geheim" not in str(engine.to_spec()[0])
-    with pytest.raises(InvalidJobError) as caught:
-        SparkConnectEngine("sc://head:443x/;token=geheim")
-    assert "geheim" not in str(caught.value)
+    for url in ("head:443x/;token=", "h:99999;token=", "h:15002/?token=", "user:geheim@h/;token=", "h/path;token="):
+        with pytest.raises(InvalidJobError, match=r"'sc://[a-z]+") as caught:
+            SparkConnectEngine(f"sc://{url}geheim")
+        assert "geheim" not in str(caught.value)
 
 
 def test_sessions_of_the_other_kind_are_refused(connect_session: Any) -> None:

@@ -57,6 +57,20 @@ def test_kubernetes_gets_it_in_the_secret_that_the_pod_mounts() -> None:
     assert given.env == {}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spark.kubernetes.container.image.pullSecrets",
+        "spark.kubernetes.driver.secrets.aws",
+        "spark.kubernetes.driver.secretKeyRef.AWS_SECRET_ACCESS_KEY",
+        "spark.kubernetes.authenticate.submission.oauthToken",
+        "spark.kubernetes.authenticate.submission.oauthTokenFile",
+    ],
+)
+def test_kubernetes_own_settings_reach_spark_submit_whatever_they_are_called(name: str) -> None:
+    assert deployment("k8s://https://api", {name: "x"}, WHAT, "", "", "rankzero-one").conf[name] == "x"
+
+
 def test_what_is_private_comes_back_whole() -> None:
     private = {"env": {"A": 'ü"\\\n=${x}'}, "engine": {"conf": {}}}
     assert deploy.unpack(deploy.pack(private)) == private

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,22 @@ T = TypeVar("T")
 _LOOK = 0.5
 """Seconds between two looks of a producer whether anybody still wants what it has."""
 
+_END_PATIENCE = 5.0
+"""Seconds for which the end of a process waits for a piece that is being read."""
+
 _END = object()
+
+_threads: dict[threading.Thread, threading.Event] = {}
+"""Those that run, and what stops each."""
+
+
+@atexit.register
+def _stop_all() -> None:
+    """An interpreter that ends while a thread of it is in native code aborts."""
+    for stopped in list(_threads.values()):
+        stopped.set()
+    for thread in list(_threads):
+        thread.join(_END_PATIENCE)
 
 
 def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
@@ -47,8 +63,12 @@ def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
             put((_END, None))
         except BaseException as error:
             put((_END, error))
+        finally:
+            _threads.pop(threading.current_thread(), None)
 
-    threading.Thread(target=produce, name="rankzero-reader", daemon=True).start()
+    thread = threading.Thread(target=produce, name="rankzero-reader", daemon=True)
+    _threads[thread] = stopped
+    thread.start()
     try:
         while True:
             item, error = items.get()

@@ -132,7 +132,7 @@ class StageGroup(AgentGroup):
         tick = threading.Event()
         # As long as this process, which ends with its task.
         while not names <= set(os.listdir(self._engine.folder)):
-            tick.wait(staged.LOOK)
+            tick.wait(staged.ENDED_LOOK)
         texts = []
         for name in sorted(names):
             with open(os.path.join(self._engine.folder, name)) as file:

@@ -46,8 +46,18 @@ UNSEEN = "rankzero: this executor does not see the run directory"
 DRIVER_ENDED = "rankzero: the driver of the run in task 0 ended"
 
 LOOK = 0.02
-CANCEL_LOOK = 0.2
-"""Seconds between two looks into the folder, by a listing: that a name is not there NFS remembers for long."""
+LONG_LOOK = 0.5
+PATIENCE = 5.0
+"""Seconds between two looks into the folder for the next attempt, and after how many they become rarer. By a listing:
+that a name is not there NFS remembers for long."""
+
+DRIVER_LOOK = 0.2
+LOOKS_PER_LISTING = 10
+"""Seconds between two looks at the driver, which cost nothing. Every tenth is one into the folder, too, for a request
+to kill the agent: a thousand tasks look there."""
+
+ENDED_LOOK = 0.1
+"""Seconds between two looks of the driver for what its agents leave."""
 
 DRIVER_EXIT_TIMEOUT = 10.0
 """Seconds for the driver to end once it has said that all is over."""
@@ -96,6 +106,7 @@ def _require_directory(stage: dict[str, Any]) -> None:
 
 def _await_attempt(folder: str, last: int, driver: subprocess.Popen[bytes] | None) -> int | None:
     """The number of the next attempt; None if there is none. The stage ends with the driver, and so does this."""
+    began = time.monotonic()
     while True:
         # In this order: a driver that has ended has written what it had to say.
         code = driver.poll() if driver else None
@@ -108,7 +119,7 @@ def _await_attempt(folder: str, last: int, driver: subprocess.Popen[bytes] | Non
             return min(later)
         if code is not None:
             raise RuntimeError(f"{DRIVER_ENDED} with exit code {code}")
-        time.sleep(LOOK)
+        time.sleep(LOOK if time.monotonic() - began < PATIENCE else LONG_LOOK)
 
 
 def _hold_attempt(
@@ -138,9 +149,12 @@ def _kill_on_request(
     agent: Any, driver: subprocess.Popen[bytes] | None, folder: str, name: str, ended: threading.Event
 ) -> None:
     """Kills the agent when the driver asks for that, or has ended: then the whole stage is to end, and soon."""
-    while not ended.wait(CANCEL_LOOK):
+    looks = 0
+    while not ended.wait(DRIVER_LOOK):
+        looks += 1
         with contextlib.suppress(OSError):
-            if (driver and driver.poll() is not None) or name in os.listdir(folder):
+            is_asked = looks % LOOKS_PER_LISTING == 0 and name in os.listdir(folder)
+            if is_asked or (driver and driver.poll() is not None):
                 agent.kill()
                 return
 

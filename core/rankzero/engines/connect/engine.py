@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.engines.base import Engine
 from rankzero.engines.connect.client import connect, require_client, require_server, require_version
-from rankzero.engines.connect.server import ServerUrl
+from rankzero.engines.connect.server import DEFAULT_PORT, ServerUrl
 from rankzero.engines.connect.session import ConnectSession
 from rankzero.errors import InvalidJobError
+from rankzero.host.network import without_brackets
 from rankzero.job import Job
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class SparkConnectEngine(Engine):
 
     @property
     def _server(self) -> ServerUrl:
-        return ServerUrl.parse(self.url if self.session is None else f"sc://{self.session.client.host}")
+        if self.session is not None:
+            return ServerUrl(without_brackets(self.session.client.host), DEFAULT_PORT)
+        return ServerUrl.parse(self.url)
 
     def check(self, job: Job) -> None:
         """Refuses a server that nothing listens for, and a client without its packages."""

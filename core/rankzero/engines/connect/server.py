@@ -17,6 +17,8 @@ DEFAULT_PORT = 15002
 SESSION_WINDOW = 1800.0
 """Seconds for which launches share a session of the server: less than it keeps one that nobody uses (an hour)."""
 
+# No further than any part begins that may hold a token.
+_HARMLESS = re.compile(r"(\w+://)?[^:;?@/\s]*(:\d{1,5}(?![^/;?]))?")
 _URL = re.compile(r"sc://(\[[0-9A-Fa-f:.%]+\]|[^\s:/;\[\]]+)(?::(\d{1,5}))?/?((?:;[^;=\s]+=[^;]*)*);?")
 
 
@@ -40,7 +42,7 @@ class ServerUrl:
         found = _URL.fullmatch(url) if isinstance(url, str) else None
         port = int(found[2] or DEFAULT_PORT) if found else 0
         if not found or not 0 < port < 1 << 16:
-            shown = url.partition("/;")[0] if isinstance(url, str) else url
+            shown = _HARMLESS.match(url)[0] if isinstance(url, str) else url  # type: ignore[index]
             raise InvalidJobError(f"{shown!r} is no Spark Connect server: use sc://host:port/;name=value;...")
         pairs = [pair.split("=", 1) for pair in found[3].split(";") if pair]
         return ServerUrl(without_brackets(found[1]), port, tuple((name, unquote(value)) for name, value in pairs))

@@ -127,9 +127,12 @@ def _yarn(conf: Mapping[str, str], what: Submitted, files: str, private: str) ->
 
 
 def _kubernetes(conf: Mapping[str, str], what: Submitted, name: str) -> Deployment:
+    # What is Kubernetes' own is for spark-submit to read: names of Secrets, and the token that it submits with.
+    own = {key: value for key, value in conf.items() if key.startswith("spark.kubernetes.")}
     settings = {
         "spark.kubernetes.submission.waitAppCompletion": "false",
         **_shown(conf),
+        **own,
         "spark.kubernetes.driver.pod.name": name,
         f"spark.kubernetes.driver.secrets.{name}": SECRET_DIRECTORY,
     }
