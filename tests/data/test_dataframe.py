@@ -152,6 +152,22 @@ def test_a_resumed_run_goes_on_in_the_rows_with_which_it_began(session: Any, fra
     assert not os.path.exists(folder)
 
 
+def test_a_resumed_run_keeps_the_rows_of_its_query(session: Any, tmp_path: Path) -> None:
+    """Its table has grown meanwhile, and the driver of the second submission has a Spark of its own."""
+    source = str(tmp_path / "source")
+    session.range(0, 1001, 1, 3).write.parquet(source)
+    engine = SparkEngine(master="local[2]")
+    launcher = Launcher(
+        2, engine=engine, dataset=f"SELECT id FROM parquet.`{source}` ORDER BY id", store=tmp_path, run_id="q"
+    )
+    with pytest.raises(Exception, match="no more"):
+        launcher.run(first_or_fail)
+    folders = glob.glob(f"{tmp_path}/q/datasets/*")
+    session.range(1001, 1500, 1, 1).write.mode("append").parquet(source)
+    assert launcher.run(first_or_fail) == [*range(200, 500), *range(700, 1001)]
+    assert glob.glob(f"{tmp_path}/q/datasets/*") == folders
+
+
 class Interrupted(BaseException):
     pass
 

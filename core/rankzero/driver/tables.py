@@ -76,17 +76,20 @@ class Tables:
         return from_bytes(store.read_bytes(self._job.files[FILE]["location"]))
 
     def _before(self) -> dict[str, Manifest]:
-        """What an earlier submission of the same training has had computed."""
-        if self._job.fresh_since >= self._job.first_attempt:
-            return {}
+        """What earlier submissions of the same training have had computed; of each dataset the last."""
+        found: dict[str, Manifest] = {}
         for number in range(self._job.submission - 1, -1, -1):
-            if found := self._of(number):
-                return {
-                    name: manifest
-                    for name, manifest in found.items()
-                    if name in self._job.queries and store.exists(manifest.files[0].location)
-                }
-        return {}
+            try:
+                job = Job.from_json(store.read_bytes(self._run.submission_path(number, "job.json")))
+            except FileNotFoundError:
+                # Whoever claimed it died before it was submitted.
+                continue
+            if job.fresh_since != self._job.fresh_since:
+                break
+            for name, manifest in self._of(number).items():
+                if name in self._job.queries and name not in found and store.exists(manifest.files[0].location):
+                    found[name] = manifest
+        return found
 
     def _of(self, submission: int) -> dict[str, Manifest]:
         try:

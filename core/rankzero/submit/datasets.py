@@ -158,10 +158,10 @@ def earlier(run: RunDirectory) -> dict[str, Manifest]:
 
 
 def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
-    """Removes what an earlier submission had written and this one does not read."""
+    """Removes what an earlier submission had written and this one does not read. Of queries the driver knows that."""
     kept = {manifest.folder for manifest in now.manifests.values()}
-    for manifest in before.values():
-        if manifest.folder and manifest.folder not in kept:
+    for name, manifest in before.items():
+        if manifest.folder and manifest.folder not in kept and name not in now.queries:
             store.remove(manifest.folder)
 
 

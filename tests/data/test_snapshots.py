@@ -1,0 +1,81 @@
+"""Which rows a submission finds that its run had computed before."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rankzero import store
+from rankzero.data.manifest import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
+from rankzero.driver.tables import Tables
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory
+
+JOB = Job(
+    run_id="r",
+    name="train",
+    num_processes=1,
+    processes_per_task=1,
+    use_gpu=False,
+    backend=None,
+    timeout=None,
+    start_timeout=60,
+    engine={},
+    queries={"train": "db.events"},
+)
+
+
+class Session:
+    """What computes tables: one row that says how often it was asked."""
+
+    asked = 0
+
+    def read_table(self, query: str, folder: str, *_: Any) -> Manifest:
+        self.asked += 1
+        return made(folder, f"{query} {self.asked}")
+
+
+def made(folder: str, digest: str) -> Manifest:
+    batch = pa.record_batch({"id": [1]})
+    store.make_directory(folder)
+    with pa.ipc.new_file(f"{folder}/part-0.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    return Manifest(ARROW, encode_schema(batch.schema), (File(f"{folder}/part-0.arrow", (1,)),), 8, digest, {}, folder)
+
+
+def read(run: RunDirectory, job: Job, session: Any, known: dict[str, Manifest] | None = None) -> dict[str, Manifest]:
+    """What the ranks of this submission would find."""
+    submit(run, job, known)
+    if known:
+        location = run.submission_path(job.submission, FILE)
+        job = replace(job, files={FILE: {"location": location}})
+    done = Tables(run, job, session).read(print)
+    return from_bytes(store.read_bytes(done.files[FILE]["location"]))
+
+
+def submit(run: RunDirectory, job: Job, known: dict[str, Manifest] | None = None) -> None:
+    assert run.claim(job.submission)
+    run.write_files(job.submission, {FILE: [to_bytes(known)]} if known else {})
+    run.write_submission(job)
+
+
+def test_a_submission_whose_driver_died_early_does_not_hide_the_rows_of_those_before(tmp_path: Path) -> None:
+    run, session = RunDirectory(str(tmp_path / "r")), Session()
+    frame = made(run.new_dataset("eval"), "frame")
+    before = read(run, JOB, session, {"eval": frame})
+    # It died before it had looked for the query.
+    submit(run, replace(JOB, submission=1, first_attempt=1), {"eval": frame})
+    assert read(run, replace(JOB, submission=2, first_attempt=2), session, {"eval": frame}) == before
+    assert session.asked == 1
+
+
+def test_another_training_under_the_same_id_gets_its_own_rows(tmp_path: Path) -> None:
+    run, session = RunDirectory(str(tmp_path / "r")), Session()
+    before = read(run, JOB, session)
+    fresh = replace(JOB, submission=1, first_attempt=1, fresh_since=1, queries={"train": "db.others"})
+    # It died before it had computed anything, and was submitted again.
+    submit(run, fresh)
+    found = read(run, replace(fresh, submission=2, first_attempt=2), session)
+    assert found["train"].digest == "db.others 2"
+    assert not store.exists(str(before["train"].folder))
