@@ -30,8 +30,8 @@ def test_values_stay_on_the_gpu_of_their_rank(launcher: Launcher) -> None:
         torch.cuda.set_device(device)
         rank, size = hvd.rank(), hvd.size()
         for dtype in (torch.float16, torch.float32, torch.int64):
-            for rows in (1, 1000, 1_000_000):
-                mine = torch.full((rows,), rank + 1, dtype=dtype, device=device)
+            for count in (1, 1000, 1_000_000):
+                mine = torch.full((count,), rank + 1, dtype=dtype, device=device)
                 total = hvd.allreduce(mine, op=hvd.Sum)
                 assert total.device == device
                 assert (total == sum(range(size + 1))).all()
