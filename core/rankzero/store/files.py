@@ -119,23 +119,6 @@ def sizes(location: str) -> dict[str, int]:
     return {}
 
 
-def tags(location: str) -> dict[str, str]:
-    """What a store says of the content of a file, or of each file below a directory, by its name below the location.
-
-    It changes whenever the file is written. Empty where the store says nothing of the kind, and for local paths.
-    """
-    if not is_url(location):
-        return {}
-    try:
-        filesystem, path = _filesystem(location)
-    except ImportError:
-        return {}
-    filesystem.invalidate_cache()
-    found = filesystem.find(path, detail=True)
-    known = {name[len(path.rstrip("/")) :]: info.get("ETag") or info.get("etag") for name, info in found.items()}
-    return {name: str(tag) for name, tag in known.items() if tag}
-
-
 def abort_uploads(prefix: str) -> None:
     """Deletes what unfinished uploads have left: on S3 it is in no listing, is paid for, and stays.
 

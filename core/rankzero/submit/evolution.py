@@ -55,7 +55,7 @@ def with_nulls(files: Sequence[File], schemas: Sequence[Any], schema: Any, kind:
 def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str) -> File:
     import pyarrow as pa
 
-    missing = {}
+    missing: dict[str, str | None] = {}
     for field in schema:
         if field.name in file.partition:
             continue

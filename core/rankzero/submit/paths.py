@@ -13,7 +13,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data import kinds
-from rankzero.data.files import filesystem_of, open_file
+from rankzero.data.files import filesystem_of, open_file, tags_of
 from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
 from rankzero.errors import InvalidJobError
 from rankzero.submit.evolution import schema_of_files, with_nulls
@@ -93,7 +93,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     fragments = list(data.get_fragments())
     kind = PARQUET if isinstance(data.format, dataset.ParquetFileFormat) else ARROW
     base = filesystem_of(location)[1]
-    tags = {} if digest else store.tags(location)
+    tags = {} if digest else tags_of(location)
 
     def describe(fragment: Any) -> tuple[File, int, str]:
         keys = dataset.get_partition_keys(fragment.partition_expression)
