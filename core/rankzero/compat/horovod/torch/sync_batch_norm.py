@@ -26,7 +26,7 @@ class SyncBatchNorm(_BatchNorm):
             return plain
         dims = [dim for dim in range(input.dim()) if dim != 1]
         channels, shape = input.size(1), [1, input.size(1)] + [1] * (input.dim() - 2)
-        # Half a precision holds neither the sums nor, beyond 65504, the count; torch's own takes its statistics so, too.
+        # Half a precision holds neither the sums nor, beyond 65504, the count; torch's own takes them so, too.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         count = x.new_tensor([x.numel() / channels])
         total: Any = allreduce(torch.cat([x.sum(dims), count]), op="Sum")
