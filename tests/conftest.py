@@ -44,6 +44,7 @@ LONGEST = (
     "tests/airflow/test_operator.py",
     "tests/dagster/test_dagster_digits.py",
     "tests/engines/test_spark_cluster.py",
+    "tests/data/test_dataframe.py",
     "tests/faults/test_matrix.py",
     "tests/airflow/test_examples.py",
     "tests/airflow/test_airflow_tries_table.py",

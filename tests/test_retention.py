@@ -1,6 +1,7 @@
 """Which run directories a collection removes, which it leaves, and what its death or a submission does to it."""
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from rankzero import InvalidJobError, store
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.retention import ABANDONED, HALF_REMOVED, HIDDEN, Age, collect, is_due
+from rankzero.run.retention import ABANDONED, CLAIM_PATIENCE, HALF_REMOVED, HIDDEN, Age, collect, is_due
 from rankzero.submit.submission import submit
 
 DAY = 86400.0
@@ -268,3 +269,13 @@ def test_what_cannot_be_removed_is_reported(tmp_path: Path, monkeypatch: pytest.
     assert "cannot be removed entirely" in done.problems[run.directory]
     assert [removed.state for removed in collect(tmp_path, MONTH).removed] == [HALF_REMOVED]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "datasets" / "train-0a1b2c3d"
+    folder.mkdir(parents=True)
+    (folder / "_token").write_text("x")
+    assert collect(str(tmp_path), 60.0).kept == 1
+    (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * CLAIM_PATIENCE).removed
+    assert removed.state == "abandoned"
+    assert os.listdir(tmp_path) == []

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.data import reader
+from rankzero.data import mapping, reader
 from rankzero.data.manifest import Manifest
 from rankzero.errors import InvalidJobError, ResultError
 from rankzero.submit.identity import identity_of
@@ -161,6 +161,39 @@ def test_a_batch_that_is_written_to_does_not_change_the_next_epoch(tmp_path: Pat
             batch["id"] += 1
             batch["x"] *= 255
             batch["x"] += 0.5
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("groups", [1, 100])
+def test_many_files_and_groups_need_few_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int, is_small: bool
+) -> None:
+    monkeypatch.setattr(reader, "SMALL", reader.SMALL if is_small else 0)
+    monkeypatch.setattr(reader, "KEPT", 70)
+    rows = pa.record_batch({"id": list(range(10))})
+    (tmp_path / "arrow").mkdir()
+    for number in range(100 // groups):
+        with pa.ipc.new_file(tmp_path / "arrow" / f"{number:03d}.arrow", rows.schema) as writer:
+            for _ in range(groups):
+                writer.write_batch(rows)
+    shard = shard_of(manifest_of_path(str(tmp_path / "arrow"), "train"), tmp_path)
+    before = len(os.listdir("/dev/fd"))
+    for shuffle in (False, True):
+        kept = []
+        for batch in shard.iter_batches(10, shuffle=shuffle, prefetch=0):
+            kept.append(batch)
+            assert len(os.listdir("/dev/fd")) < before + 10
+        assert sorted(ids_of(kept)) == sorted(list(range(10)) * 100)
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    size = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(size)
+    memory = memoryview(mapping.private(str(tmp_path / "sparse"))).cast("B")
+    memory[size - 1 : size] = b"x"
+    assert bytes(memory[size - 2 :]) == b"\0x"
+    assert bytes(memoryview(mapping.shared(str(tmp_path / "sparse")))[size - 2 :]) == b"\0\0"
 
 
 def test_batches_outlive_their_reader(parquet: Path, tmp_path: Path) -> None:

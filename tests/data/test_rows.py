@@ -13,7 +13,10 @@ import torch
 import rankzero.train as rt
 from rankzero import Launcher, Table
 from rankzero.data.columns import Ragged
+from rankzero.driver.storage import remove_tables
 from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
+from rankzero.run.directory import RunDirectory
+from rankzero.train import rows
 
 
 def score(fail_first: bool) -> Table:
@@ -62,6 +65,41 @@ def test_a_run_that_fails_leaves_no_rows(launcher: Launcher, tmp_path: Path) -> 
     assert os.listdir(tmp_path / "store" / "failed" / "tables") == []
 
 
+def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -> None:
+    for attempt in ("0000", "0001", "0002", ".stray"):
+        (tmp_path / "tables" / attempt / "rows").mkdir(parents=True)
+    (tmp_path / "result").mkdir()
+    (tmp_path / "result" / "value-0.json").touch()
+    # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
+    remove_tables(RunDirectory(str(tmp_path)), range(1, 2))
+    assert sorted(os.listdir(tmp_path / "tables")) == [".stray", "0000", "0002"]
+
+
+def _failing(count: int) -> Any:
+    for number in range(count):
+        yield {"id": torch.arange(2) + 2 * number}
+    raise RuntimeError("out of memory")
+
+
+def _retried() -> tuple[Table, list[str]]:
+    rows.GROUP_BYTES = 1
+    kinds = []
+    for count in (0, 2):
+        try:
+            rt.write_rows(_failing(count), "retried")
+        except Exception as error:
+            kinds.append(f"{type(error).__name__}: {error}")
+    table = rt.write_rows(({"id": torch.arange(4)} for _ in range(2)), "retried")
+    return table, kinds
+
+
+def test_an_error_of_the_model_stays_its_own_and_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "GROUP_BYTES", 1)
+    table, kinds = _retried()
+    assert kinds == ["RuntimeError: out of memory"] * 2
+    assert len(os.listdir(table.uri)) == 1
+
+
 def test_every_kind_of_batch_is_rows() -> None:
     def schema_of(batches: Any) -> dict[str, str]:
         return {field.name: str(field.type) for field in rt.write_rows(batches).to_arrow().schema}
@@ -107,6 +145,12 @@ def test_rows_reach_an_object_store(bucket: str) -> None:
     assert table.to_arrow().count_rows() == 24
     launcher = Launcher(2, store=f"{bucket}/runs", dataset=table)
     assert launcher.run(_read) == [24, 24]
+
+
+def test_rows_of_a_call_that_failed_are_not_in_the_table_on_an_object_store(bucket: str) -> None:
+    table, kinds = Launcher(1, store=f"{bucket}/runs").run(_retried)
+    assert kinds == ["RuntimeError: out of memory"] * 2
+    assert sorted(table.to_pandas()["id"]) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def _read() -> list[int]:

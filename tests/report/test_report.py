@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.cli import main
 from rankzero.errors import RunNotFoundError
 from rankzero.report import facts, page, series
+from rankzero.report.history import History
 from rankzero.report.server import ReportServer
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
@@ -200,9 +201,64 @@ def test_a_hostile_status_is_no_traceback(store: Path, tmp_path: Path) -> None:
         facts.collect(RunHandle.attach(tmp_path))
 
 
+def test_a_gpu_that_does_not_answer_leaves_the_others_in_the_report() -> None:
+    history = History(0)
+    gpus = [
+        [{"use": 0.5, "memory": 1, "memory_total": 8}, {"use": 0.6, "memory": 2, "memory_total": 8}],
+        [None, {"use": 0.7, "memory": 3, "memory_total": 8}],
+        [],
+    ]
+    for number, found in enumerate(gpus):
+        history.add({"type": "usage", "time": float(number), "host": "a", "cpu": 1.0, "gpus": found})
+    (host,) = history.hosts()
+    assert host["columns"]["gpu 0 use"]["v"] == [0.5]
+    assert host["columns"]["gpu 1 use"]["v"] == [0.6, 0.7]
+    assert host["gpu_memory_total"] == 8
+
+
+def test_a_long_history_takes_little_memory() -> None:
+    history = History(0)
+    for number in range(50_000):
+        metrics = {"loss": float(number % 97), "lr": 0.1}
+        history.add({"type": "metric", "rank": number % 8, "time": float(number), "metrics": metrics})
+        history.add({"type": "checkpoint", "time": float(number), "id": str(number)})
+        history.add({"type": "usage", "time": float(number), "host": "a", "cpu": 1.0})
+    text = json.dumps([history.curves(), history.marks(), history.hosts(), history.ranks()])
+    assert len(text) < 600_000
+    loss = history.curves()[0]["ranks"]
+    assert [one["rank"] for one in loss] == list(range(8))
+    assert max(loss[0]["v"]) == 96.0
+    assert (loss[7]["t"][0], loss[7]["t"][-1]) == (7.0, 49_999.0)
+
+
+def test_the_events_of_another_training_of_the_run_id_do_not_count() -> None:
+    history = History(2)
+    for attempt in (0, 1, 2):
+        history.add({"type": "state", "time": 0.0, "state": "starting", "attempt": attempt})
+        history.add({"type": "metric", "rank": 0, "time": 0.0, "metrics": {"loss": float(attempt)}})
+    assert history.curves()[0]["ranks"][0]["v"] == [2.0]
+
+
+def test_only_the_last_lines_of_a_long_log_are_read(tmp_path: Path) -> None:
+    def chatter() -> None:
+        for number in range(20_000):
+            print(f"line {number} " + "x" * 200)
+
+    Launcher(1, store=tmp_path, run_id="chatter").run(chatter)
+    (log,) = facts.collect(RunHandle.attach(tmp_path / "chatter"))["logs"]
+    assert log["cut"] is True
+    assert log["lines"][-1].startswith("line 19999 ")
+    assert sum(map(len, log["lines"])) <= facts.LOG_CHARACTERS
+
+
 Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9, 1e9)), min_size=1, max_size=500)
 
 
+# A busy machine is slow in making them up.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@patient
 @given(Points, st.integers(4, 50))
 def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int) -> None:
     thin = series.thin(points, limit)
@@ -213,6 +269,7 @@ def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int
         assert chosen(point[2] for point in thin) == chosen(point[2] for point in points)
 
 
+@patient
 @given(Points, st.integers(4, 50))
 def test_thinning_keeps_the_order(points: list[series.Point], limit: int) -> None:
     numbered = [(float(index), 0.0, point[2]) for index, point in enumerate(points)]
@@ -222,7 +279,7 @@ def test_thinning_keeps_the_order(points: list[series.Point], limit: int) -> Non
 
 @pytest.fixture(scope="module")
 def served(store: Path) -> Iterator[str]:
-    with ReportServer(str(store), 0) as server:
+    with ReportServer(str(store), 0, "") as server:
         thread = Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server.url
@@ -257,6 +314,24 @@ def test_serve_gives_nothing_but_runs(served: str, path: str) -> None:
 
 def test_serve_answers_no_other_site(served: str) -> None:
     assert get(served, Host="evil.example") == (403, "ask for this page at 127.0.0.1")
+
+
+def test_serve_answers_who_knows_the_token_and_then_by_a_cookie(store: Path) -> None:
+    with ReportServer(str(store), 0) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            plain = server.url.partition("?")[0]
+            assert get(plain)[0] == 403
+            assert get(f"{plain}?token=guessed")[0] == 403
+            assert get(plain, Cookie="rankzero-1=x; other")[0] == 403
+            with urllib.request.urlopen(server.url, timeout=30) as answer:
+                cookie = answer.headers["Set-Cookie"]
+            assert "HttpOnly; SameSite=Strict" in cookie
+            assert get(f"{plain}runs/failed.json", Cookie=cookie.partition(";")[0])[0] == 200
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_serve_listens_on_this_machine_alone(served: str) -> None:

@@ -187,8 +187,42 @@ def test_no_metric_no_best(tmp_path: Path) -> None:
         (SuccessiveHalving(first=2, factor=2), [0.5, 5.0], [[1.0, 1.0]], False),
         (SuccessiveHalving(first=1, factor=2), [1.0, 1.0, 1.0, 9.0], [[2.0] * 4, [3.0] * 4], False),
         (SuccessiveHalving(first=1, factor=3), [2.0], [[1.0], [3.0]], True),
+        # A rung that it has passed is not judged again.
+        (SuccessiveHalving(first=1, factor=2), [5.0, 1.0, 0.5], [[4.0, 2.0]], False),
     ],
 )
 def test_the_rules(rule: Any, own: list[float], others: list[list[float]], stops: bool) -> None:
     curves = {0: own, **{number + 1: values for number, values in enumerate(others)}}
     assert rule.stops(0, curves) is stops
+
+
+def test_what_another_training_of_the_run_id_reported_counts_for_nothing(tmp_path: Path) -> None:
+    launcher = Launcher(store=tmp_path, run_id="s")
+    launcher.map(train, [{"lr": 0.3, "steps": 1}], metric="loss")
+    again = launcher.map(train, [{"lr": 2.0, "steps": 1}, {"lr": 1.0, "steps": 1}], metric="loss")
+    assert again.best.params["lr"] == 1.0
+    assert again[0].value == pytest.approx(1.7**2 + 1)
+
+
+def test_an_error_of_the_store_fails_one_trial_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = RunHandle.result_ref
+
+    def broken(handle: RunHandle[Any], timeout: float | None = None) -> Any:
+        if handle.id == "s-0":
+            raise OSError("the store is away")
+        return asked(handle, timeout)
+
+    monkeypatch.setattr(RunHandle, "result_ref", broken)
+    done = Launcher(store=tmp_path, run_id="s").map(train, [{"lr": 0.1}, {"lr": 0.2}], metric="loss")
+    assert [trial.state for trial in done] == ["failed", "succeeded"]
+    assert isinstance(done[0].error, OSError)
+
+
+def test_what_no_trial_can_run_is_refused_and_no_table_of_failures(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def captures() -> bool:
+        return lock.locked()
+
+    with pytest.raises(InvalidJobError):
+        Launcher(store=tmp_path).map(captures, [{}, {}, {}])

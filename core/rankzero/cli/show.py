@@ -33,11 +33,15 @@ def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
 @click.command()
 @click.argument("store")
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
-def serve(store: str, port: int) -> None:
-    """Show the runs of a STORE in a browser of this machine, until interrupted. Read only."""
+@click.option("--no-token", is_flag=True, help="Answer whoever asks on this machine, such as a proxy with a login.")
+def serve(store: str, port: int, no_token: bool) -> None:
+    """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
+
+    The address that is printed holds a token, which others on this machine do not know.
+    """
     from rankzero.report.server import ReportServer
 
-    with ReportServer(store, port) as server:
+    with ReportServer(store, port, "" if no_token else None) as server:
         click.echo(f"the runs of {store} are shown at {server.url}  (Ctrl-C ends this)")
         try:
             server.serve_forever()

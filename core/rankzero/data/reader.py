@@ -8,7 +8,6 @@ import fcntl
 import functools
 import hashlib
 import itertools
-import mmap
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,19 @@ from typing import Any
 import torch
 
 from rankzero import store
+from rankzero.data import mapping
 from rankzero.data.files import open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.errors import ResultError
 
 SMALL = 256 << 20
 """Bytes of a dataset of which a rank that shuffles holds a copy."""
+
+FILES = 64
+"""Arrow files that stay open, so that their footers are not read for every group."""
+
+KEPT = 1 << 14
+"""Groups that stay mapped for reading here and there: a process may have some 65,000 mappings."""
 
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
@@ -53,6 +59,7 @@ class Reader:
         self._starts = [0, *itertools.accumulate(counts)]
         self._key = hashlib.sha256(f"{manifest.digest} {self.columns}".encode()).hexdigest()[:16]
         self._kept: dict[int, Any] = {}
+        self._file = functools.lru_cache(FILES)(_opened_file)
 
     def rows(self, low: int, high: int) -> Iterator[Any]:
         """The rows from ``low`` to before ``high``, as record batches, each of one group.
@@ -63,7 +70,7 @@ class Reader:
         while low < high:
             begin, end = self._starts[number], min(high, self._starts[number + 1])
             if low < end:
-                yield self._open(number).slice(low - begin, end - low)
+                yield self._opened(number, writable=True)[0].slice(low - begin, end - low)
                 low = end
             number += 1
 
@@ -92,8 +99,8 @@ class Reader:
 
         if self._manifest.size > SMALL:
             return None
-        whole = pa.Table.from_batches([self._open(number) for number in range(len(self._groups))]).combine_chunks()
-        found = whole.to_batches()
+        batches = [self._opened(number)[0] for number in range(len(self._groups))]
+        found = pa.Table.from_batches(batches).combine_chunks().to_batches()
         return found[0] if len(found) == 1 else None
 
     def _keep(self, number: int) -> Any:
@@ -103,26 +110,25 @@ class Reader:
             if not is_mapped:
                 # Decoded by this rank alone: as many as there are do not fit.
                 return batch
+            if len(self._kept) == KEPT:
+                self._kept.clear()
             self._kept[number] = batch
         return self._kept[number]
 
-    def _open(self, number: int) -> Any:
-        return self._opened(number)[0]
-
-    def _opened(self, number: int) -> tuple[Any, bool]:
-        """A group, and whether it is mapped."""
+    def _opened(self, number: int, *, writable: bool = False) -> tuple[Any, bool]:
+        """A group, of memory that is only read from or that may be written to, and whether it is mapped."""
         file, group = self._groups[number]
         try:
-            batch, is_mapped = self._group(file, group)
+            batch, is_mapped = self._group(file, group, writable)
         except FileNotFoundError:
             raise ResultError(f"{file.location} of the dataset does not exist, or this host does not see it") from None
         except (OSError, ValueError, KeyError) as error:
             raise ResultError(f"{file.location} of the dataset cannot be read: {error}") from error
         return batch, is_mapped
 
-    def _group(self, file: File, group: int) -> tuple[Any, bool]:
+    def _group(self, file: File, group: int, writable: bool) -> tuple[Any, bool]:
         if self._manifest.format == ARROW and not store.is_url(file.location):
-            batch, is_mapped = _mapped(file.location, group)
+            batch, is_mapped = self._mapped(file.location, group, writable)
             if is_mapped:
                 _check_rows(batch, file, group)
                 return self._selected(batch, file), True
@@ -134,7 +140,20 @@ class Reader:
                 batch = self._selected(batch, file)
                 if not self._write(path, batch):
                     return batch, False
-        return _mapped(path, 0)[0], True
+        return self._mapped(path, 0, writable)[0], True
+
+    def _mapped(self, path: str, group: int, writable: bool) -> tuple[Any, bool]:
+        """A record batch of a local Arrow file, and whether its memory is that of the file: else it was compressed."""
+        import pyarrow as pa
+
+        if writable:
+            # A mapping for each group: pages that were written to are given back with it.
+            memory = mapping.private(path)
+            file = pa.ipc.open_file(memory)
+        else:
+            file, memory = self._file(path)
+        batch = file.get_batch(group)
+        return batch, _is_inside(batch, memory)
 
     def _selected(self, batch: Any, file: File) -> Any:
         """The columns that are read, with those that stand in the names of the files."""
@@ -192,21 +211,19 @@ def _check_rows(batch: Any, file: File, group: int) -> None:
         )
 
 
-def _mapped(path: str, group: int) -> tuple[Any, bool]:
-    """A record batch of a local Arrow file, and whether its memory is that of the file: else it was compressed.
-
-    A private mapping: rows that are written to are copied, page by page, and the file stays as it is.
-    """
-    import pyarrow as pa
-
-    with open(path, "rb") as file:
-        memory = pa.py_buffer(
-            mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        )
-    batch = pa.ipc.open_file(memory).get_batch(group)
+def _is_inside(batch: Any, memory: Any) -> bool:
+    """True if this memory is that of the batch: its file was not compressed."""
     buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size)
     begin, end = memory.address, memory.address + memory.size
-    return batch, all(begin <= buffer.address < end for buffer in buffers)
+    return all(begin <= buffer.address < end for buffer in buffers)
+
+
+def _opened_file(path: str) -> tuple[Any, Any]:
+    """A local Arrow file that is only read from, and its memory."""
+    import pyarrow as pa
+
+    memory = mapping.shared(path)
+    return pa.ipc.open_file(memory), memory
 
 
 @contextlib.contextmanager

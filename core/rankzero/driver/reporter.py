@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ COST_SHARE = 500
 """A report is made again at the earliest after so many times the seconds that making it took: 0.2 % of a core."""
 
 END_TIMEOUT = 10.0
-"""Seconds for the last report. A run that has ended does not wait longer for it."""
+"""Seconds for the last report. A run that has ended waits no longer for it, and has none rather than an old one."""
 
 
 class Reporter:
@@ -31,6 +32,7 @@ class Reporter:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
+        self._collector = facts.Collector(RunHandle(run.directory))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="rankzero-report", daemon=True)
         self._thread.start()
@@ -39,6 +41,10 @@ class Reporter:
         """The run has ended: writes the report of all of it."""
         self._ended.set()
         self._thread.join(END_TIMEOUT)
+        if self._thread.is_alive():
+            logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", END_TIMEOUT)
+            with contextlib.suppress(OSError):
+                store.remove(self._run.path(page.FILE))
 
     def _refresh(self) -> None:
         interval = REFRESH_INTERVAL
@@ -49,7 +55,7 @@ class Reporter:
     def _write(self) -> float:
         began = time.thread_time()
         try:
-            text = page.render([facts.collect(RunHandle(self._run.directory))])
+            text = page.render([self._collector.collect()])
             store.write_bytes(self._run.path(page.FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s", error)

@@ -129,9 +129,14 @@ def remove_values(run: RunDirectory, attempts: range) -> None:
 
 
 def remove_tables(run: RunDirectory, attempts: range) -> None:
-    """Deletes the rows that ranks of these failed attempts wrote, and of any other whose value was never stored."""
+    """Deletes the rows that ranks of these failed attempts wrote, and of any before whose value was never stored.
+
+    What later attempts write stays: a driver that was held up may have an heir by now.
+    """
     values = store.list_names(run.path("result"))
     for name in store.list_names(run.path(FOLDER)):
+        if not name.isdecimal() or int(name) >= attempts.stop:
+            continue
         is_result = any(value.startswith(f"value-{int(name)}.") for value in values)
         if int(name) in attempts or not is_result:
             store.remove(run.path(FOLDER, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from typing import Any
 
@@ -39,7 +40,8 @@ class UsageSampler:
         Returns:
             ``time`` (Unix), ``cpu`` (busy cores since the last sample), ``cores``, ``memory`` and ``memory_total``
             (bytes), ``received`` and ``sent`` (bytes a second), ``gpus``: a list of ``use`` (0 to 1), ``memory`` and
-            ``memory_total`` (bytes). What this host does not tell is left out.
+            ``memory_total`` (bytes) as the look before saw them, None for one that did not answer. What this host does
+            not tell is left out.
         """
         if now < self.next_at:
             return None
@@ -103,25 +105,39 @@ def _read(path: str) -> str:
 
 
 class _Gpus:
-    """NVIDIA's management library, if it is here: it needs no context on a GPU."""
+    """NVIDIA's management library, if it is here: it needs no context on a GPU.
+
+    Asked in a thread: a GPU that fails may not answer for minutes, and the caller has ranks to look after.
+    """
 
     def __init__(self) -> None:
         self._library: Any = None
+        self._newest: list[dict[str, Any] | None] = []
+        self._thread: threading.Thread | None = None
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL("libnvidia-ml.so.1")
             if library.nvmlInit_v2() == 0:
                 self._library = library
 
-    def sample(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        count = ctypes.c_uint()
-        if self._library is None or self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return found
-        for index in range(count.value):
-            device, use, memory = ctypes.c_void_p(), (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
-            if self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-                continue
-            failed = self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(use))
-            if not failed and not self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-                found.append({"use": use[0] / 100, "memory": memory[2], "memory_total": memory[0]})
+    def sample(self) -> list[dict[str, Any] | None]:
+        """What the last look saw, by index, None for one that did not answer; and looks again."""
+        found, self._newest = self._newest, []
+        if self._library is not None and not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._look, name="rankzero-gpus", daemon=True)
+            self._thread.start()
         return found
+
+    def _look(self) -> None:
+        count = ctypes.c_uint()
+        if self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+            self._newest = [self._ask(index) for index in range(count.value)]
+
+    def _ask(self, index: int) -> dict[str, Any] | None:
+        device, use, memory = ctypes.c_void_p(), (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
+        if self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+            return None
+        if self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(use)):
+            return None
+        if self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            return None
+        return {"use": use[0] / 100, "memory": memory[2], "memory_total": memory[0]}

@@ -346,10 +346,10 @@
     const draw = () => {
       const word = search.value.toLowerCase();
       const found = [];
-      let cut = 0;
+      let cut = false;
       for (const one of run.logs) {
         if (choice.value !== "" && one.rank !== Number(choice.value)) continue;
-        cut += one.cut;
+        cut = cut || one.cut;
         for (const line of one.lines) if (!word || line.toLowerCase().includes(word)) found.push([one.rank, line]);
       }
       box.replaceChildren();
@@ -365,7 +365,7 @@
         box.append("\n");
       }
       const shown = Math.min(found.length, MAX_LINES);
-      count.textContent = `${found.length} lines${shown < found.length ? `, the last ${shown} shown` : ""}${cut ? `; ${cut} earlier ones are in the run's directory only` : ""}`;
+      count.textContent = `${found.length} lines${shown < found.length ? `, the last ${shown} shown` : ""}${cut ? "; earlier ones are in the run's directory only" : ""}`;
     };
     choice.addEventListener("change", draw);
     search.addEventListener("input", draw);

@@ -1,4 +1,4 @@
-"""Curves with few points that look like those with many. Pure."""
+"""Curves with few points that look like those with many."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
         # Both are points of the stretch, so their order in time is that of their steps' places.
         kept += sorted({low, high})
     return [*kept, points[-1]]
+
+
+class Curve:
+    """A curve that grows, and never takes more memory than twice its limit of points."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.count = 0
+        """Points that were added."""
+
+    def add(self, point: Point, limit: int) -> None:
+        """Adds the newest point; of the older ones at most ``limit`` stay."""
+        self.count += 1
+        self.points.append(point)
+        if len(self.points) > 2 * limit:
+            self.points = thin(self.points, limit)
+
+    def columns(self, limit: int) -> dict[str, list[float]]:
+        """Times, steps and values of at most ``limit`` points."""
+        if not self.points:
+            return {"t": [], "s": [], "v": []}
+        times, steps, values = zip(*thin(self.points, limit), strict=True)
+        shown = [float(f"{value:.6g}") for value in values]
+        return {"t": [round(when, 3) for when in times], "s": list(steps), "v": shown}
 
 
 def _value(point: Point) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import http
+import http.cookies
 import http.server
 import json
 import logging
 import re
+import secrets
 import urllib.parse
 from typing import Any
 
@@ -30,9 +33,13 @@ _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 class ReportServer(http.server.ThreadingHTTPServer):
     """Answers ``/`` with the list of runs, ``/runs/ID`` with a report, ``/runs/ID.json`` with its facts.
 
+    Other users of this machine can reach the address, too, so it answers only who knows a token: from the printed URL,
+    and then by a cookie.
+
     Args:
         location: Root of the run directories, a path or an fsspec URL.
         port: 0 for any free one.
+        token: What a browser has to know; None makes one up, ``""`` asks for none (behind a proxy with a login).
 
     Raises:
         OSError: the port is taken.
@@ -40,14 +47,15 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, location: str, port: int) -> None:
+    def __init__(self, location: str, port: int, token: str | None = None) -> None:
         self.location = store.normalize(location)
+        self.token = secrets.token_urlsafe(16) if token is None else token
         super().__init__((HOST, port), _Handler)
 
     @property
     def url(self) -> str:
-        """Where a browser finds it."""
-        return f"http://{HOST}:{self.server_address[1]}/"
+        """Where a browser finds it, with the token."""
+        return f"http://{HOST}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -60,10 +68,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "ask for this page at 127.0.0.1")
             return
         parsed = urllib.parse.urlsplit(self.path)
+        query = urllib.parse.parse_qs(parsed.query)
+        if not self._knows_token(query):
+            self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "open the address that `rankzero serve` printed")
+            return
         try:
-            self._answer(parsed.path, urllib.parse.parse_qs(parsed.query))
+            self._answer(parsed.path, query)
         except (RankZeroError, OSError, ValueError) as error:
             self._send(http.HTTPStatus.NOT_FOUND, "text/plain", str(error).splitlines()[0] if str(error) else "")
+
+    def _knows_token(self, query: dict[str, list[str]]) -> bool:
+        expected = self.server.token
+        cookies = http.cookies.SimpleCookie(self.headers.get("Cookie", ""))
+        held = cookies[self._cookie].value if self._cookie in cookies else ""
+        return any(hmac.compare_digest(expected.encode(), one.encode()) for one in (held, *query.get("token", [])))
+
+    @property
+    def _cookie(self) -> str:
+        # Browsers tell ports of one host apart for nothing.
+        return f"rankzero-{self.server.server_address[1]}"
 
     def _answer(self, path: str, query: dict[str, list[str]]) -> None:
         if path == "/":
@@ -108,6 +131,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if code == http.HTTPStatus.OK and self.server.token:
+            self.send_header("Set-Cookie", f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()
         self.wfile.write(data)
 

@@ -20,6 +20,26 @@ CURVE_WIDTH = 40
 _BARS = "▁▂▃▄▅▆▇█"
 
 
+class OfTraining:
+    """Tells the events of the last training of a run id from those of another one that had it before.
+
+    Called with the events of a run in their order; True for those that count.
+
+    Args:
+        fresh_since: The first attempt of the training: `Job.fresh_since`.
+    """
+
+    def __init__(self, fresh_since: int) -> None:
+        self._fresh_since = fresh_since
+        self._has_begun = fresh_since == 0
+
+    def __call__(self, event: Mapping[str, Any]) -> bool:
+        """True if it counts."""
+        if event.get("type") == "state" and isinstance(event.get("attempt"), int):
+            self._has_begun = self._has_begun or event["attempt"] >= self._fresh_since
+        return self._has_begun
+
+
 def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The reports of rank 0, each with its number under ``report`` and its Unix time under ``time``.
 

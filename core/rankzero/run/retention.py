@@ -20,7 +20,7 @@ from typing import Any
 from rankzero import store
 from rankzero.job import check_seconds
 from rankzero.run.checkpoints import FOLDER
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import DATASETS, RunDirectory
 from rankzero.run.handle import RunHandle
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,9 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
     half_removed = claimed is not None and run.removal_claimed(newest)
     if not store.exists(run.path("job.json")):
         if claimed is None:
-            return None
+            # A submitter that died while Spark computed its dataset has claimed nothing yet.
+            began = _rows_since(run)
+            return None if began is None else Age(ABANDONED, True, began, began)
         return Age(HALF_REMOVED, True, claimed) if half_removed else Age(ABANDONED, True, claimed, claimed)
     is_written = run.job().submission >= newest
     status = run.status()
@@ -211,6 +213,13 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
         status = RunHandle(run.directory).status()
     since = max(status.heartbeat, status.ended or 0.0)
     return Age(status.state, status.final, since, None if is_written or half_removed else claimed)
+
+
+def _rows_since(run: RunDirectory) -> float | None:
+    """Unix time of the last rows that Spark has written for a run; None if there are none."""
+    folders = [run.path(DATASETS, name) for name in store.list_names(run.path(DATASETS))]
+    files = [store.join(folder, name) for folder in folders for name in store.list_names(folder)]
+    return max(map(store.modified, files), default=None)
 
 
 def _remove(run: RunDirectory, newest: int, age: Age) -> bool:

@@ -37,6 +37,9 @@ class Client(Protocol):
     def open_write(self, url: str) -> IO[bytes]:
         """A file whose bytes are sent while it is written, several pieces at once; closing it makes it appear."""
 
+    def remove(self, url: str) -> None:
+        """Deletes a file. Raises FileNotFoundError, or the client's own errors."""
+
 
 @dataclass(frozen=True)
 class ArrowClient:
@@ -76,6 +79,10 @@ class ArrowClient:
         """As `Client.open_write`."""
         return self.filesystem.open_output_stream(self._path(url))  # type: ignore[no-any-return]
 
+    def remove(self, url: str) -> None:
+        """As `Client.remove`."""
+        self.filesystem.delete_file(self._path(url))
+
 
 @dataclass(frozen=True)
 class FsspecClient:
@@ -98,6 +105,10 @@ class FsspecClient:
     def open_write(self, url: str) -> IO[bytes]:
         """As `Client.open_write`."""
         return self.filesystem.open(url, "wb")  # type: ignore[no-any-return]
+
+    def remove(self, url: str) -> None:
+        """As `Client.remove`."""
+        self.filesystem.rm_file(url)
 
 
 def clients(url: str) -> Iterator[Client]:

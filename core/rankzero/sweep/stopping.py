@@ -83,9 +83,10 @@ class SuccessiveHalving:
     def stops(self, trial: int, curves: Curves) -> bool:
         """See `StopRule`."""
         rung, reports = self.first, len(curves[trial])
-        while rung <= reports:
-            reached = sorted(min(values[:rung]) for values in curves.values() if len(values) >= rung)
-            if min(curves[trial][:rung]) > reached[max(0, len(reached) // self.factor - 1)]:
-                return True
+        while rung < reports:
             rung *= self.factor
-        return False
+        if rung != reports:
+            # A rung that it has passed is not judged again, by who comes later.
+            return False
+        reached = sorted(min(values[:rung]) for values in curves.values() if len(values) >= rung)
+        return min(curves[trial]) > reached[max(0, len(reached) // self.factor - 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -10,9 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rankzero.errors import InvalidJobError, RankZeroError, ResultError, RunCancelledError
+from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
+from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.reports import is_number
+from rankzero.run.reports import OfTraining, is_number
 from rankzero.sweep.search import Params, Search
 from rankzero.sweep.stopping import StopRule
 from rankzero.values.ref import ResultRef
@@ -53,7 +55,7 @@ class Trial:
     value: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     directory: str = ""
-    error: RankZeroError | None = field(default=None, repr=False)
+    error: Exception | None = field(default=None, repr=False)
     result: ResultRef | None = field(default=None, repr=False)
 
     def load(self) -> Any:
@@ -242,18 +244,27 @@ def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
             _follow(handle, number, board)
         status = handle.status()
         ref = handle.result_ref()
-    except RankZeroError as error:
+    except Exception as error:
+        if isinstance(error, InvalidJobError) and number == 0 and not directory:
+            # The others would be refused, too.
+            raise
         state = (
             STOPPED if number in board.stopped else "cancelled" if isinstance(error, RunCancelledError) else "failed"
         )
         logger.warning("trial %s (%s) %s: %s", number, params, state, str(error).partition("\n")[0])
-        metrics = RunHandle[Any](directory).status().metrics if directory else {}
-        return Trial(number, params, state, board.best(number), metrics, directory, error)
+        return Trial(number, params, state, board.best(number), _last_metrics(directory), directory, error)
     return Trial(number, params, status.state, board.best(number), status.metrics, directory, None, ref)
 
 
+def _last_metrics(directory: str) -> dict[str, Any]:
+    with contextlib.suppress(Exception):
+        return RunHandle[Any](directory).status().metrics if directory else {}
+    return {}
+
+
 def _follow(handle: RunHandle[Any], number: int, board: _Board) -> None:
-    for event in handle.events(follow=True):
+    is_ours = OfTraining(RunDirectory(handle.directory).job().fresh_since)
+    for event in filter(is_ours, handle.events(follow=True)):
         value = event["metrics"].get(board.metric) if event["type"] == "metric" and event["rank"] == 0 else None
         if is_number(value) and board.report(number, float(value)):
             handle.cancel()

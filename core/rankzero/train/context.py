@@ -257,7 +257,8 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 def get_checkpoint() -> Checkpoint | None:
     """The last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
 
-    Every rank of a new attempt gets the same one.
+    Every rank of a new attempt gets the same one. A rank that has reported none in this attempt (of whole checkpoints,
+    which are rank 0's, all other ranks) keeps the one that it started from.
 
     Example:
         >>> import rankzero.train as rt

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
 from rankzero.data.table import FOLDER, Table, folder_of
 from rankzero.errors import InvalidJobError, ResultError
 from rankzero.train import context
+
+if TYPE_CHECKING:
+    from rankzero.store.remote import Client
 
 GROUP_BYTES = 64 << 20
 """Bytes of a row group, about, before it is compressed."""
@@ -42,6 +46,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         ResultError: this host reaches the run's store neither as a path nor by a client of its own, or the store does
             not take the rows (a full disk).
         TypeError: a batch is of another kind, or batches have different columns.
+        Exception: whatever the iterable raises; nothing of its rows is in the table then.
 
     Example:
         >>> import torch
@@ -58,13 +63,9 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     number = session.tables[name]
     session.tables[name] += 1
     groups = _groups(_tables(batches))
-    try:
-        first = next(groups, None)
-        if first is not None:
-            file = store.join(folder, f"part-{session.context.rank:05d}-{number:03d}.parquet")
-            _write(file, itertools.chain([first], groups), open_write)
-    except (OSError, RuntimeError) as error:
-        raise ResultError(f"rows cannot be written to {folder}: {error}") from error
+    if (first := next(groups, None)) is not None:
+        file = store.join(folder, f"part-{session.context.rank:05d}-{number:03d}.parquet")
+        _write(file, itertools.chain([first], groups), open_write)
     return Table(folder)
 
 
@@ -78,7 +79,7 @@ def _place(session: Any) -> tuple[str, Any]:
     if parts.shared:
         return parts.run_directory, _open_local
     if client := parts.client():
-        return parts.run_directory, client.open_write
+        return parts.run_directory, functools.partial(_open_remote, client)
     raise ResultError(
         f"this host does not reach {parts.run_directory}, where rows are to be written: give a store that all ranks "
         "see, a shared path or the URL of an object store to which they have the right"
@@ -95,16 +96,48 @@ def _open_local(path: str) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def _open_remote(client: Client, url: str) -> Iterator[IO[bytes]]:
+    """A file that is there as a whole or, unless the store refuses even that, not at all."""
+    file = client.open_write(url)
+    try:
+        yield file
+    except BaseException:
+        # Not every client can abandon a file: closed, it is there, and would be read as a part of the table.
+        with contextlib.suppress(Exception):
+            getattr(file, "discard", file.close)()
+        with contextlib.suppress(Exception):
+            client.remove(url)
+        raise
+    file.close()
+
+
 def _write(path: str, tables: Iterator[Any], open_write: Any) -> None:
+    """Writes tables into one file. What fails while they are made is the caller's error, not the store's."""
     import pyarrow.parquet as pq
 
     first = next(tables)
-    with open_write(path) as file, pq.ParquetWriter(file, first.schema) as writer:
-        writer.write_table(first)
+    with contextlib.ExitStack() as opened:
+        with _storing(path):
+            file = opened.enter_context(open_write(path))
+            writer = opened.enter_context(pq.ParquetWriter(file, first.schema))
+            writer.write_table(first)
         for table in tables:
             if not table.schema.equals(first.schema):
                 raise TypeError(f"batches have different columns: {first.schema} and {table.schema}")
-            writer.write_table(table)
+            with _storing(path):
+                writer.write_table(table)
+        with _storing(path):
+            opened.close()
+
+
+@contextlib.contextmanager
+def _storing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # Drivers of object stores have exceptions of their own.
+        raise ResultError(f"rows cannot be written to {os.path.dirname(path)}: {error}") from error
 
 
 def _groups(tables: Iterator[Any]) -> Iterator[Any]:

@@ -133,6 +133,24 @@ def test_gradients_pass_through(launcher: Launcher) -> None:
         z = torch.ones(2, requires_grad=True)
         hvd.broadcast(z, 0, name="z").sum().backward()
         assert torch.equal(z.grad, torch.full((2,), float(size if rank == 0 else 0)))
+        # Rank r gets r + 1 rows of each rank, and multiplies them by r + 1.
+        rows = torch.ones(sum(range(size + 1)), 2, requires_grad=True)
+        for name in (None, "rows"):
+            got, came = hvd.alltoall(rows, splits=list(range(1, size + 1)), name=name)
+            assert not came.requires_grad
+            rows.grad = None
+            (got * (rank + 1)).sum().backward()
+            factors = torch.cat([torch.full((other + 1,), other + 1.0) for other in range(size)])
+            assert torch.equal(rows.grad, factors[:, None].expand(-1, 2)), (name, rows.grad)
+        even = torch.ones(size, requires_grad=True)
+        (hvd.alltoall(even) * (rank + 1)).sum().backward()
+        assert torch.equal(even.grad, torch.arange(1.0, size + 1))
+        # Each rank's share of a sum takes part in that rank's loss alone.
+        whole = torch.ones(5, requires_grad=True)
+        share = hvd.reducescatter(whole, op=hvd.Sum)
+        (share * (rank + 1)).sum().backward()
+        owners = hvd.allgather(torch.full_like(share, rank + 1.0).detach())
+        assert torch.equal(whole.grad, owners)
         return True
 
     assert launcher.run(train)

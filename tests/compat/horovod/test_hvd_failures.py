@@ -149,6 +149,12 @@ def test_bad_calls_are_refused(launcher: Launcher) -> None:
             hvd.alltoall(torch.ones(2), splits=[1, 2])
         with pytest.raises(ValueError, match="not a scalar"):
             hvd.allgather(torch.tensor(1.0))
+        for rows in (1, 1000):
+            with pytest.raises(TypeError, match="torch.bool has no average"):
+                hvd.allreduce(torch.ones(rows, dtype=torch.bool))
+            for op in (hvd.Min, hvd.Max, hvd.Product):
+                with pytest.raises(TypeError, match=f"op is hvd.{op}.* torch.complex64 "):
+                    hvd.allreduce(torch.ones(rows, dtype=torch.complex64), op=op)
         handle = hvd.allreduce_async(one, name="twice")
         hvd.synchronize(handle)
         if hvd.rank() == 0:

@@ -30,9 +30,18 @@ def checked_op(op: str | None, average: bool | None = None) -> str:
     return op or AVERAGE
 
 
+def _check_type(tensor: torch.Tensor, op: str) -> None:
+    """Raises TypeError where torch would give something for small tensors only, or a wrong value."""
+    if tensor.dtype == torch.bool and op == AVERAGE:
+        raise TypeError("a tensor of torch.bool has no average: use op=hvd.Sum, or another type")
+    if tensor.is_complex() and op in (MIN, MAX, PRODUCT):
+        raise TypeError(f"op is hvd.{op}, which torch does not reduce {tensor.dtype} with: use hvd.Sum or hvd.Average")
+
+
 def _issue(tensor: torch.Tensor, key: Key, op: str, before: float, after: float, group: ProcessSet) -> Pending:
     """Issues a reduction in place."""
     shape = tuple(checked(tensor).shape)
+    _check_type(tensor, op)
     meta = meta_of("allreduce", str(tensor.dtype), shape, op, 0, float(before), float(after), tensor.device.type)
     return issue(key, meta, tensor, group, lambda _: tensor)
 

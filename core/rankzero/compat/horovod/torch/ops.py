@@ -118,6 +118,7 @@ def broadcast(
 
 
 def _issue_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Pending:
+    """Issues it; the result is rows, and how many came from each rank."""
     size, rows = group.size(), len(checked(tensor))
     if splits is None and rows % size:
         raise ValueError(f"alltoall of {rows} rows to {size} ranks needs splits")
@@ -125,11 +126,7 @@ def _issue_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, grou
     if len(counts) != size or sum(counts) != rows or min(counts, default=0) < 0:
         raise ValueError(f"splits are {counts}; {size} counts are needed that add up to {rows} rows")
     meta = Meta("alltoall", str(tensor.dtype), tuple(tensor.shape[1:]), device=tensor.device.type)
-
-    def finish(result: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return result[0] if splits is None else result
-
-    return issue(key_of("alltoall", name, group), meta, tensor, group, finish, counts)
+    return issue(key_of("alltoall", name, group), meta, tensor, group, None, counts)
 
 
 def alltoall_async(
@@ -139,7 +136,29 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Begins `alltoall`."""
-    return begin(_issue_alltoall(tensor, splits, name, process_set))
+    pending = _issue_alltoall(tensor, splits, name, process_set)
+    if splits is None:
+        pending.finish = _rows
+    return begin(pending)
+
+
+def _rows(result: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return result[0]
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Any:
+        rows, received = synchronize(_issue_alltoall(tensor, splits, name, group))
+        ctx.received, ctx.name, ctx.group = received.tolist(), name, group
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        name = None if ctx.name is None else f"{ctx.name}.gradient"
+        back, _ = alltoall(gradient, ctx.received, name, ctx.group)
+        return back, None, None, None
 
 
 def alltoall(
@@ -148,12 +167,13 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends rows to every rank.
+    """Sends rows to every rank; differentiable.
 
     Returns:
         What came from every rank; with ``splits`` also how many rows from each.
     """
-    return synchronize(_issue_alltoall(tensor, splits, name, process_set))
+    found: Any = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return found[0] if splits is None else found
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

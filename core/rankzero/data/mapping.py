@@ -1,0 +1,58 @@
+"""Local files as memory. A mapping holds no descriptor: there may be as many as a dataset has files or groups."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import weakref
+from typing import Any
+
+_NO_RESERVE = 0x40 if sys.platform == "darwin" else 0x4000
+"""MAP_NORESERVE, for which not every Python has a name."""
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def shared(path: str) -> Any:
+    """A file as a `pyarrow.Buffer` that can only be read from."""
+    import pyarrow as pa
+
+    with pa.memory_map(path) as file:
+        return file.read_buffer()
+
+
+def private(path: str) -> Any:
+    """A file as a `pyarrow.Buffer`, whose memory may be written to: the pages are copied, and the file stays as it is.
+
+    No memory is set aside for the copies, so that the file may be larger than what the machine has. Python's own
+    mappings keep a descriptor each.
+
+    Raises:
+        OSError: it cannot be opened or mapped.
+    """
+    import pyarrow as pa
+
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        flags = mmap.MAP_PRIVATE | _NO_RESERVE
+        address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file.fileno(), 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+    memory = (ctypes.c_char * size).from_address(address)
+    # A thread may still read from it while the interpreter ends.
+    weakref.finalize(memory, _libc().munmap, address, size).atexit = False
+    return pa.py_buffer(memory)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    found = ctypes.CDLL(None, use_errno=True)
+    found.mmap.restype = ctypes.c_void_p
+    integers = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *integers]
+    found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return found
