@@ -25,6 +25,7 @@ from rankzero.data.manifest import Manifest
 from rankzero.errors import InvalidJobError, ResultError
 from rankzero.submit.identity import identity_of
 from rankzero.submit.paths import manifest_of_path
+from rankzero.train import data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 
@@ -210,18 +211,73 @@ def test_a_data_loader_of_several_processes_gives_the_same_batches(
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
     shard = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
     data = shard.to_torch(64, shuffle=True, seed=3, columns=["id"])
-    loader = rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers), shard=False)
+    loader = rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers))
     assert len(loader) == 16
     for _ in range(2):
         assert ids_of(loader) == ids_of(shard.iter_batches(64, shuffle=True, seed=3))
-    loader.load_state_dict({"epoch": 1, "batches": 3, "world_size": 1})
+    loader.load_state_dict({"epoch": 1, "consumed": [[1, 64, 0, 3]], "rows": 1003})
     shard.set_epoch(1)
     assert ids_of(loader) == ids_of(list(shard.iter_batches(64, shuffle=True, seed=3))[3:])
+
+
+def test_processes_that_are_kept_learn_of_each_epoch(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's loader sets one in the first process that makes others.
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    data = shard_of(manifest_of_path(str(parquet), "train"), tmp_path).to_torch(100, shuffle=True)
+    kept = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
+    loader = rt.prepare_data_loader(kept)
+    again = shard_of(manifest_of_path(str(parquet), "train"), tmp_path)
+    for _ in range(3):
+        assert ids_of(loader) == ids_of(again.iter_batches(100, shuffle=True))
+    # And of what was consumed of an epoch.
+    for epoch in (1, 4):
+        batches = iter(again.iter_batches(100, shuffle=True))
+        next(batches)
+        loader.load_state_dict({**again.state_dict(), "epoch": epoch})
+        again.load_state_dict({**again.state_dict(), "epoch": epoch})
+        for _ in range(2):
+            assert ids_of(loader) == ids_of(again.iter_batches(100, shuffle=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_a_share_goes_on_in_another_world(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    # torch's loader sets one in the first process that makes others.
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    manifest = manifest_of_path(str(parquet), "train")
+
+    def loader_of(rank: int, world_size: int) -> Any:
+        # No word of the data being shared out already.
+        world = TrainContext(rank=rank, world_size=world_size)
+        monkeypatch.setattr(data_loader, "get_context", lambda: world)
+        data = shard_of(manifest, tmp_path, rank, world_size).to_torch(50, shuffle=True)
+        return rt.prepare_data_loader(DataLoader(data, batch_size=None, num_workers=workers))
+
+    seen, state = [], {"epoch": 0, "consumed": [], "rows": 1003}
+    for world_size, count in ((2, 4), (3, 1), (2, 1), (1, 100)):
+        for rank in range(world_size):
+            loader = loader_of(rank, world_size)
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+            batches = iter(loader)
+            seen += ids_of(itertools.islice(batches, count))
+            after = loader.state_dict()
+        state = after
+    assert sorted(seen) == list(range(1003))
+    assert state == {"epoch": 1, "consumed": [], "rows": 1003}
+    with pytest.raises(ValueError, match="dataset of 7 rows; this one has 1003"):
+        loader.load_state_dict({**state, "rows": 7})
+    with pytest.raises(TypeError, match="batch_size=None"):
+        rt.prepare_data_loader(DataLoader(loader.dataset))
 
 
 def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
     program = f"""
 from rankzero.submit.paths import manifest_of_path
+from rankzero.train import data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 shard = DatasetShard(manifest_of_path({str(parquet)!r}, "train"), TrainContext(), {str(tmp_path)!r}, "train")

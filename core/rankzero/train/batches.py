@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rankzero.data.ahead import ahead
@@ -14,7 +15,7 @@ from rankzero.data.columns import Columns, joined, part, rows_of, tensors
 from rankzero.data.manifest import Manifest
 from rankzero.data.order import Order
 from rankzero.data.reader import Reader
-from rankzero.data.shares import Batches, Spans, cut, length, merged, remaining, share
+from rankzero.data.shares import Batches, Spans, Stretch, cut, length, merged, remaining, share
 
 if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
@@ -104,8 +105,6 @@ def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int 
         for low, high in spans:
             yield from reader.rows(low, high)
         return
-    import torch
-
     waiting: list[Any] = []
     count = 0
     for low, high in spans:
@@ -145,18 +144,43 @@ def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Itera
 
 
 class BatchDataset(IterableDataset[Any]):
-    """The batches of a rank's share, for a ``DataLoader`` with ``batch_size=None``. See `DatasetShard.to_torch`."""
+    """The batches of a rank's share, for a ``DataLoader`` with ``batch_size=None``. See `DatasetShard.to_torch`.
+
+    Attributes:
+        consumed: What was consumed of the next epoch already, by worlds of any sizes.
+    """
 
     def __init__(self, manifest: Manifest, world: TrainContext, scratch: str, asked: Cut) -> None:
         self._manifest = manifest
         self._world = world
         self._scratch = scratch
         self._asked = asked
-        self._epoch = 0
+        # Shared with the processes of a loader, which may live for many epochs.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.consumed: list[Stretch] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration that epoch."""
-        self._epoch = epoch
+        self._epoch.fill_(epoch)
+
+    def state(self, epoch: int, consumed: list[Stretch], done: int) -> dict[str, Any]:
+        """Where all ranks are, as `DatasetShard.state_dict` tells it.
+
+        Args:
+            epoch: Its number.
+            consumed: What was consumed of it before.
+            done: Batches that every rank had since.
+        """
+        asked = self._asked
+        now = [Stretch(self._world.world_size, asked.batch_size, asked.drop_last, done)] if done else []
+        found = [stretch.to_json() for stretch in (*consumed, *now)]
+        return {"epoch": epoch, "consumed": found, "rows": self._manifest.rows}
+
+    def consumed_in(self, state: Mapping[str, Any]) -> list[Stretch]:
+        """What was consumed of the epoch of a state. Raises ValueError if it is that of another dataset."""
+        if (rows := state.get("rows")) != self._manifest.rows:
+            raise ValueError(f"the state is that of a dataset of {rows} rows; this one has {self._manifest.rows}")
+        return [Stretch.from_json(values) for values in state["consumed"]]
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch."""
@@ -170,8 +194,9 @@ class BatchDataset(IterableDataset[Any]):
 
     def all(self, numbers: range | None = None) -> Iterator[Any]:
         """The batches of these numbers; None for all, also in a process of a loader."""
-        left = remaining(self._manifest.rows, [])
-        return batches_of(self._manifest, self._world, self._scratch, self._asked, self._epoch, left, numbers)
+        left = remaining(self._manifest.rows, self.consumed)
+        epoch = int(self._epoch)
+        return batches_of(self._manifest, self._world, self._scratch, self._asked, epoch, left, numbers)
 
 
 class SampleDataset(IterableDataset[Any]):

@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from rankzero.data.shares import Stretch
+from rankzero.train.batches import BatchDataset
 from rankzero.train.context import get_context
 from rankzero.train.share import ShardedIterable, Share, Skipping, samplers_of
 
@@ -38,6 +40,8 @@ class PreparedDataLoader:
         self._skipped = 0
         self._start = 0
         self._done = 0
+        self._resume: list[Stretch] = []
+        self._consumed: list[Stretch] = []
         self._sampled = getattr(loader.sampler, "epoch", None)
 
     def __len__(self) -> int:
@@ -61,9 +65,14 @@ class PreparedDataLoader:
         self._next = epoch + 1
         self._done, self._start = self._start, 0
         self._skipped, self._skip = self._skip, 0
+        self._consumed, self._resume = self._resume, []
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
+        data = self.loader.dataset
+        if isinstance(data, BatchDataset) and data.consumed != self._consumed:
+            # Processes that are kept for many epochs do not learn of it.
+            data.consumed, self.loader._iterator = self._consumed, None
         self._sampled = epoch
         batches = self._from(self._skipped)
         if self._device is not None:
@@ -72,7 +81,7 @@ class PreparedDataLoader:
         for batch in batches:
             self._done += 1
             yield batch
-        self.epoch, self._done, self._skipped = epoch + 1, 0, 0
+        self.epoch, self._done, self._skipped, self._consumed = epoch + 1, 0, 0, []
 
     def _from(self, skip: int) -> Iterator[Batch]:
         batch_sampler = self.loader.batch_sampler
@@ -84,6 +93,8 @@ class PreparedDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: put it into a checkpoint, to go on in the middle of an epoch."""
+        if isinstance(data := self.loader.dataset, BatchDataset):
+            return data.state(self.epoch, self._consumed, self._done)
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
         if self._is_stateful() and not self._skipped:
             # The loader itself does not know of what was skipped.
@@ -97,8 +108,14 @@ class PreparedDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where ``state`` was: the next iteration gives the rest of that epoch.
 
-        After a change of the world size the ranks go on at the same place of the epoch, rounded down to whole batches.
+        After a change of the world size the ranks go on at the same place of the epoch, rounded down to whole batches;
+        with the data of `DatasetShard.to_torch` every row comes once.
         """
+        if isinstance(data := self.loader.dataset, BatchDataset):
+            self._consumed = self._resume = data.consumed_in(state)
+            self._done = 0
+            self.set_epoch(state["epoch"])
+            return
         self.set_epoch(state["epoch"])
         world_size = get_context().world_size
         self._start = self._skip = state["batches"] * state["world_size"] // world_size
@@ -118,7 +135,8 @@ def prepare_data_loader(
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
     * Of another sampler, rank 0's order counts: it is drawn once for each epoch, and every rank gets its part of it. So
       are the batches of a custom batch sampler. Random numbers of torch and Python are seeded for it.
-    * Of an iterable data set, whose items come in the same order on every rank, each rank gets every n-th item.
+    * The data of `DatasetShard.to_torch` is this rank's share already.
+    * Of another iterable data set, whose items come in the same order on every rank, each rank gets every n-th item.
 
     Args:
         loader: The loader of the whole data; its ``batch_size`` is that of one rank.
@@ -133,7 +151,8 @@ def prepare_data_loader(
         The loader to iterate over.
 
     Raises:
-        TypeError: not a DataLoader, or a sampler without a length for several ranks.
+        TypeError: not a DataLoader, a sampler without a length for several ranks, or one of `DatasetShard.to_torch`'s
+            data that makes batches of its batches.
 
     Example:
         >>> import torch
@@ -147,11 +166,14 @@ def prepare_data_loader(
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
+    is_share = isinstance(loader.dataset, BatchDataset)
+    if is_share and loader.batch_size is not None:
+        raise TypeError("the data of to_torch are batches already: give its DataLoader batch_size=None")
     context = get_context()
     # A copy with another sampler keeps what a constructor may not take: workers, prefetching, a subclass's own.
     mine = copy.copy(loader)
     replaced: dict[str, Any] = {"_iterator": None}
-    share = Share(context.rank, context.world_size, pad) if shard else Share(0, 1, pad)
+    share = Share(context.rank, context.world_size, pad) if shard and not is_share else Share(0, 1, pad)
     if not isinstance(loader.dataset, IterableDataset):
         replaced |= samplers_of(loader, seed, share)
     elif share.world_size > 1:

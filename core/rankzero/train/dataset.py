@@ -168,8 +168,8 @@ class DatasetShard:
         """The batches as a torch ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
 
         Each of the loader's processes makes its part of the batches; the loader gives them in the order of
-        `iter_batches`. `rankzero.train.prepare_data_loader` with ``shard=False`` counts epochs and batches, so its
-        ``state_dict`` goes on in the middle of an epoch; else call ``set_epoch``.
+        `iter_batches`. `rankzero.train.prepare_data_loader` counts epochs and batches, so its ``state_dict`` goes on in
+        the middle of an epoch, with any number of ranks; else call ``set_epoch``.
 
         Args:
             batch_size: As for `iter_batches`, like all others.
