@@ -19,22 +19,22 @@ class Watched:
     def ask(self) -> None:
         self.asked += 1
 
-    def look(self, now: float, *, storing: bool = False) -> dict[int, str] | None:
-        return self.watch.look(now, BOUND, storing=storing)
+    def look(self, now: float) -> dict[int, str] | None:
+        return self.watch.look(now, BOUND)
 
 
 def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
     asked: list[int] = []
     watch = HangWatch(2, lambda: asked.append(1))
-    assert watch.look(5.0, BOUND, storing=False) is None
+    assert watch.look(5.0, BOUND) is None
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.
     start = 5.0 + MEET_TIMEOUT
-    assert watch.look(start + BOUND, BOUND, storing=False) is None
+    assert watch.look(start + BOUND, BOUND) is None
     assert not asked
-    assert watch.look(start + 0.1 + BOUND, BOUND, storing=False) is None
+    assert watch.look(start + 0.1 + BOUND, BOUND) is None
     assert asked
-    stacks = watch.look(start + 0.2 + BOUND + policy.STACKS_WINDOW, BOUND, storing=False)
+    stacks = watch.look(start + 0.2 + BOUND + policy.STACKS_WINDOW, BOUND)
     assert stacks is not None
     assert list(stacks) == [0, 1]
 
@@ -72,6 +72,18 @@ def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> Non
 
 def test_nobody_hangs_while_a_value_is_stored() -> None:
     ranks = Watched()
-    assert ranks.look(BOUND * 100, storing=True) is None
-    assert ranks.look(BOUND * 101) is None
+    for rank in range(2):
+        ranks.watch.on_return(rank, BOUND)
+    assert ranks.look(BOUND * 100) is None
     assert ranks.asked == 0
+
+
+def test_a_return_is_progress_and_what_comes_after_it_hides_no_peer_that_hangs() -> None:
+    ranks = Watched()
+    ranks.watch.on_return(0, BOUND)
+    assert ranks.look(2 * BOUND) is None
+    ranks.watch.on_beat(0, 2, 2 * BOUND)
+    assert ranks.asked == 0
+    assert ranks.look(2 * BOUND + 1) is None
+    assert ranks.asked == 1
+    assert ranks.look(2 * BOUND + 1.1 + policy.STACKS_WINDOW) is not None

@@ -30,14 +30,39 @@ def failed(outcome: Outcome, rank: int, at: float = JUST, *, was_told_to: bool =
 
 def test_success_is_every_ranks_commit_and_rank_0s_value() -> None:
     outcome = Outcome(2)
-    outcome.note_returned(0)
-    assert outcome.is_storing
     outcome.note_committed(1)
     outcome.note_committed(1)
     assert outcome.success is None
     outcome.note_result(0, REF, [None])
     assert outcome.success == (REF, [None])
-    assert not outcome.is_storing
+
+
+def test_what_was_given_up_is_no_success_whatever_still_comes() -> None:
+    outcome = Outcome(1)
+    outcome.give_up()
+    outcome.note_result(0, REF, [None])
+    assert outcome.success is None
+
+
+def test_it_is_over_when_every_rank_has_said_its_last_or_is_gone() -> None:
+    outcome = Outcome(2)
+    outcome.note_over(1)
+    outcome.note_over(1)
+    assert not outcome.is_over
+    outcome.note_over(0)
+    assert outcome.is_over
+
+
+def test_an_agent_whose_ranks_have_all_committed_is_no_loss() -> None:
+    outcome, gone = Outcome(4), member(1, LONG_AGO)
+    gone.first_rank, gone.workers = 2, 2
+    outcome.note_committed(2)
+    assert outcome.reason(NOW, [gone], engine_ended=False) is gone
+    outcome.note_committed(3)
+    assert outcome.reason(NOW, [gone], engine_ended=False) is None
+    # Its peers may have needed it, though: their broken connections are explained by that.
+    failed(outcome, 0, LONG_BEFORE, collateral=True)
+    assert outcome.reason(NOW, [gone], engine_ended=False) is gone
 
 
 def test_the_value_alone_is_no_success() -> None:

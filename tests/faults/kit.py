@@ -8,15 +8,18 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+import rankzero
 from rankzero import LocalEngine, RunHandle
 from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
-from rankzero.engines.local import LOOPBACK, LocalSession
+from rankzero.engines.local import LOOPBACK, LocalGroup, LocalSession
+from rankzero.errors import RankZeroError
 from rankzero.job import Job
 from rankzero.values import formats
 
@@ -225,3 +228,63 @@ class SlotsSession(LocalSession):
     def slots(self) -> int:
         """What the file says."""
         return int(self._file.read_text())
+
+
+@dataclass(frozen=True)
+class TasksEngine(LocalEngine):
+    """This machine, with an agent for each rank, as clusters have them. For `Launcher.run`."""
+
+    def open(self, job: Job) -> TasksSession:
+        """A session of several agents."""
+        return TasksSession(job)
+
+
+class TasksSession(LocalSession):
+    """Each task has one rank."""
+
+    def num_agents(self, num_tasks: int) -> int:
+        """As many as tasks."""
+        return num_tasks
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
+        """Starts the agents."""
+        common = {
+            **config,
+            "host": LOOPBACK,
+            "workers": 1,
+            "gpus": [],
+            "cores": 1,
+            "owner": os.getpid(),
+            "code_path": str(Path(rankzero.__file__).parents[1]),
+        }
+        return TasksGroup([{**common, "task": task} for task in range(num_tasks)], on_end)
+
+
+class TasksGroup(AgentGroup):
+    """Agents that end one by one."""
+
+    def __init__(self, configs: Sequence[AgentConfig], on_end: OnEnd) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._left = len(configs)
+        self._error: BaseException | None = None
+        self._on_end = on_end
+        self._groups = [LocalGroup(config, self._on_one_end) for config in configs]
+
+    def _on_one_end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            is_last = not self._left
+        if is_last:
+            self._ended.set()
+            self._on_end(self._error)
+
+    def cancel(self) -> None:
+        """Kills them all."""
+        for group in self._groups:
+            group.cancel()
+
+    def explain(self, error: BaseException) -> RankZeroError:
+        """As of a single one."""
+        return self._groups[0].explain(error)

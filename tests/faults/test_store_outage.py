@@ -108,6 +108,33 @@ class Stall:
         self._open.set()
 
 
+def test_a_value_that_was_on_its_way_when_the_run_was_ended_is_the_result_and_stays(
+    launcher: Launcher, tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(size: int) -> bytes:
+        return b"a value" * size
+
+    stall = Stall(r"/result/value-")
+    monkeypatch.setattr(files, "_filesystem", stall.filesystem)
+    launcher = launcher.options(store=f"memory://{tmp_path.name}", run_id="run", timeout=1.0)
+    stall.begin()
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(lambda: launcher.run(train, 1 << 14))
+        try:
+            until(lambda: stall.stalled or value.done(), WAIT, "a value that stalls")
+            # The timeout, and not the success, ends the ranks.
+            assert wait_until_gone(f"MARK={marker}", WAIT) == []
+            with pytest.raises(TimeoutError):
+                # The driver has turned to what is on its way.
+                value.result(1.0)
+        finally:
+            stall.end()
+        assert value.result(WAIT) == train(1 << 14)
+    handle = RunHandle.attach(f"memory://{tmp_path.name}/run")
+    assert handle.status().state == "succeeded"
+    assert handle.result() == train(1 << 14)
+
+
 def fail_when_told(folder: str) -> None:
     """Rank 1 fails when it may, and rank 0 would stay for ever."""
     import rankzero.train as rt

@@ -334,7 +334,10 @@ class Agent:
         self._drain(rank, self._on_control)
         self._drain(rank, self._on_output)
         code = os.waitstatus_to_exitcode(status)
-        if rank.outcome is None and not self._ending.has_begun:
+        if rank.outcome is None and self._ending.has_begun:
+            # Peers of other agents may wait for the end of this one.
+            self._client.queue({"type": "exited", "local_rank": rank.local_rank})
+        elif rank.outcome is None:
             self._client.queue(
                 {
                     "type": "failure",

@@ -199,7 +199,6 @@ class Attempt:
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             # What has come meanwhile is committed first.
             self._take_all()
-            self._storage.sweep()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()
@@ -227,7 +226,7 @@ class Attempt:
         while not self._engine_ended and time.monotonic() < deadline:
             kind = self._take(TICK)
             if not released and self._outcome.is_over:
-                # Rank 0 waits for its peers: none needs the rest of the grace.
+                # Ranks that have committed wait for their peers: none needs the rest of the grace.
                 released = True
                 self._server.broadcast({"type": "end"})
             if kind == LOST:
@@ -244,15 +243,25 @@ class Attempt:
             group.wait(policy.STOP_MARGIN)
 
     def _await_commits(self, timeout: float) -> None:
-        """Waits for checkpoints on their way to the store, less long once the run is called off."""
+        """Waits for what is on its way to the store, less long once called off; sweeps an attempt that has failed."""
         deadline = time.monotonic() + timeout
         self._committer.release()
+        deadline = self._await_committer(deadline)
+        if self._stopping and self.outcome is None:
+            # Not before: the value that was on its way may have made it a success.
+            self._storage.sweep()
+            self._await_committer(deadline)
+        self._committer.close(0.0 if self._committer.is_busy else TICK)
+        self._take_all()
+
+    def _await_committer(self, deadline: float) -> float:
+        """Waits until the committer has done all that it was given; the deadline, earlier if the run is called off."""
         while self._committer.is_busy and time.monotonic() < deadline:
             self._take(TICK)
             if self._is_called_off():
                 deadline = min(deadline, time.monotonic() + policy.STOP_MARGIN)
-        self._committer.close(0.0 if self._committer.is_busy else TICK)
         self._take_all()
+        return deadline
 
     def _is_called_off(self) -> bool:
         try:
@@ -325,9 +334,13 @@ class Attempt:
         elif kind == LOST:
             why = "it was not heard of any more: its host died or the network to it is cut"
             member.leave(why, time.monotonic())
+            for rank in member.ranks:
+                self._outcome.note_over(rank)
 
     def _handle_rank(self, rank: int, member: Member, message: Message) -> None:
         kind = message["type"]
+        if kind in ("commit", "failure", "exited"):
+            self._outcome.note_over(rank)
         if kind == "log":
             self._recorder.log(rank, message["lines"])
         elif kind == "metric":
@@ -343,6 +356,7 @@ class Attempt:
             self._committer.drop(message["index"])
         elif kind == "returned" and not self._stopping and member.left_at is None:
             self._outcome.note_returned(rank)
+            self._hang.on_return(rank, time.monotonic())
             self._note_phase("returned", rank, member, message)
         elif kind == "entered":
             self._note_phase("entered", rank, member, message)
@@ -448,8 +462,8 @@ class Attempt:
                 self._say_at = now + policy.WAITING_INTERVAL
                 self._say_waiting()
             return
-        bound, storing = self._job.hang_timeout, self._outcome.is_storing
-        if bound is not None and (stacks := self._hang.look(now, bound, storing=storing)):
+        bound = self._job.hang_timeout
+        if bound is not None and (stacks := self._hang.look(now, bound)):
             raise verdict.hung(bound, stacks, self._run.directory)
 
     def _look_at_outcome(self, group: AgentGroup, now: float) -> None:

@@ -21,20 +21,28 @@ class HangWatch:
         self._ranks = range(num_processes)
         self._ask_stacks = ask_stacks
         self._progress: dict[int, tuple[int, float]] = {}
+        self._returned: set[int] = set()
         self._began: float | None = None
         self._stacks: dict[int, str] = {}
         self._stacks_deadline: float | None = None
 
     def on_beat(self, rank: int, progress: int, now: float) -> None:
-        """Takes a rank's count of what it has done."""
+        """Takes a rank's count of what it has done; nothing more counts of one that has returned."""
+        if rank in self._returned:
+            return
         if rank not in self._progress or self._progress[rank][0] != progress:
             self._progress[rank] = progress, now
+
+    def on_return(self, rank: int, now: float) -> None:
+        """A rank's code has ended, which is its last progress: to store its value may take as long as it likes."""
+        self._returned.add(rank)
+        self._progress[rank] = -1, now
 
     def on_stack(self, rank: int, text: str) -> None:
         """Takes a rank's answer."""
         self._stacks[rank] = text
 
-    def look(self, now: float, bound: float, *, storing: bool) -> dict[int, str] | None:
+    def look(self, now: float, bound: float) -> dict[int, str] | None:
         """Where each rank stands if the run hangs; None if it does not, or answers are still awaited.
 
         To be called when every rank has started; a rank's progress counts from the first call on.
@@ -42,15 +50,13 @@ class HangWatch:
         Args:
             now: Monotonic time.
             bound: Seconds without progress of any rank after which a run hangs.
-            storing: A value is on its way to the store: however long that takes, nobody hangs.
         """
         if self._began is None:
             self._began = now
         for rank in self._ranks:
             # One that was stopped before its first heartbeat hangs, too; it may take so long to reach rank 0.
             self._progress.setdefault(rank, (-1, self._began + MEET_TIMEOUT))
-        if storing:
-            self._progress = {rank: (count, now) for rank, (count, _) in self._progress.items()}
+        if self._returned.issuperset(self._ranks):
             return None
         if not policy.is_hung((when for _, when in self._progress.values()), now, bound):
             self._stacks_deadline = None

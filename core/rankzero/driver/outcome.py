@@ -47,6 +47,8 @@ class Outcome:
         self._num_processes = num_processes
         self._returned: set[int] = set()
         self._committed: set[int] = set()
+        self._over: set[int] = set()
+        self._is_given_up = False
         self._result: tuple[ResultRef, list[Any]] | None = None
         self._first_failure_at = 0.0
         self.failures: list[Failure] = []
@@ -97,20 +99,23 @@ class Outcome:
         self.failures.append(failure)
         return failure
 
-    @property
-    def is_over(self) -> bool:
-        """True once every rank has committed or failed."""
-        return len(self._committed | {failure.rank for failure in self.failures}) >= self._num_processes
+    def note_over(self, rank: int) -> None:
+        """The rank has said all that it has to say, or its process is gone: it needs no peer any more."""
+        self._over.add(rank)
 
     @property
-    def is_storing(self) -> bool:
-        """True while a value is on its way to the store."""
-        return bool(self._returned - self._committed)
+    def is_over(self) -> bool:
+        """True once no rank needs another."""
+        return len(self._over) >= self._num_processes
+
+    def give_up(self) -> None:
+        """What the ranks have stored is to be deleted: this is no success any more, whatever still comes."""
+        self._is_given_up = True
 
     @property
     def success(self) -> tuple[ResultRef, list[Any]] | None:
         """Rank 0's handle, and the value in a list if it is small JSON, as soon as every rank has committed."""
-        return self._result if len(self._committed) >= self._num_processes else None
+        return self._result if len(self._committed) >= self._num_processes and not self._is_given_up else None
 
     def reason(self, now: float, gone: Sequence[Member], *, engine_ended: bool) -> Reason | Member | None:
         """Why the attempt cannot succeed any more: a `Reason`, or the agent that was lost; None if it still can.
@@ -122,12 +127,14 @@ class Outcome:
         """
         if self.failures and is_conclusive(self.failures, now - self._first_failure_at):
             if gone and all(failure.collateral for failure in self.failures):
-                # The peers of a lost host see broken connections only.
+                # The peers of a lost host see broken connections only, also if it had nothing more to do itself.
                 return gone[0]
             return Reason.RANKS_FAILED
         if self.refusal:
             return Reason.REFUSED
-        left = [(member, member.left_at) for member in gone if member.left_at is not None]
+        # One whose ranks have all committed has done its part.
+        needed = [member for member in gone if not member.ranks or not self._committed.issuperset(member.ranks)]
+        left = [(member, member.left_at) for member in needed if member.left_at is not None]
         if engine_ended and not self.failures:
             # An agent that was asked to exit by somebody else ends as quietly as one that the driver asked.
             return left[0][0] if left else Reason.ENGINE_ENDED

@@ -93,11 +93,11 @@ class Storage:
             put()
 
     def sweep(self) -> None:
-        """Has deleted what this attempt, which has failed, left at the store: parts of checkpoints, value, tables."""
+        """Has deleted what this attempt left at the store: parts of checkpoints, value, tables. It has failed now."""
+        self._outcome.give_up()
         self._committer.sweep()
-        if self._outcome.success is None:
-            self._committer.do(lambda: remove_tables(self._run, range(self._number, self._number + 1)))
-        if self._run.is_remote and self._outcome.success is None:
+        self._committer.do(lambda: remove_tables(self._run, range(self._number, self._number + 1)))
+        if self._run.is_remote:
             self._committer.do(lambda: remove_values(self._run, range(self._number, self._number + 1)))
 
     def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:

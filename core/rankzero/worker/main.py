@@ -121,11 +121,12 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     ending.callback(writer.finish)
     control.send({"type": "entered", **phases, "time": time.time(), "torch": torch.__version__})
     value = call(start, control.fetch)
+    for function in session.at_return:
+        # It may wait for peers, which are still trained.
+        function()
     # Whoever is asked to exit from here on has finished, and gets the grace for what is left to write.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control.send({"type": "returned", "time": time.time()})
-    for function in session.at_return:
-        function()
     writer.finish()
     if value is None:
         value = session.result

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import Launcher, WorkerFailedError
+from rankzero import HangError, Launcher, WorkerFailedError
 
 
 @pytest.fixture
@@ -210,3 +210,21 @@ def test_a_rank_that_has_joined_has_nothing_to_gather(launcher: Launcher) -> Non
         hvd.join()
 
     launcher.run(train)
+
+
+def test_a_rank_that_hangs_is_seen_while_its_peer_waits_for_it_to_shut_down(launcher: Launcher) -> None:
+    def train() -> None:
+        import time
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            time.sleep(600)
+
+    handle = launcher.options(hang_timeout=4.0).submit(train)
+    try:
+        with pytest.raises(HangError):
+            handle.result(60)
+    finally:
+        handle.cancel()

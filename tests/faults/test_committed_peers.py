@@ -1,0 +1,75 @@
+"""Ranks that have committed wait for their peers: that holds up no stop, and their agent's end is no loss."""
+
+import os
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until, wait_until_gone
+from tests.faults.kit import TasksEngine
+
+from rankzero import Launcher, LocalEngine, RunCancelledError, RunHandle
+from rankzero.engines.base import Engine
+
+WAIT = 30.0
+
+GRACE = 90.0
+"""Of a stop that nobody needs."""
+
+SETTLED = 1.0
+"""Seconds from the end of a rank's code to its commit, and more."""
+
+
+def train(folder: str) -> str:
+    """Rank 0 stays until it may go; the others leave at once."""
+    rank = os.environ["RANK"]
+    Path(folder, f"agent-{rank}").write_text(str(os.getppid()))
+    while rank == "0" and not Path(folder, "go").exists():
+        time.sleep(0.05)
+    return "whole"
+
+
+def committed(launcher: Launcher, value: Future[Any]) -> RunHandle[Any]:
+    """Waits until rank 1 has."""
+
+    def returned() -> bool:
+        assert not value.done(), value.result()
+        run = launcher.find()
+        return run is not None and any(event["type"] == "returned" for event in run.events())
+
+    until(returned, 120.0, "the end of rank 1")
+    time.sleep(SETTLED)
+    run = launcher.find()
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize("engine", [LocalEngine(), TasksEngine()], ids=["one agent", "an agent each"])
+def test_a_stop_does_not_wait_for_ranks_that_have_committed(
+    launcher: Launcher, tmp_path: Path, marker: str, engine: Engine
+) -> None:
+    launcher = launcher.options(engine=engine, run_id="run", stop_grace=GRACE)
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(lambda: launcher.run(train, str(tmp_path)))
+        committed(launcher, value).cancel()
+        with pytest.raises(RunCancelledError):
+            value.result(WAIT)
+    assert wait_until_gone(marker) == []
+
+
+def test_an_agent_whose_ranks_have_committed_is_no_loss(launcher: Launcher, tmp_path: Path) -> None:
+    launcher = launcher.options(engine=TasksEngine(), run_id="run", stop_grace=0.5)
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(lambda: launcher.run(train, str(tmp_path)))
+        try:
+            committed(launcher, value)
+            os.kill(int((tmp_path / "agent-1").read_text()), signal.SIGTERM)
+            with pytest.raises(TimeoutError):
+                # Longer than one that left is waited for.
+                value.result(5.0)
+        finally:
+            (tmp_path / "go").touch()
+        assert value.result(WAIT) == "whole"
