@@ -30,8 +30,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
 
     Every rank may call it, several times too; it waits for nobody. The table is complete when the run has succeeded,
     and whoever has its handle then reads all of it: return the handle, so that it is the run's result. What ranks of a
-    failed attempt have written is removed. So an attempt that has loaded a cursor (``state_dict``) of after the table was
-    begun cannot write to it.
+    failed attempt have written is removed. So an attempt that has loaded a cursor (``state_dict``) of after the table
+    was begun cannot write to it.
 
     Args:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
