@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rankzero import InvalidJobError, ResultRef
+from rankzero import InvalidJobError, Launcher, ResultRef
 from rankzero.submit import payload, shipping
 
 
@@ -413,3 +413,23 @@ def test_too_much_user_code_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "train_it.py").write_text("import big\n")
     (tmp_path / "big.py").write_text("x" * 100)
     assert "install them on the executors" in refused(tmp_path / "train_it.py")
+
+
+def test_a_run_of_one_rank_takes_the_world_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ranks find it by its name, like what is installed.
+    site = tmp_path / "lib" / "site-packages"
+    (site / "accelerate").mkdir(parents=True)
+    (site / "accelerate" / "__init__.py").write_text("")
+    (site / "accelerate" / "state.py").write_text("class PartialState:\n    num_processes = 1\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    state = importlib.import_module("accelerate.state").PartialState()
+    try:
+        assert Launcher(1, store=tmp_path / "store").run(lambda: state.num_processes) == 1
+        with pytest.raises(InvalidJobError, match="every rank would train alone"):
+            Launcher(2, store=tmp_path / "store").run(lambda: state.num_processes)
+    finally:
+        for name in ("accelerate.state", "accelerate"):
+            sys.modules.pop(name, None)

@@ -1,7 +1,9 @@
 """`run_inline`: rank 0 in this thread, the others beside it, and nothing left behind."""
 
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,59 @@ def test_the_first_cause_is_that_of_the_rank_that_failed_and_not_its_echo() -> N
         run_inline(fail_on_rank_1, world_size=2)
     assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")
     assert "fail_on_rank_1" in str(caught.value.traceback)
+
+
+def fail_before_there_is_a_group() -> None:
+    if rt.get_context().rank == 1:
+        raise ValueError("rank 1 has no data")
+    rt.barrier()
+
+
+def come_when_the_others_have_failed() -> None:
+    if rt.get_context().rank == 1:
+        raise ValueError("rank 1 has no data")
+    _, living = psutil.wait_procs(psutil.Process().children(), timeout=60)
+    assert not living
+    time.sleep(1)
+    rt.barrier()
+
+
+def wait_for_a_rank_that_waits() -> None:
+    import torch
+    import torch.distributed as dist
+
+    rt.barrier()
+    if rt.get_context().rank == 1:
+        raise ValueError("rank 1 has no data")
+    if rt.get_context().rank == 2:
+        time.sleep(600)
+    dist.recv(torch.ones(1), 2)
+
+
+# Where rank 0 is not freed, it waits where no signal is heard.
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize(
+    ("function", "world_size"),
+    [(fail_before_there_is_a_group, 3), (come_when_the_others_have_failed, 2), (wait_for_a_rank_that_waits, 3)],
+)
+def test_rank_0_does_not_wait_for_ranks_that_have_failed(function: Any, world_size: int) -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data"):
+        run_inline(function, world_size=world_size)
+
+
+def be_killed() -> None:
+    if rt.get_context().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rt.barrier()
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_rank_0_does_not_wait_for_a_rank_that_was_killed() -> None:
+    with pytest.raises(WorkerFailedError, match="rank 1 ended with code -9") as caught:
+        run_inline(be_killed, world_size=2)
+    assert (caught.value.rank, caught.value.exit_code) == (1, -9)
+    # The group that could not be made does not disturb the next one.
+    assert run_inline(reduce, (0.0,), world_size=2).value["sum"] == 1.0
 
 
 def test_a_result_that_a_script_would_set() -> None:

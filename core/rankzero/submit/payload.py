@@ -56,7 +56,9 @@ class Payload:
     refs: list[ResultRef] = field(default_factory=list)
 
 
-def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = ()) -> Payload:
+def build(
+    train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
+) -> Payload:
     """Makes the payload.
 
     Args:
@@ -64,6 +66,7 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
         args: Positional arguments. `ResultRef` in them, also nested, are opened in the workers.
         kwargs: Keyword arguments; only a function takes some.
         restart_on: Of `Launcher`; a rank that fails loads it.
+        is_alone: It is for one rank, which may get a world of one process.
 
     Raises:
         InvalidJobError: ``train`` is nothing that can be run, the arguments do not fit its signature,
@@ -79,7 +82,10 @@ def build(train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_
     check_callable(training, args, kwargs)
     name = name_of(training)
     parts = {"kind": "function", "name": name, "function": training, "args": args, "kwargs": kwargs}
-    data, modules = _pickle(parts | extra, lambda: _find_culprit(training, args, kwargs), needed)
+    make_pickler = functools.partial(TrainingPickler, is_alone=is_alone)
+    data, modules = _pickle(
+        parts | extra, make_pickler, lambda: _find_culprit(training, args, kwargs, make_pickler), needed
+    )
     return Payload(name, data, modules, refs)
 
 
@@ -117,11 +123,11 @@ def _build_program(
 
 
 def _pickle(
-    parts: dict[str, Any], find_culprit: Callable[[], str], needed: set[str]
+    parts: dict[str, Any], make_pickler: _Maker, find_culprit: Callable[[], str], needed: set[str]
 ) -> tuple[list[Part], Shipped | None]:
     buffer = io.BytesIO()
     buffers: list[memoryview] = []
-    pickler = TrainingPickler(buffer, beside(buffers))
+    pickler = make_pickler(buffer, beside(buffers))
     try:
         pickler.dump(parts)
     except Exception as error:
@@ -129,7 +135,9 @@ def _pickle(
     return pack(buffer.getvalue(), buffers), zip_modules(pickler.needed | needed)
 
 
-def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _find_culprit(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], make_pickler: _Maker
+) -> str:
     """Names the argument, or the function, that pickling fails on."""
     names = [f"#{position}" for position in range(1, len(args) + 1)]
     with contextlib.suppress(TypeError, ValueError):
@@ -139,7 +147,7 @@ def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     candidates = [*zip(names, args, strict=True), *kwargs.items()]
     for name, value in candidates:
         try:
-            TrainingPickler(io.BytesIO()).dump(value)
+            make_pickler(io.BytesIO()).dump(value)
         except Exception:
             return f"argument {name!r} (a {type(value).__name__})"
     return f"train={name_of(function)}, or something it refers to,"
@@ -151,8 +159,15 @@ _WORLD_OF_ACCELERATE = "accelerate.state"
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Notes the user modules that must be importable where the pickle is loaded; others go by value."""
 
-    def __init__(self, file: io.BytesIO, on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        on_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
+        self._is_alone = is_alone
         self.needed: set[str] = set()
         self._by_value: list[Any] = []
         self._tensors = Tensors()
@@ -197,7 +212,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (obj.__name__,)
         if isinstance(obj, types.FunctionType):
             self._note_imports(obj)
-        if type(obj).__module__ == _WORLD_OF_ACCELERATE:
+        if type(obj).__module__ == _WORLD_OF_ACCELERATE and not self._is_alone:
             raise pickle.PicklingError(
                 f"it holds accelerate's {type(obj).__name__}, the world of this process, and every rank would train "
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
@@ -222,6 +237,9 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "it outside of the function, from where it travels by value, or make it a file"
             )
         self.needed |= imported
+
+
+_Maker = Callable[..., TrainingPickler]
 
 
 def _is_global(obj: Any, module: str) -> bool:

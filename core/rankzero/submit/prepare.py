@@ -111,7 +111,7 @@ def prepare(
             "a run that outlives this process cannot use this process's SparkSession: "
             "give SparkEngine(master=...) or SparkConnectEngine(url) to submit(), or use run()"
         )
-    parts = payload.build(train, args, kwargs, request.restart_on)
+    parts = payload.build(train, args, kwargs, request.restart_on, is_alone=request.num_processes == 1)
     if isinstance(train, (list, tuple)) and request.template.hang_timeout:
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()

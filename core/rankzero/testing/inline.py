@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 PEER_TIMEOUT = 60.0
 """Seconds for the other ranks to end once rank 0 has."""
+
+WATCH_EVERY = 0.1
+"""Seconds between looks at the other ranks while rank 0 trains."""
+
+ARRIVAL = 0.5
+"""Seconds for a rank 0 that has read where the others meet to get there."""
 
 HOST = "127.0.0.1"
 
@@ -57,6 +64,7 @@ def run_inline(
     Nothing is pickled for rank 0, and what it raises comes out as it is, so a breakpoint stops where it stands and
     coverage counts its lines. The other ranks are processes of this machine; they meet rank 0 by the same environment
     variables as in a run. On CPUs, with gloo. This process's environment and `rankzero.train` are as before afterwards.
+    When another rank fails, rank 0's wait for it in torch.distributed ends, and the remaining ranks are killed.
 
     Args:
         train: The function.
@@ -92,11 +100,11 @@ def run_inline(
     home = tempfile.TemporaryDirectory(prefix="rankzero-inline-")
     seeded = ranks.seed_checkpoint(home.name, checkpoint) if checkpoint is not None else None
     # Held by this process, so that no rank has to guess a port that is free.
-    store: Any = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
     common = {
         **dict(env or {}),
         "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(store[0].port),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
@@ -108,9 +116,11 @@ def run_inline(
     peers = _Peers(home.name, world_size, common, (train, args, dict(kwargs or {})), seeded)
     had_group = dist.is_initialized()
     try:
-        with _environment({**common, "RANK": "0", "LOCAL_RANK": "0"}):
+        with _environment({**common, "RANK": "0", "LOCAL_RANK": "0"}), peers.watched(store):
             outcome = ranks.call(0, world_size, home.name, seeded, lambda: train(*args, **dict(kwargs or {})))
     except BaseException as error:
+        if not (had_group or dist.is_initialized()):
+            _count_groups_anew()
         if isinstance(error, Exception) and (failure := peers.failure()):
             # A broken collective is the echo of it.
             raise failure from error
@@ -121,7 +131,7 @@ def run_inline(
         if dist.is_initialized() and not had_group:
             dist.destroy_process_group()
         peers.kill()
-        del store
+        store.clear()
     metrics = sorted((row for one in found for row in one.metrics), key=lambda row: row["time"])
     return InlineRun(outcome.value, [one.value for one in found], metrics, outcome.checkpoint, home)
 
@@ -140,6 +150,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _count_groups_anew() -> None:
+    """A group that could not be made has had a number, and the next one would wait under another than the others'."""
+    import torch.distributed as dist
+
+    alone: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
 class _Peers:
     """The ranks but 0, each a process of its own that ends with this one."""
 
@@ -153,6 +172,7 @@ class _Peers:
     ) -> None:
         self._home = home
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._first: WorkerFailedError | None = None
         if world_size == 1:
             return
         payload = os.path.join(home, "payload.pkl")
@@ -168,6 +188,35 @@ class _Peers:
                 env={**os.environ, **common, **own},
             )
 
+    @contextlib.contextmanager
+    def watched(self, store: list[Any]) -> Iterator[None]:
+        """Ends rank 0's waits for the others once one has failed: before they have a group, nothing else would.
+
+        Args:
+            store: Where they meet; emptied then.
+        """
+        is_over = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(store, is_over), name="rankzero-inline", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
+
+    def _watch(self, store: list[Any], is_over: threading.Event) -> None:
+        while not self._first:
+            if is_over.wait(WATCH_EVERY):
+                return
+            self._first = self.failure()
+        # For a store that is closed torch looks until the group's timeout: who comes now finds no address.
+        os.environ.pop("MASTER_PORT", None)
+        if not is_over.wait(ARRIVAL):
+            # Closed, as nobody else holds it.
+            store.clear()
+            for process in self._processes.values():
+                process.kill()
+
     def outcomes(self) -> list[ranks.Outcome]:
         """What they returned. Raises WorkerFailedError for the first that failed."""
         for process in self._processes.values():
@@ -178,13 +227,16 @@ class _Peers:
                 process.wait(PEER_TIMEOUT)
             except subprocess.TimeoutExpired:
                 what = f"rank {rank} has not ended {PEER_TIMEOUT:g} s after rank 0"
-                raise WorkerFailedError(what, rank=rank, host=HOST) from None
+                raise self.failure() or WorkerFailedError(what, rank=rank, host=HOST) from None
         if failure := self.failure():
             raise failure
         return [ranks.read_outcome(self._home, rank) for rank in self._processes]
 
     def failure(self) -> WorkerFailedError | None:
         """The error of the rank that failed first by its own account, or was killed; None if none has failed."""
+        if self._first:
+            # Others have been killed since.
+            return self._first
         failures = [ranks.read_failure(self._home, rank) for rank in self._processes]
         known = sorted((one for one in failures if one), key=lambda one: one["time"])
         if known:

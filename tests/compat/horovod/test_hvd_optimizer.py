@@ -238,3 +238,46 @@ def test_batch_norm_over_all_ranks(launcher: Launcher) -> None:
         return True
 
     assert launcher.run(train)
+
+
+def test_batch_norm_in_half_a_precision(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        # More rows than the largest number of a float16.
+        whole = 3 + torch.randn(2, 3, 40_000, generator=torch.Generator().manual_seed(1))
+        for dtype in (torch.bfloat16, torch.float16):
+            for has_statistics in (True, False):
+                for of_model in (torch.float32, dtype):
+                    ours = hvd.SyncBatchNorm(3, track_running_stats=has_statistics).to(of_model)
+                    plain = torch.nn.BatchNorm1d(3, track_running_stats=has_statistics).to(of_model)
+                    mine = whole[hvd.rank() :][:1].to(dtype).requires_grad_()
+                    normal, expected = ours(mine), plain(whole.to(dtype))
+                    assert normal.dtype == expected.dtype == dtype
+                    torch.testing.assert_close(normal, expected[hvd.rank() :][:1], atol=2e-2, rtol=2e-2)
+                    normal.float().pow(3).sum().backward()
+                    assert mine.grad.dtype == dtype
+                    assert mine.grad.isfinite().all()
+                    if has_statistics:
+                        torch.testing.assert_close(ours.running_mean, plain.running_mean, atol=1e-2, rtol=1e-2)
+                        torch.testing.assert_close(ours.running_var, plain.running_var, atol=1e-2, rtol=1e-2)
+        return True
+
+    assert launcher.run(train)
+
+
+def test_batch_norm_of_one_row_in_all_leaves_statistics_finite(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        ours = hvd.SyncBatchNorm(3)
+        ours(torch.ones(1 - hvd.rank(), 3))
+        return torch.cat([ours.running_mean, ours.running_var]).isfinite().all().item()
+
+    assert launcher.run(train)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rankzero.compat.horovod.torch.errors import MismatchError, StallError
 from rankzero.compat.horovod.torch.execute import AVERAGE, SUM
-from rankzero.compat.horovod.torch.messages import Meta, Numbers, Operation, Said, full_name
+from rankzero.compat.horovod.torch.messages import Meta, Said
 
 DEADLOCK_ROUNDS = 2000
 """Rounds in which every rank waits, and for nothing that all have issued, before that is an error: some seconds."""
@@ -14,7 +14,7 @@ DEADLOCK_ROUNDS = 2000
 JOINED, SHUT_DOWN, WAITING = 1, 2, 4
 """Flags that a rank sends: it has joined, it issues nothing more, it waits for a result."""
 
-Issued = dict[int, Operation]
+Issued = dict[int, Meta]
 """What each rank issued under one name, by index of the rank."""
 
 
@@ -23,12 +23,10 @@ class Agreement:
 
     Args:
         ranks: Global ranks of the set.
-        numbers: Of the names that they have issued.
     """
 
-    def __init__(self, ranks: Sequence[int], numbers: Numbers) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
-        self._numbers = numbers
         self._issued: dict[str, Issued] = {}
         self._flags = [0] * len(ranks)
         self._last_joined = -1
@@ -52,9 +50,8 @@ class Agreement:
                 # What waited for that rank alone.
                 touched.update(dict.fromkeys(self._issued))
             self._flags[index] = message.flags
-            for operation in message.issued:
-                name = full_name(self._numbers[operation[0]][0], operation[1])
-                self._issued.setdefault(name, {})[index] = operation
+            for name, meta in message.issued.items():
+                self._issued.setdefault(name, {})[index] = meta
                 touched[name] = None
         ready = [name for name in touched if not self._missing(name)]
         return {name: self._issued.pop(name) for name in ready}
@@ -62,10 +59,7 @@ class Agreement:
     def refusal(self, name: str, meta: Meta, issued: Issued) -> MismatchError | None:
         """Why the ranks cannot carry something out that all have issued; None if they can."""
         if len(set(issued.values())) > 1:
-            parts = [
-                f"rank {self._ranks[index]}: {self._numbers[number][1].describe()}"
-                for index, (number, _) in sorted(issued.items())
-            ]
+            parts = [f"rank {self._ranks[index]}: {issued[index].describe()}" for index in sorted(issued)]
             return MismatchError(f"{name!r} is not the same on all ranks: {'; '.join(parts)}")
         joined = [rank for rank, flags in zip(self._ranks, self._flags, strict=True) if flags & JOINED]
         if joined and not (meta.kind == "barrier" or meta.op in (AVERAGE, SUM)):

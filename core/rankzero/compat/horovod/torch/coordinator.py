@@ -63,7 +63,7 @@ class Coordinator:
         self.warn_after = warn_after
         self._numbers = Numbers()
         self._calls: Counter[str] = Counter()
-        self._agreement = Agreement(self.ranks, self._numbers)
+        self._agreement = Agreement(self.ranks)
         self._requests: dict[str, Request] = {}
         self._new: list[Request] = []
         self._flag = 0
@@ -237,8 +237,7 @@ class Coordinator:
     def _carry_out(self, ready: dict[str, Issued], said: Sequence[Said], received: Received) -> None:
         batch: list[tuple[Meta, Request]] = []
         for name, issued in ready.items():
-            operation = next(iter(issued.values()))
-            meta = self._numbers[operation[0]][1]
+            meta = next(iter(issued.values()))
             request = self._taken(name, meta)
             if error := self._agreement.refusal(name, meta, issued):
                 request.handle.finish(error=error)
@@ -247,8 +246,8 @@ class Coordinator:
                 execute.allreduce(self, batch)
                 batch = []
                 execute.run(self, meta, request)
-            elif meta.inline_bytes and all(operation in message.inline for message in said):
-                begins = tuple(message.inline[operation] for message in said)
+            elif meta.inline_bytes and all(name in message.inline for message in said):
+                begins = tuple(message.inline[name] for message in said)
                 execute.reduce_inline(meta, request, received.tensors(meta, begins))
             else:
                 batch.append((meta, request))

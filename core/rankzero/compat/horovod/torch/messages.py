@@ -23,6 +23,9 @@ _ALIGNED = 16
 _HEAD = struct.Struct("<IIIHBx")
 """Bytes of the message, bytes of the text, count of operations, count of inline tensors, flags."""
 
+KNOWN = 1 << 14
+"""Names that have numbers: more than a model has parameters. Who makes up new names for ever begins anew then."""
+
 _OPERATION = struct.Struct("<II")
 """Number of the name, and of the call without a name."""
 
@@ -131,37 +134,34 @@ def full_name(name: str, call: int) -> str:
     return f"{name}.noname.{call}" if call else name
 
 
-Operation = tuple[int, int]
-"""Number of a name with its `Meta`, and of the call without a name."""
-
-
 @dataclass(frozen=True)
 class Said:
     """What a rank sent.
 
     Attributes:
         flags: Of the coordinator.
-        issued: What it has newly issued.
-        inline: Where the data of tiny tensors begins in the message.
+        issued: What it has newly issued, by full name.
+        inline: Where the data of tiny tensors begins in the message, by full name.
     """
 
     flags: int
-    issued: list[Operation]
-    inline: dict[Operation, int]
+    issued: dict[str, Meta]
+    inline: dict[str, int]
 
 
 class Numbers:
-    """Short numbers for names with their `Meta`, the same on all ranks."""
+    """Short numbers for names with their `Meta`, the same on all ranks. They hold for one round."""
 
     def __init__(self) -> None:
         self._known: list[tuple[str, Meta]] = []
         self._numbers: dict[tuple[str, Meta], int] = {}
 
-    def __getitem__(self, number: int) -> tuple[str, Meta]:
-        return self._known[number]
-
     def encode(self, flags: int, new: Sequence[Request]) -> bytes:
-        """The message of a rank that has newly issued ``new``."""
+        """The message of a rank that has newly issued ``new``. Called once in each round, before it is sent."""
+        if len(self._known) >= KNOWN:
+            # Every rank knows as many at the begin of a round.
+            self._known.clear()
+            self._numbers.clear()
         operations: list[bytes] = []
         others: list[bytes] = []
         fresh: list[list[Any]] = []
@@ -184,18 +184,23 @@ class Numbers:
         """What a rank sent. Called for the messages of a round in the order of ranks, so that all number alike."""
         length, text, count, inlined, flags = _HEAD.unpack_from(message)
         end = _HEAD.size + count * _OPERATION.size
-        issued = list(_OPERATION.iter_unpack(message[_HEAD.size : end]))
-        inline, end = {}, aligned(end)
-        for operation in issued[:inlined]:
-            inline[operation] = end
-            end += aligned(self._known[operation[0]][1].inline_bytes)
+        issued: dict[str, Meta] = {}
+        inline: dict[str, int] = {}
+        begin = aligned(end)
+        for index, (number, call) in enumerate(_OPERATION.iter_unpack(message[_HEAD.size : end])):
+            name, meta = self._known[number]
+            full = full_name(name, call)
+            issued[full] = meta
+            if index < inlined:
+                inline[full] = begin
+                begin += aligned(meta.inline_bytes)
         if text:
             for name, call, kind, dtype, shape, *others in json.loads(bytes(message[length - text : length])):
                 key = name, meta_of(kind, dtype, tuple(shape), *others)
                 if key not in self._numbers:
                     self._numbers[key] = len(self._known)
                     self._known.append(key)
-                issued.append((self._numbers[key], call))
+                issued[full_name(name, call)] = key[1]
         return Said(flags, issued, inline)
 
 

@@ -12,6 +12,9 @@ from rankzero.compat.horovod.torch.messages import Meta, aligned, length_of
 SMALL = 1024
 """Bytes of a round's first buffer; what is longer goes in a second one."""
 
+KEPT = 64
+"""Places of tensors in a buffer that are kept: as many as fit in a round that repeats itself, and more."""
+
 
 class Rounds:
     """An all-gather of short messages.
@@ -79,6 +82,9 @@ class Received:
                 row[place].view(meta.torch_dtype).view(meta.shape)
                 for row, place in zip(self._rows, places, strict=True)
             ]
+            if len(self._tensors) == KEPT:
+                # Where each rank has an order of its own, hardly a place comes twice.
+                del self._tensors[next(iter(self._tensors))]
             self._tensors[meta, begins] = found
         return found
 
