@@ -53,7 +53,7 @@ def _files(pattern: str, names: str) -> tuple[str, ...]:
 
 _AIRFLOW = _files("airflow/test_{}.py", AIRFLOW)
 _DAGSTER = _files("dagster/test_dagster_{}.py", DAGSTER)
-_SPARK = ("engines/test_spark.py", "engines/test_spark_refusals.py", "compat")
+_SPARK = ("engines/test_spark.py", "engines/test_spark_refusals.py", "compat", "data")
 _TORCH = _files("test_{}.py", "launcher result")
 
 ROWS = (

@@ -1,9 +1,11 @@
 """A Spark DataFrame, a table or a query, computed once and read by the ranks."""
 
 import glob
+import itertools
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from tests.conftest import until
 
 import rankzero.train as rt
 from rankzero import Launcher, RunHandle, SparkEngine
+from rankzero.engines.spark import action
+from rankzero.engines.spark.checksum import row_hash
 from rankzero.engines.spark.materialize import content_of, materialize
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.run.directory import RunDirectory
@@ -76,6 +80,50 @@ def test_the_content_decides_and_not_the_partitions(frame: Any, session: Any, tm
     first = session.createDataFrame([(None, 1), (1, None)], "a int, b int")
     second = session.createDataFrame([(1, None), (1, None)], "a int, b int")
     assert content_of(first) != content_of(second)
+
+
+def test_rows_of_other_content_have_other_checksums(session: Any) -> None:
+    """Where arrays end and where nulls are, at every depth, is a part of the content."""
+    from pyspark.ml.linalg import Vectors
+
+    empty, one, sparse = Vectors.dense([]), Vectors.dense([5.0]), Vectors.sparse(3, [1], [5.0])
+    schema = "query array<int>, doc array<int>, place struct<x:int,y:int,all:array<double>>"
+    rows = [
+        ([1, 2], [3], (1, 1, [])),
+        ([1], [2, 3], (1, 1, [])),
+        ([], [1, 2, 3], (1, 1, [])),
+        (None, [1, 2, 3], (1, 1, [])),
+        ([1, None], [2, 3], (1, 1, [])),
+        ([None, 1], [2, 3], (1, 1, [])),
+        ([1], [2, 3], (1, None, [])),
+        ([1], [2, 3], (None, 1, [])),
+        ([1], [2, 3], (None, None, [1.0, None])),
+        ([1], [2, 3], (None, None, [None, 1.0])),
+        ([1], [2, 3], (None, None, None)),
+        ([1], [2, 3], None),
+    ]
+    vectors = [(empty, one), (one, empty), (sparse, one), (one, sparse), (None, one), (one, None)]
+    for frame, count in (
+        (session.createDataFrame(rows, schema), len(rows)),
+        (session.createDataFrame(vectors, ["v", "w"]), len(vectors)),
+    ):
+        assert frame.select(row_hash(frame)).distinct().count() == count
+
+
+def test_a_line_says_how_far_spark_is_whenever_the_interval_is_over(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, looks, done = itertools.count(0, 7), itertools.count(1), threading.Event()
+    monkeypatch.setattr(action, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    lines: list[str] = []
+    action.action(
+        lambda: done.wait(60),
+        session.range(1),
+        "the dataset",
+        lines.append,
+        lambda: done.set() if next(looks) == 6 else None,
+    )
+    assert [line.rpartition(", ")[2] for line in lines[:2]] == ["14 s", "28 s"]
 
 
 @pytest.mark.parametrize(

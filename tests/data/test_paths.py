@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,13 @@ from torch.utils.data import DataLoader
 import rankzero.train as rt
 from rankzero import Launcher
 from rankzero.data import mapping, reader
+from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import Manifest
 from rankzero.errors import InvalidJobError, ResultError
+from rankzero.submit import paths
 from rankzero.submit.identity import identity_of
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import data_loader
+from rankzero.train import context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 
@@ -247,6 +250,8 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 ) -> None:
     # torch's loader sets one in the first process that makes others.
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    # Another test of this process may have written tables, which a cursor names.
+    monkeypatch.setattr(context, "_session", None)
     manifest = manifest_of_path(str(parquet), "train")
 
     def loader_of(rank: int, world_size: int) -> Any:
@@ -277,7 +282,7 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
     program = f"""
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import data_loader
+from rankzero.train import context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 shard = DatasetShard(manifest_of_path({str(parquet)!r}, "train"), TrainContext(), {str(tmp_path)!r}, "train")
@@ -363,6 +368,80 @@ def test_the_identity_of_a_path_is_its_content(parquet: Path, tmp_path: Path) ->
     assert identity() == before
     pq.write_table(table(500, 1), folder / "0.parquet", row_group_size=100)
     assert identity() != before
+
+
+def flipped(place: str) -> list[str]:
+    """The digests of a table, of the same one written again, and of one with other labels of the same statistics."""
+    labels = random.Random(1).choices([0, 1], k=1000)
+    filesystem, path = filesystem_of(place)
+    found = []
+    for column in (labels, labels, [1 - label for label in labels]):
+        with filesystem.open_output_stream(f"{path}/part-0.parquet") as file:
+            pq.write_table(pa.table({"label": pa.array(column, pa.int32())}), file)
+        found.append(manifest_of_path(place, "train").digest)
+    return found
+
+
+def test_other_rows_under_the_same_statistics_are_another_table(tmp_path: Path) -> None:
+    first, again, other = flipped(str(tmp_path))
+    assert first == again != other
+
+
+def test_an_object_store_is_asked_what_its_files_are(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_digest_of", None)
+    first, again, other = flipped(f"{bucket}/table")
+    assert first == again != other
+    assert manifest_of_path(f"{bucket}/table/part-0.parquet", "train").rows == 1000
+
+
+def test_names_of_directories_above_a_table_are_no_columns(tmp_path: Path) -> None:
+    folder = tmp_path / "env=prod" / "x=5" / "table"
+    (folder / "day=3").mkdir(parents=True)
+    pq.write_table(table(10), folder / "day=3" / "0.parquet")
+    for place, names in ((folder, ["id", "x", "name", "day"]), (folder / "day=3" / "0.parquet", ["id", "x", "name"])):
+        shard = shard_of(manifest_of_path(str(place), "train"), tmp_path)
+        assert shard.columns == names
+        [batch] = shard.iter_batches(10)
+        assert batch["x"].tolist() == [number / 2 for number in range(10)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_whose_files_lack_columns_is_filled_with_nulls(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    write = pq.write_table if kind == "parquet" else pyarrow.feather.write_feather
+    write(table(2).select(["id"]), folder / f"0.{kind}")
+    write(table(2, 2), folder / f"1.{kind}")
+    write(table(2, 4).select(["name", "id"]), folder / f"2.{kind}")
+    [batch] = shard_of(manifest_of_path(str(folder), "train"), tmp_path).iter_batches(10)
+    assert batch["id"].tolist() == list(range(6))
+    assert batch["x"].isnan().tolist() == [True, True, False, False, True, True]
+    assert batch["name"] == [None, None, "n2", "n3", "n4", "n5"]
+
+
+def test_a_column_has_the_type_that_holds_what_all_files_have(tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    pq.write_table(pa.table({"n": pa.array([1], pa.int32())}), folder / "0.parquet")
+    pq.write_table(pa.table({"n": pa.array([1 << 40], pa.int64())}), folder / "1.parquet")
+    [batch] = shard_of(manifest_of_path(str(folder), "train"), tmp_path).iter_batches(10)
+    assert batch["n"].tolist() == [1, 1 << 40]
+
+
+def test_files_that_do_not_fit_together_are_refused_before_a_start(tmp_path: Path) -> None:
+    pyarrow.feather.write_feather(pa.table({"n": pa.array([1], pa.int32())}), tmp_path / "0.arrow")
+    pyarrow.feather.write_feather(pa.table({"n": pa.array([1], pa.int64())}), tmp_path / "1.arrow")
+    with pytest.raises(InvalidJobError, match=r"'n' of the dataset 'train' is int64, and in .*0\.arrow int32"):
+        manifest_of_path(str(tmp_path), "train")
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "0.parquet")
+    (tmp_path / "0.arrow").unlink()
+    (tmp_path / "1.arrow").unlink()
+    pq.write_table(pa.table({"a": ["1"]}), tmp_path / "1.parquet")
+    with pytest.raises(InvalidJobError, match="columns of different types"):
+        manifest_of_path(str(tmp_path), "train")
+    pq.write_table(pa.table({"b": [1]}), tmp_path / "1.parquet")
+    with pytest.raises(InvalidJobError, match=r"'b' of the dataset 'train' \(int64\) is not in .*0\.parquet"):
+        manifest_of_path(str(tmp_path), "train")
 
 
 def count_rows() -> list[int]:

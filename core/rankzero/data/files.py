@@ -35,3 +35,22 @@ def open_file(location: str) -> Any:
     """An open file that can be read from any place, as pyarrow has it."""
     filesystem, path = filesystem_of(location)
     return filesystem.open_input_file(path)
+
+
+def tags_of(location: str) -> dict[str, str]:
+    """What a store says of the content of a file, or of each file below a directory, by its name below the location.
+
+    It changes whenever the file is written. Empty where the store says nothing of the kind, and for local paths.
+    """
+    if not store.is_url(location):
+        return {}
+    try:
+        import fsspec
+
+        filesystem, path = fsspec.core.url_to_fs(location)
+    except (ImportError, ValueError):
+        return {}
+    filesystem.invalidate_cache()
+    found = filesystem.find(path, detail=True)
+    tags = {name[len(path.rstrip("/")) :]: info.get("ETag") or info.get("etag") for name, info in found.items()}
+    return {name: str(tag) for name, tag in tags.items() if tag}

@@ -1,7 +1,7 @@
 """From the path of a table's files to its manifest: Parquet, Delta and Arrow, without Spark.
 
-Of Parquet only the footers are read. Their checksum stands for the content: they hold the number of rows, and size and
-extremes of each column of each row group. Arrow's have none of that, so Arrow files are read once.
+A file's content is its bytes, which are read once, or on an object store what that says they are. A Parquet footer does
+not stand for them: it knows sizes and extremes, which the same values in other rows have as well.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data import kinds
-from rankzero.data.files import filesystem_of, open_file
+from rankzero.data.files import filesystem_of, open_file, tags_of
 from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
 from rankzero.errors import InvalidJobError
+from rankzero.submit.evolution import schema_of_files, with_nulls
 
 READERS = 16
-"""Footers that are read at a time."""
+"""Files that are read at a time."""
 
 _ARROW_NAMES = (".arrow", ".feather", ".ipc")
 _CHUNK = 8 << 20
@@ -41,8 +42,7 @@ def manifest_of_path(location: str, name: str) -> Manifest:
             data, digest = _delta(location)
         else:
             data, digest = _directory(location, where), None
-        kinds.check(data.schema, where)
-        return _manifest(data, location, digest)
+        return _manifest(data, location, digest, where)
     except InvalidJobError:
         raise
     except Exception as error:
@@ -67,7 +67,8 @@ def _directory(location: str, where: str) -> Any:
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
     kind = "feather" if names[0].endswith(_ARROW_NAMES) else "parquet"
-    return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive")
+    # Names of directories above the table's are no columns of it.
+    return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
 
 
 def _is_hidden(path: str) -> bool:
@@ -86,28 +87,34 @@ def _delta(location: str) -> tuple[Any, str]:
     return table.to_pyarrow_dataset(), f"{table.metadata().id} {table.version()}"
 
 
-def _manifest(data: Any, location: str, digest: str | None) -> Manifest:
+def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manifest:
     from pyarrow import dataset
 
     fragments = list(data.get_fragments())
     kind = PARQUET if isinstance(data.format, dataset.ParquetFileFormat) else ARROW
     base = filesystem_of(location)[1]
+    tags = {} if digest else tags_of(location)
 
     def describe(fragment: Any) -> tuple[File, int, str]:
         keys = dataset.get_partition_keys(fragment.partition_expression)
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
         place, short = _place(fragment.path, location, base)
-        rows, size, content = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
-        return File(place, rows, partition), size, f"{short} {content}"
+        rows, size = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
+        content = "" if digest else f"{short} {tags.get(short) or _digest_of(place)}"
+        return File(place, rows, partition), size, content
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         described = list(pool.map(describe, fragments))
-    schema = data.schema.remove_metadata()
+        schemas = list(pool.map(lambda fragment: fragment.physical_schema, fragments))
+    files = tuple(file for file, _, _ in described)
+    schema = data.schema if digest else schema_of_files(data.schema, schemas, where)
+    schema = schema.remove_metadata()
+    kinds.check(schema, where)
     content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
     return Manifest(
         format=kind,
         schema=encode_schema(schema),
-        files=tuple(file for file, _, _ in described),
+        files=with_nulls(files, schemas, schema, kind, where),
         size=sum(size for _, size, _ in described),
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
@@ -122,30 +129,24 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
     return store.join(location, path), path
 
 
-def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int, str]:
-    import pyarrow as pa
-
+def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int]:
     groups = [fragment.metadata.row_group(number) for number in range(fragment.metadata.num_row_groups)]
-    footer = pa.BufferOutputStream()
-    fragment.metadata.write_metadata_file(footer)
-    rows = tuple(group.num_rows for group in groups)
-    return rows, sum(group.total_byte_size for group in groups), _digest([footer.getvalue()])
+    return tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
 
 
-def _arrow_facts(location: str) -> tuple[tuple[int, ...], int, str]:
+def _arrow_facts(location: str) -> tuple[tuple[int, ...], int]:
     import pyarrow as pa
 
     with open_file(location) as file:
         reader = pa.ipc.open_file(file)
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
         facts = [(batch.num_rows, batch.nbytes) for batch in batches]
-        file.seek(0)
-        digest = _digest(iter(lambda: file.read(_CHUNK), b""))
-    return tuple(rows for rows, _ in facts), sum(size for _, size in facts), digest
+    return tuple(rows for rows, _ in facts), sum(size for _, size in facts)
 
 
-def _digest(parts: Any) -> str:
+def _digest_of(location: str) -> str:
     found = hashlib.sha256()
-    for data in parts:
-        found.update(data)
+    with open_file(location) as file:
+        while data := file.read(_CHUNK):
+            found.update(data)
     return found.hexdigest()

@@ -11,11 +11,10 @@ takes no longer than Spark's own writer (20 million rows of nine columns, two co
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
+import inspect
 import logging
-import math
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,18 +23,14 @@ from rankzero.data import kinds
 from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
-from rankzero.engines.spark.errors import first_lines
+from rankzero.engines.spark.action import action, context_of
+from rankzero.engines.spark.checksum import digest_of, row_hash, stored
 from rankzero.engines.spark.stage import with_own_python
 from rankzero.errors import EngineError, InvalidJobError
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_INTERVAL = 10.0
-"""Seconds between two lines about a DataFrame that Spark is computing."""
-
-_LOOK = 0.1
 _HASH = "__rankzero_hash__"
-_WORD = 1 << 64
 
 
 def open_query(session: Any, query: str) -> Any:
@@ -57,9 +52,9 @@ def content_of(frame: Any) -> str:
     from pyspark.sql import functions as F
 
     check_frame(frame, "the dataset")
-    total = F.sum(_row_hash(frame).cast("decimal(38,0)"))
-    row = _action(lambda: frame.select(total, F.count(F.lit(1))).collect(), frame, "the dataset", logger.info)[0]
-    return _digest(int(row[0] or 0), int(row[1]), frame)
+    total = F.sum(row_hash(frame).cast("decimal(38,0)"))
+    row = action(lambda: frame.select(total, F.count(F.lit(1))).collect(), frame, "the dataset", logger.info)[0]
+    return digest_of(int(row[0] or 0), int(row[1]), frame)
 
 
 def materialize(
@@ -84,12 +79,12 @@ def materialize(
     try:
         token = secrets.token_hex(8)
         store.write_bytes(store.join(folder, part_module.TOKEN), token.encode())
-        hashed = frame.withColumn(_HASH, _row_hash(frame))
+        hashed = frame.withColumn(_HASH, row_hash(frame))
         # What is on a disk is mapped as it is; from an object store it is to come fast.
         task = _make_task(*filesystem_of(folder), token, "zstd" if store.is_url(folder) else None)
         with _own_python(frame):
             written = hashed.mapInArrow(task, part_module.FACTS)
-        rows = _action(written.collect, frame, where, say, check)
+        rows = action(written.collect, frame, where, say, check)
         return _manifest(rows, folder, frame, where)
     except BaseException:
         store.remove(folder)
@@ -99,14 +94,14 @@ def materialize(
 def check_frame(frame: Any, where: str) -> None:
     """Raises InvalidJobError for a column of a DataFrame that there is no tensor of."""
     import pyarrow as pa
-    from pyspark.sql.pandas.types import to_arrow_type
 
+    to_arrow = _to_arrow()
     fields = []
     for field in frame.schema.fields:
         kind = field.dataType
         try:
             # Of a type of the user's own, what Spark keeps of it.
-            fields.append(pa.field(field.name, to_arrow_type(_stored(kind), timezone="UTC")))
+            fields.append(pa.field(field.name, to_arrow(stored(kind))))
         except Exception:
             raise InvalidJobError(
                 f"column {field.name!r} of {where} is {kind.simpleString()}: there is no tensor of this type; leave it "
@@ -119,21 +114,20 @@ def check_frame(frame: Any, where: str) -> None:
     kinds.check(pa.schema(fields), where)
 
 
-def _stored(kind: Any) -> Any:
-    return kind.sqlType() if hasattr(kind, "sqlType") else kind
+def _to_arrow() -> Callable[[Any], Any]:
+    """The Arrow type of one of Spark."""
+    from pyspark.sql.pandas import types
+
+    convert: Callable[..., Any] = types.to_arrow_type
+    # Newer ones refuse a timestamp without it.
+    has_zone = "timezone" in inspect.signature(convert).parameters
+    return functools.partial(convert, timezone="UTC") if has_zone else convert
 
 
-def _row_hash(frame: Any) -> Any:
-    """A checksum of a row. Spark's hash passes over nulls, so where they are is a part of it."""
-    from pyspark.sql import functions as F
-
-    named = [frame[f"`{name}`"] for name in frame.columns]
-    return F.xxhash64(*named, F.array(*map(F.isnull, named)))
-
-
-def _digest(total: int, rows: int, frame: Any) -> str:
-    facts = (total % _WORD, rows, frame.schema.simpleString())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
+    """See `stage.with_own_python`; Spark Connect's executors have a Python of their server's."""
+    context = context_of(frame)
+    return with_own_python(context) if context else contextlib.nullcontext()
 
 
 def _make_task(filesystem: Any, folder: str, token: str, compression: str | None) -> Callable[[Any], Iterator[Any]]:
@@ -178,7 +172,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         schema=encode_schema(schema),
         files=files,
         size=sum(row["size"] for row in rows),
-        digest=_digest(sum(int(row["digest"]) for row in rows), total, frame),
+        digest=digest_of(sum(int(row["digest"]) for row in rows), total, frame),
         lengths=_lengths(rows),
         folder=folder,
     )
@@ -199,99 +193,3 @@ def _not_shared(folder: str, where: str, why: str) -> EngineError:
         f"Spark's executors and this process do not see the same {folder} ({why}), where {where} was to be written: "
         "give a store that both see, a shared path or the URL of an object store"
     )
-
-
-def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
-    """See `stage.with_own_python`; Spark Connect's executors have a Python of their server's."""
-    return with_own_python(frame.sparkSession.sparkContext) if hasattr(frame, "_jdf") else contextlib.nullcontext()
-
-
-def _action(
-    run: Callable[[], Any],
-    frame: Any,
-    where: str,
-    say: Callable[[str], None],
-    check: Callable[[], None] = lambda: None,
-) -> Any:
-    """The result of an action of Spark, which ends with this call, however that ends.
-
-    In a thread: py4j cannot be interrupted while it waits.
-
-    Raises:
-        EngineError: Spark failed.
-    """
-    session = frame.sparkSession
-    tag = f"rankzero-data-{secrets.token_hex(8)}"
-    found: list[Any] = []
-    failed: list[BaseException] = []
-    done = threading.Event()
-
-    def act() -> None:
-        try:
-            with _tagged(session, tag):
-                found.append(run())
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=act, name="rankzero-data", daemon=True).start()
-    try:
-        waited = 0.0
-        while not done.wait(_LOOK):
-            check()
-            waited += _LOOK
-            if math.isclose(waited % PROGRESS_INTERVAL, 0, abs_tol=_LOOK / 2):
-                say(f"Spark computes {where}: {_progress(session, tag)}, {waited:.0f} s")
-    except BaseException:
-        _cancel(session, tag)
-        done.wait(PROGRESS_INTERVAL)
-        raise
-    if failed:
-        raise _explained(failed[0], where) from failed[0]
-    return found[0]
-
-
-def _explained(error: BaseException, where: str) -> Exception:
-    text = str(error)
-    if "No module named 'pyarrow'" in text or ("PyArrow" in text and "must be installed" in text):
-        return EngineError(f"Spark's executors have no pyarrow, which {where} needs: install it there")
-    if f"/{part_module.TOKEN}" in text or part_module.ELSEWHERE in text:
-        return EngineError(
-            f"Spark's executors do not see the store that {where} was to be written to, or may not write there: "
-            f"give a store that they and this process see: {first_lines(text)}"
-        )
-    return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
-
-
-@contextlib.contextmanager
-def _tagged(session: Any, tag: str) -> Iterator[None]:
-    """Names the jobs of this thread, so that they can be ended."""
-    if hasattr(session, "addTag"):
-        session.addTag(tag)
-        try:
-            yield
-        finally:
-            session.removeTag(tag)
-        return
-    # Before Spark 4.
-    session.sparkContext.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
-    yield
-
-
-def _cancel(session: Any, tag: str) -> None:
-    with contextlib.suppress(Exception):
-        if hasattr(session, "interruptTag"):
-            session.interruptTag(tag)
-        else:
-            session.sparkContext.cancelJobGroup(tag)
-
-
-def _progress(session: Any, tag: str) -> str:
-    """How many tasks have ended, where this Spark tells."""
-    with contextlib.suppress(Exception):
-        tracker = session.sparkContext.statusTracker()
-        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-        done = sum(stage.numCompletedTasks for stage in stages if stage)
-        return f"{done} of {sum(stage.numTasks for stage in stages if stage)} tasks"
-    return "at work"

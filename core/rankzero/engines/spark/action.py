@@ -1,0 +1,130 @@
+"""An action of Spark on a DataFrame: with progress, an end whenever its caller ends, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rankzero.engines.spark import part
+from rankzero.engines.spark.errors import first_lines
+from rankzero.errors import EngineError
+
+PROGRESS_INTERVAL = 10.0
+"""Seconds between two lines about a DataFrame that Spark is computing."""
+
+_LOOK = 0.1
+
+
+def context_of(frame: Any) -> Any:
+    """The SparkContext of a DataFrame; None of Spark Connect's, which has none."""
+    return frame.sparkSession.sparkContext if hasattr(frame, "_jdf") else None
+
+
+def action(
+    run: Callable[[], Any],
+    frame: Any,
+    where: str,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+) -> Any:
+    """The result of an action of Spark, which ends with this call, however that ends.
+
+    In a thread: py4j cannot be interrupted while it waits.
+
+    Args:
+        run: The action.
+        frame: The DataFrame.
+        where: What it is, for people.
+        say: Takes lines about progress.
+        check: Called now and then; what it raises ends Spark's work.
+
+    Raises:
+        EngineError: Spark failed.
+    """
+    tag = f"rankzero-data-{secrets.token_hex(8)}"
+    found: list[Any] = []
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def act() -> None:
+        try:
+            with _tagged(frame, tag):
+                found.append(run())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=act, name="rankzero-data", daemon=True).start()
+    try:
+        begun = time.monotonic()
+        say_at = begun + PROGRESS_INTERVAL
+        while not done.wait(_LOOK):
+            check()
+            now = time.monotonic()
+            if now >= say_at:
+                say_at = now + PROGRESS_INTERVAL
+                say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
+    except BaseException:
+        _cancel(frame, tag)
+        done.wait(PROGRESS_INTERVAL)
+        raise
+    if failed:
+        raise _explained(failed[0], where) from failed[0]
+    return found[0]
+
+
+def _explained(error: BaseException, where: str) -> Exception:
+    text = str(error)
+    if "No module named 'pyarrow'" in text or ("PyArrow" in text and "must be installed" in text):
+        return EngineError(f"Spark's executors have no pyarrow, which {where} needs: install it there")
+    if f"/{part.TOKEN}" in text or part.ELSEWHERE in text:
+        return EngineError(
+            f"Spark's executors do not see the store that {where} was to be written to, or may not write there: "
+            f"give a store that they and this process see: {first_lines(text)}"
+        )
+    return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
+
+
+@contextlib.contextmanager
+def _tagged(frame: Any, tag: str) -> Iterator[None]:
+    """Names the jobs of this thread, so that they can be ended."""
+    session = frame.sparkSession
+    if not _has_tags(frame):
+        session.sparkContext.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
+        yield
+        return
+    session.addTag(tag)
+    try:
+        yield
+    finally:
+        session.removeTag(tag)
+
+
+def _cancel(frame: Any, tag: str) -> None:
+    with contextlib.suppress(Exception):
+        if _has_tags(frame):
+            frame.sparkSession.interruptTag(tag)
+        else:
+            frame.sparkSession.sparkContext.cancelJobGroup(tag)
+
+
+def _has_tags(frame: Any) -> bool:
+    """False of Spark 3.5's own sessions: they have the methods as well, which raise unless it is Spark Connect."""
+    import pyspark
+
+    return context_of(frame) is None or not pyspark.__version__.startswith("3.")
+
+
+def _progress(frame: Any) -> str:
+    """How many tasks have ended, where this Spark tells."""
+    with contextlib.suppress(Exception):
+        tracker = context_of(frame).statusTracker()
+        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        done = sum(stage.numCompletedTasks for stage in stages if stage)
+        return f"{done} of {sum(stage.numTasks for stage in stages if stage)} tasks"
+    return "at work"
