@@ -28,7 +28,7 @@ from rankzero.errors import InvalidJobError, ResultError
 from rankzero.submit import paths
 from rankzero.submit.identity import identity_of
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import data_loader
+from rankzero.train import context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 
@@ -250,6 +250,8 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 ) -> None:
     # torch's loader sets one in the first process that makes others.
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    # Another test of this process may have written tables, which a cursor names.
+    monkeypatch.setattr(context, "_session", None)
     manifest = manifest_of_path(str(parquet), "train")
 
     def loader_of(rank: int, world_size: int) -> Any:
@@ -280,7 +282,7 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
     program = f"""
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import data_loader
+from rankzero.train import context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 shard = DatasetShard(manifest_of_path({str(parquet)!r}, "train"), TrainContext(), {str(tmp_path)!r}, "train")

@@ -1,12 +1,14 @@
 """Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pandas
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -63,6 +65,29 @@ def test_a_run_that_fails_leaves_no_rows(launcher: Launcher, tmp_path: Path) -> 
     with pytest.raises(WorkerFailedError, match="SIGKILL"):
         launcher.options(run_id="failed").run(score, True)
     assert os.listdir(tmp_path / "store" / "failed" / "tables") == []
+
+
+def _score_behind_a_cursor() -> Table:
+    shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
+    if checkpoint:
+        shard.load_state_dict(checkpoint.load())
+        assert rt.write_rows({"id": [1]}, "another")
+    for batch in shard.iter_batches(10):
+        table = rt.write_rows({"id": batch["id"]})
+        rt.report({}, checkpoint=shard.state_dict())
+        if shard.state_dict()["consumed"][0][-1] == 3:
+            while rt.get_checkpoint() is None:
+                rt.report({})
+                time.sleep(0.1)
+            os.kill(os.getpid(), 9)
+    return table
+
+
+def test_a_table_does_not_lack_the_rows_of_before_its_cursor(launcher: Launcher, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": list(range(100))}), tmp_path / "ids.parquet")
+    one = launcher.options(num_processes=1, dataset=str(tmp_path / "ids.parquet"), max_restarts=1)
+    with pytest.raises(ResultError, match="'rows' would lack the rows"):
+        one.run(_score_behind_a_cursor)
 
 
 def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -> None:

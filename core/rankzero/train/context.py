@@ -116,12 +116,21 @@ class _Session:
     parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
     tables: Counter[str] = field(default_factory=Counter)
+    lost_tables: set[str] = field(default_factory=set)
 
     def count_progress(self) -> int:
         """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
         if self.writer and self.writer.busy:
             self.progress += 1
         return self.progress + self.checkpoints
+
+    def cursor_tables(self) -> dict[str, list[str]]:
+        """For the state of a cursor: the tables that hold rows of before it."""
+        return {"tables": sorted(self.tables)} if self.tables else {}
+
+    def load_cursor_tables(self, state: Mapping[str, Any]) -> None:
+        """Notes which tables of a cursor went with their attempt."""
+        self.lost_tables.update(set(state.get("tables", ())) - set(self.tables))
 
 
 _session: _Session | None = None

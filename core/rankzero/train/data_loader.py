@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from rankzero.data.shares import Stretch
 from rankzero.train.batches import BatchDataset
-from rankzero.train.context import get_context
+from rankzero.train.context import current, get_context
 from rankzero.train.share import ShardedIterable, Share, Skipping, samplers_of
 
 Batch = Any
@@ -94,7 +94,7 @@ class PreparedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: put it into a checkpoint, to go on in the middle of an epoch."""
         if isinstance(data := self.loader.dataset, BatchDataset):
-            return data.state(self.epoch, self._consumed, self._done)
+            return data.state(self.epoch, self._consumed, self._done) | current().cursor_tables()
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
         if self._is_stateful() and not self._skipped:
             # The loader itself does not know of what was skipped.
@@ -114,6 +114,7 @@ class PreparedDataLoader:
         if isinstance(data := self.loader.dataset, BatchDataset):
             self._consumed = self._resume = data.consumed_in(state)
             self._done = 0
+            current().load_cursor_tables(state)
             self.set_epoch(state["epoch"])
             return
         self.set_epoch(state["epoch"])

@@ -198,10 +198,13 @@ class DatasetShard:
             "epoch": self.epoch,
             "consumed": [stretch.to_json() for stretch in self._current],
             "rows": self.num_rows,
+            **context.current().cursor_tables(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where ``state`` was, with any number of ranks: the next iteration gives the rest of that epoch.
+
+        A table that `write_rows` had begun before that went with its attempt, and cannot be written to any more.
 
         Raises:
             ValueError: the state is that of another dataset.
@@ -212,6 +215,7 @@ class DatasetShard:
             raise ValueError(
                 f"the state is that of a dataset of {state['rows']} rows; {self._name!r} has {self.num_rows}"
             )
+        context.current().load_cursor_tables(state)
         self.set_epoch(state["epoch"])
         self._consumed = [Stretch.from_json(values) for values in state["consumed"]]
         self._current = list(self._consumed)

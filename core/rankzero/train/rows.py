@@ -30,7 +30,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
 
     Every rank may call it, several times too; it waits for nobody. The table is complete when the run has succeeded,
     and whoever has its handle then reads all of it: return the handle, so that it is the run's result. What ranks of a
-    failed attempt have written is removed.
+    failed attempt have written is removed. So an attempt that has loaded a cursor (``state_dict``) of after the table
+    was begun cannot write to it.
 
     Args:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
@@ -44,7 +45,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Raises:
         InvalidJobError: the name cannot be that of a directory.
         ResultError: this host reaches the run's store neither as a path nor by a client of its own, or the store does
-            not take the rows (a full disk).
+            not take the rows (a full disk); or this attempt began behind rows of the table that are gone.
         TypeError: a batch is of another kind, or batches have different columns.
         Exception: whatever the iterable raises; nothing of its rows is in the table then.
 
@@ -58,6 +59,11 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InvalidJobError(f"{name!r} cannot name a table: use letters, digits and _ . -")
     session = context.current()
+    if name in session.lost_tables:
+        raise ResultError(
+            f"the table {name!r} would lack the rows that were written before the cursor that this attempt has loaded: "
+            "they went with their attempt. Begin the epoch anew instead, without load_state_dict"
+        )
     location, open_write = _place(session)
     folder = store.join(location, FOLDER, folder_of(session.context.attempt), name)
     number = session.tables[name]
