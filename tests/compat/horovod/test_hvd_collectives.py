@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.kit import TasksEngine
 
 from rankzero import Launcher
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 2, 3, 4])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Launcher:
     return Launcher(request.param, store=tmp_path)
 
@@ -154,6 +155,18 @@ def test_gradients_pass_through(launcher: Launcher) -> None:
         return True
 
     assert launcher.run(train)
+
+
+def test_ranks_know_their_place_when_each_has_a_task_of_its_own(tmp_path: Path) -> None:
+    def places() -> Any:
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        own = (hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+        return hvd.allgather_object(own)
+
+    found = Launcher(3, engine=TasksEngine(), store=tmp_path).run(places)
+    assert found == [(rank, 0, 1, rank, 3) for rank in range(3)]
 
 
 def test_ranks_with_less_data_join(launcher: Launcher) -> None:
