@@ -36,6 +36,7 @@ NAMES = [
     "dagster_step",
     "dagster_cancel",
     "failure",
+    "usage",
 ]
 
 
