@@ -1,4 +1,7 @@
-"""What it costs to look at a host: processor time of a sample, and of a day of them. Run: ``python benchmarks/usage.py``."""
+"""What it costs to look at a host: processor time of a sample, and of a day of them.
+
+Run: ``python benchmarks/usage.py``.
+"""
 
 import statistics
 import time

@@ -1,7 +1,7 @@
 """What a host's processors, memory, network and GPUs do, sampled from the kernel's counters.
 
-One sample reads a few small files: some 0.06 ms of processor time (`benchmarks/usage.py`). GPUs are asked by NVIDIA's library, which opens
-none of them.
+One sample reads a few small files: some 0.06 ms of processor time (`benchmarks/usage.py`). GPUs are asked by NVIDIA's
+library, which opens none of them.
 """
 
 from __future__ import annotations
