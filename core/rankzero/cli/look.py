@@ -14,6 +14,7 @@ import click
 from rankzero.cli import words
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.lines import split_rank
 from rankzero.run.listing import Listed, list_runs
 
 WATCH_INTERVAL = 2.0
@@ -73,10 +74,9 @@ def logs(directory: str, rank: int | None, follow: bool, as_json: bool) -> None:
 
 
 def _as_object(line: str, rank: int | None) -> str:
-    if rank is not None:
-        return json.dumps({"rank": rank, "line": line})
-    prefix, _, text = line.partition("] ")
-    return json.dumps({"rank": int(prefix[1:]), "line": text})
+    found = split_rank(line) if rank is None else None
+    rank, text = found or (rank, line)
+    return json.dumps({"rank": rank, "line": text})
 
 
 @click.command()

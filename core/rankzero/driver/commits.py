@@ -19,6 +19,7 @@ from rankzero.run.checkpoints import (
     Manifest,
     list_committed,
     read_manifests,
+    remove,
     to_remove,
 )
 from rankzero.run.directory import RunDirectory
@@ -183,19 +184,7 @@ class Committer:
         for part in parts.values():
             if (size := sizes.get(part["file"])) != part["size"]:
                 raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
-        manifest = Manifest(
-            id=lead["id"],
-            attempt=self._attempt,
-            index=lead["index"],
-            time=lead["time"],
-            metrics=lead["metrics"],
-            world_size=self._world_size,
-            sharded=lead["sharded"],
-            parts={
-                str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
-                for rank, part in sorted(parts.items())
-            },
-        )
+        manifest = Manifest.of_parts(self._attempt, self._world_size, parts)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
         if any("pieces" in part for part in parts.values()):
@@ -212,8 +201,6 @@ class Committer:
             # What was delivered goes when there is something in its place.
             delivered = [manifest for manifest in committed if manifest.attempt < self._fresh_since and current]
             for manifest in [*delivered, *to_remove(current, self._config, self._in_use)]:
-                # The manifest first: what is half removed is no checkpoint.
-                store.remove(self._run.path(FOLDER, manifest.id, MANIFEST))
-                store.remove(self._run.path(FOLDER, manifest.id))
+                remove(self._run, manifest)
         except Exception:
             logger.warning("an old checkpoint could not be removed", exc_info=True)

@@ -14,7 +14,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,6 +83,30 @@ class Manifest:
     sharded: bool
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @classmethod
+    def of_parts(cls, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
+        """The manifest of what the ranks of an attempt have written.
+
+        Args:
+            attempt: Number of the attempt.
+            world_size: Its number of ranks.
+            parts: By rank: what a `CheckpointWriter` sends of its part.
+        """
+        lead = parts[min(parts)]
+        return cls(
+            id=lead["id"],
+            attempt=attempt,
+            index=lead["index"],
+            time=lead["time"],
+            metrics=lead["metrics"],
+            world_size=world_size,
+            sharded=lead["sharded"],
+            parts={
+                str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
+                for rank, part in sorted(parts.items())
+            },
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
@@ -125,6 +149,13 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
             found.append(Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))))
     return found
+
+
+def remove(run: RunDirectory, manifest: Manifest) -> None:
+    """Removes a committed checkpoint. Raises like `list_committed`."""
+    # The manifest first: what is half removed is no checkpoint.
+    store.remove(run.path(FOLDER, manifest.id, MANIFEST))
+    store.remove(run.path(FOLDER, manifest.id))
 
 
 def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str | None = None) -> list[Manifest]:

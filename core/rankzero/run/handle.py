@@ -41,9 +41,6 @@ THOROUGH_INTERVAL = 2.0
 STORE_PATIENCE = DRIVER_DEAD_AFTER
 """Seconds for which a follower tries again to read a store that fails."""
 
-TAIL_PIECES = 8
-"""Pieces of the lines of all ranks on an object store that `RunHandle.tails` reads."""
-
 DRIVER_LOG_TAIL = 15
 """Lines of a dead driver's log that its error shows."""
 
@@ -427,41 +424,13 @@ class RunHandle(Generic[R]):
         Args:
             ranks: Which.
             size: About so many bytes of each. On an object store, where all ranks share one stream, these are looked
-                for in its last `TAIL_PIECES` pieces.
+                for in its last pieces.
 
         Returns:
             By rank: the lines, and whether others come before.
         """
-        ranks = list(ranks)
         starts, status = self.log_starts(), self._patiently(self._run.status)
-        if self._run.is_remote:
-            return self._tails_of_stream({rank: starts[rank] for rank in ranks}, size, status)
-        found = {}
-        for rank, end in self._lines.ends(ranks, status).items():
-            begin = max(starts[rank], Position(0, end.offset - size))
-            lines = list(self._lines.of_ranks({rank: begin}, None, prefix=False))
-            # The first line may be the rest of one.
-            found[rank] = (lines[1:], True) if begin > starts[rank] else (lines, False)
-        return found
-
-    def _tails_of_stream(
-        self, starts: dict[int, Position], size: int, status: RunStatus
-    ) -> dict[int, tuple[list[str], bool]]:
-        end = next(iter(self._lines.ends(starts, status).values()), Position())
-        begins = {rank: max(start, Position(max(0, end.piece - TAIL_PIECES))) for rank, start in starts.items()}
-        kept: dict[int, list[str]] = {rank: [] for rank in starts}
-        for line in self._lines.of_ranks(dict(begins), _running(status), prefix=True):
-            head, _, text = line.partition("] ")
-            rank = int(head[1:]) if head[:1] == "[" and head[1:].isdecimal() else -1
-            if rank in kept:
-                kept[rank].append(text)
-        found = {}
-        for rank, lines in kept.items():
-            left, first = size, len(lines)
-            while first and (left := left - len(lines[first - 1])) >= 0:
-                first -= 1
-            found[rank] = (lines[first:], first > 0 or begins[rank] > starts[rank])
-        return found
+        return self._lines.tails({rank: starts[rank] for rank in ranks}, size, status, _running(status))
 
     def _looks(self) -> Iterator[RunStatus]:
         """The status for every look at what grows; the last comes after the run's end."""

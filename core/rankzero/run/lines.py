@@ -16,6 +16,16 @@ T = TypeVar("T")
 _OF_RANK = re.compile(r"\[(\d+)\] ")
 
 
+TAIL_PIECES = 8
+"""Pieces of the lines of all ranks on an object store that `LineReader.tails` reads."""
+
+
+def split_rank(line: str) -> tuple[int, str] | None:
+    """Rank and text of a line that begins with its ``[rank]``; None for another line."""
+    found = _OF_RANK.match(line)
+    return (int(found[1]), line[found.end() :]) if found else None
+
+
 class Patience(Protocol):
     """Calls what it is given, again while the store fails for a moment."""
 
@@ -77,6 +87,44 @@ class LineReader:
             return dict.fromkeys(ranks, Position(*status.written.get(LINES, ())))
         return {rank: growing.end_of(self._run.path(log_name(rank))) for rank in ranks}
 
+    def tails(
+        self, starts: dict[int, Position], size: int, status: RunStatus, running: RunStatus | None
+    ) -> dict[int, tuple[list[str], bool]]:
+        """The last lines of these ranks, about ``size`` bytes of each, and whether others come before.
+
+        Args:
+            starts: By rank: where its lines begin.
+            size: On an object store these are looked for in the last `TAIL_PIECES` pieces.
+            status: The run's.
+            running: The same, or None for a run that has ended, as for `of_ranks`.
+        """
+        if self._run.is_remote:
+            return self._tails_of_stream(starts, size, status, running)
+        tails = {}
+        for rank, end in self.ends(starts, status).items():
+            begin = max(starts[rank], Position(0, end.offset - size))
+            lines = list(self.of_ranks({rank: begin}, None, prefix=False))
+            # The first line may be the rest of one.
+            tails[rank] = (lines[1:], True) if begin > starts[rank] else (lines, False)
+        return tails
+
+    def _tails_of_stream(
+        self, starts: dict[int, Position], size: int, status: RunStatus, running: RunStatus | None
+    ) -> dict[int, tuple[list[str], bool]]:
+        end = Position(*status.written.get(LINES, ()))
+        begins = {rank: max(start, Position(max(0, end.piece - TAIL_PIECES))) for rank, start in starts.items()}
+        kept: dict[int, list[str]] = {rank: [] for rank in starts}
+        for line in self.of_ranks(dict(begins), running, prefix=True):
+            if (found := split_rank(line)) and found[0] in kept:
+                kept[found[0]].append(found[1])
+        tails = {}
+        for rank, lines in kept.items():
+            left, first = size, len(lines)
+            while first and (left := left - len(lines[first - 1])) >= 0:
+                first -= 1
+            tails[rank] = (lines[first:], first > 0 or begins[rank] > starts[rank])
+        return tails
+
     def _has_grown(self, rank: int, position: Position) -> bool:
         return self._patiently(functools.partial(growing.has_grown, self._run.path(log_name(rank)), position))
 
@@ -85,8 +133,8 @@ class LineReader:
             lines, position = self.of_file(LINES, min(positions.values()), status)
             positions.update(dict.fromkeys(positions, position))
             for line in lines:
-                found = _OF_RANK.match(line)
-                if found is None or int(found[1]) in positions:
-                    yield line if prefix or not found else line[found.end() :]
+                found = split_rank(line)
+                if found is None or found[0] in positions:
+                    yield line if prefix or not found else found[1]
             if not lines:
                 break

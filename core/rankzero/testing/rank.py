@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -102,13 +101,12 @@ def _checkpoints(
 ) -> Iterator[writer.CheckpointWriter]:
     """The writer of a rank, and what the driver does of the commit, in this process."""
     run = RunDirectory(home)
-    lost = threading.Event()
 
     def on_commit(manifest: Manifest) -> None:
         # By its attribute: `seed_checkpoint` takes the manifest.
         checkpoints.committed(manifest.for_ranks([rank]))
 
-    committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, lambda _: lost.set())
+    committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, lambda _: None)
 
     def on_message(message: dict[str, Any]) -> None:
         if message["type"] == "checkpoint" and message["sharded"] and world_size > 1:

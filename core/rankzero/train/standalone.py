@@ -9,7 +9,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest, list_committed, to_remove
+from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest, list_committed, remove, to_remove
 from rankzero.run.directory import RunDirectory
 from rankzero.train.parts import Parts
 from rankzero.train.writer import CheckpointWriter
@@ -51,23 +51,11 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
 
 def _commit(run: RunDirectory, attempt: int, part: dict[str, Any], resumed: Manifest | None) -> Manifest:
     """Commits what was written, and removes what is not kept."""
-    parts = {"0": {key: part[key] for key in ("file", "format", "size", "sha256")}}
-    manifest = Manifest(
-        part["id"],
-        attempt,
-        part["index"],
-        part["time"],
-        part["metrics"],
-        world_size=1,
-        sharded=part["sharded"],
-        parts=parts,
-    )
+    manifest = Manifest.of_parts(attempt, 1, {0: part})
     file = run.path(FOLDER, manifest.id, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
     for old in to_remove(list_committed(run), CheckpointConfig(), resumed.id if resumed else None):
-        # The manifest first: what is half removed is no checkpoint.
-        store.remove(run.path(FOLDER, old.id, MANIFEST))
-        store.remove(run.path(FOLDER, old.id))
+        remove(run, old)
     return manifest
 
 
