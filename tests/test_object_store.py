@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, ResultRef, RunHandle, WorkerFailedError
+from rankzero import Launcher, ResultRef, RunHandle, WorkerFailedError, store
 
 
 @pytest.fixture
@@ -38,6 +38,21 @@ def test_payload_modules_logs_metrics_and_result_pass_through_the_driver(remote:
     ref = handle.result_ref()
     assert ref.uri == "memory://bucket/runs/far/result/value-0.safetensors"
     assert handle.status().state == "succeeded"
+
+
+def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launcher) -> None:
+    def train() -> None:
+        import rankzero.train as rt
+
+        for number in range(3):
+            print(f"line {number} of {rt.get_context().rank}")
+
+    remote.options(run_id="seen").run(train)
+    handle = RunHandle.attach("memory://bucket/runs/seen")
+    every = {rank: ([f"line {number} of {rank}" for number in range(3)], False) for rank in range(2)}
+    assert handle.tails(range(2), 1000) == every
+    assert handle.tails(range(2), len("line 2 of 0")) == {rank: (lines[2:], True) for rank, (lines, _) in every.items()}
+    assert b"line 2 of 1" in store.read_bytes(f"{handle.directory}/report.html")
 
 
 def test_a_failure_is_named_there_too(remote: Launcher) -> None:
