@@ -30,12 +30,15 @@ def test_a_run_has_a_rank_for_each_place(launcher: Launcher) -> None:
 def test_a_retry_on_a_machine_of_another_size_goes_on_from_the_checkpoint(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train() -> tuple[str, int]:
+    def train() -> tuple[str, int] | None:
         import rankzero.train as rt
 
         if (checkpoint := rt.get_checkpoint()) is None:
             rt.report({}, checkpoint={"step": 7})
-            raise ValueError("not yet")
+            # A peer that failed first would end rank 0 before its checkpoint is in.
+            if rt.get_context().rank == 0:
+                raise ValueError("not yet")
+                return None
         return os.environ["WORLD_SIZE"], checkpoint.load()["step"]
 
     launcher = launcher.options(num_processes="auto", run_id="moved")
