@@ -157,7 +157,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="What ranks read: the path or URL of a table, or with Spark the name of one or a query. In Python "
         "options(dataset=...) takes a Spark DataFrame, a ResultRef of a table, or a dict of these by name, too.",
     )
-    trackers: dg.ResourceDependency[Any] = ()  # type: ignore[assignment]
+    trackers: dg.ResourceDependency[Any] = []  # type: ignore[assignment]  # noqa: RUF012
     _dataset: Any = PrivateAttr(default=None)
 
     @model_validator(mode="before")

@@ -65,7 +65,7 @@ class Request:
         return store.join(self.root, self.template.run_id)
 
     def private(self) -> dict[str, Any]:
-        """What may hold secrets, and so goes to the driver directly and into no file: environment, settings, trackers."""
+        """What may hold secrets, and so goes to the driver directly and into no file."""
         return {"env": dict(self.env), "engine": self.engine.to_spec()[1], "trackers": self.trackers}
 
     def identity_of(

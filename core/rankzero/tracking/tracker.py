@@ -27,6 +27,8 @@ class Tracker:
             the training come again when it is resumed by another driver. False: each comes once at most.
 
     Example:
+        >>> import urllib.request
+        >>> from rankzero import Launcher
         >>> class Pager(Tracker):
         ...     def __init__(self, url: str) -> None:
         ...         self.url = url
