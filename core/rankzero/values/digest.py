@@ -4,8 +4,8 @@
     sha256-8m:HEX   of a larger one: the sha256 of the sha256 of each of its blocks of 8 MiB
     crc32-8m:HEX    of a larger one that runs no code: the sha256 of the crc32 of each, four bytes, the highest first
 
-Digits without a name are a plain sha256, whatever the size. A crc32 is half the work of a sha256. It finds damage, all but
-1 of 4 billion changes of a block; it does not find what somebody changes on purpose, so what runs code has none.
+Digits without a name are a plain sha256, whatever the size. A crc32 is half the work of a sha256. It finds damage, all
+but 1 of 4 billion changes of a block; it does not find what somebody changes on purpose, so what runs code has none.
 
 Runs inside workers too: standard library only.
 """
