@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 from tests.conftest import free_port, until
+from tests.frameworks.conftest import TRACKING
 
 from rankzero import InvalidJobError, Launcher, ResultError, WorkerFailedError
 from rankzero.tracking import MLflow, load_model, register_model
 
-mlflow = pytest.importorskip("mlflow")
+mlflow = pytest.importorskip("mlflow", reason="make test-frameworks")
 
-SERVER = os.environ.get("MLFLOW_SERVER")
-"""Where mlflow with its server is installed; what trackers need is less."""
 
-pytestmark = pytest.mark.skipif(not SERVER, reason="no server of MLflow: make test-frameworks")
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To import mlflow takes seconds, and a busy machine has no ten of them."""
+    monkeypatch.setattr("rankzero.driver.trackers.FLUSH_TIMEOUT", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +32,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home, port = tmp_path_factory.mktemp("mlflow"), free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{home}/db", "--artifacts-destination", str(home / "artifacts")]
-    environment = {**os.environ, "PYTHONPATH": str(SERVER)}
+    environment = {**os.environ, "PYTHONPATH": str(TRACKING)}
     url = f"http://127.0.0.1:{port}"
     with open(home / "log", "wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=home, stdout=log, stderr=log, start_new_session=True)
     try:
-        until(lambda: process.poll() is not None or answers(url), 120, "the server answers", pause=0.2)
+        until(lambda: process.poll() is not None or answers(url), START_TIMEOUT, "the server answers", pause=0.2)
         assert process.poll() is None, (home / "log").read_text()[-2000:]
         yield url
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+START_TIMEOUT = 280.0
+"""Seconds for the server, which imports much."""
 
 
 def answers(url: str) -> bool:
@@ -60,29 +66,29 @@ def runs(client: Any, experiment: str) -> list[Any]:
     return client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
 
 
-def train(lr: float, steps: int, marker: str, api_key: str = "geheim") -> dict[str, Any]:
-    import os
-    import signal
-
-    import torch
-
-    import rankzero.train as rt
-
-    context = rt.get_context()
-    for step in range(steps):
-        rt.report({"step": step, "loss @ 1": lr / (step + 1), "odd": float("nan")})
-    rt.barrier()
-    if context.attempt == 0 and context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    rt.barrier()
-    if not os.path.exists(marker):
-        open(marker, "w").close()
-        raise ValueError("no luck")
-    return {"weight": torch.full((3,), lr)}
-
-
 def test_a_training_is_one_run_whatever_happens_to_it(server: str, client: Any, tmp_path: Path) -> None:
     """A rank is killed, the run fails, and it is submitted again."""
+
+    def train(lr: float, steps: int, marker: str, api_key: str = "geheim") -> dict[str, Any]:
+        import os
+        import signal
+
+        import torch
+
+        import rankzero.train as rt
+
+        context = rt.get_context()
+        for step in range(steps):
+            rt.report({"step": step, "loss @ 1": lr / (step + 1), "odd": float("nan")})
+        rt.barrier()
+        if context.attempt == 0 and context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rt.barrier()
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            raise ValueError("no luck")
+        return {"weight": torch.full((3,), lr)}
+
     tracker = MLflow(server, experiment="one run", ranks=None, tags={"team": "vision"})
     launcher = Launcher(
         2,

@@ -10,6 +10,7 @@ from rankzero.tracking.registry import ModelVersion, load_model, register_model
 from rankzero.tracking.statsd import StatsD
 from rankzero.tracking.tensorboard import TensorBoard
 from rankzero.tracking.tracker import Tracker
+from rankzero.tracking.wandb import WandB
 
 __all__ = [
     "MLflow",
@@ -18,6 +19,7 @@ __all__ = [
     "StatsD",
     "TensorBoard",
     "Tracker",
+    "WandB",
     "load_model",
     "register_model",
 ]

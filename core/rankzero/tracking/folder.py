@@ -23,7 +23,8 @@ class Folder:
         """
         self._location = location
         self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-") if store.is_url(location) else None
-        self.path = self._scratch.name if self._scratch else location
+        # Of the same name, which some libraries want.
+        self.path = os.path.join(self._scratch.name, os.path.basename(location)) if self._scratch else location
         self._uploaded = time.monotonic()
         self._sizes: dict[str, int] = {}
         store.remove(location)
