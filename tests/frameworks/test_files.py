@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,19 +75,27 @@ def test_tensorboards_files_lie_on_the_object_store_of_their_run(tmp_path: Path,
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an offline run, by W&B's own reader."""
+    """The rows of an offline run: W&B's messages in records of LevelDB's log format, behind seven bytes."""
     import json
 
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+    from wandb.proto.wandb_internal_pb2 import Record
 
-    reader = DataStore()
-    reader.open_for_scan(str(path))
-    while (data := reader.scan_data()) is not None:
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.HasField("history"):
-            items = record.history.item
-            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+    data, at, whole = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record, whole = Record.FromString(whole), b""
+            if record.HasField("history"):
+                yield {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
 
 
 def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
