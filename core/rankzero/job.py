@@ -56,6 +56,7 @@ class Job:
         warm_start: Ranks may be forks of a process that has torch loaded.
         encrypt: Connections of agents and driver are encrypted; None: where the engine's own are.
         labels: The caller's own words about the run, such as the task that started it.
+        prices: What the submitter pays for an hour: of ``gpu`` and ``core``, in ``currency``; see `rankzero.run.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
         first_attempt: Number of this submission's first attempt.
@@ -92,6 +93,7 @@ class Job:
     warm_start: bool = True
     encrypt: bool | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
     first_attempt: int = 0

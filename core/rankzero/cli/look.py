@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from rankzero.cli import words
+from rankzero.run.card import duration
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.lines import split_rank
@@ -131,7 +132,7 @@ def _row(one: Listed) -> tuple[str, ...]:
     metrics = [f"{name}={value:.4g}" for name, value in status.metrics.items() if type(value) in (int, float)]
     submitted = words.moment(one.job.created) or ""
     shown = " ".join(metrics[:_METRICS])
-    return one.job.run_id, status.state, one.job.world, submitted, words.duration(took), shown
+    return one.job.run_id, status.state, one.job.world, submitted, "" if took is None else duration(took), shown
 
 
 def _plain(found: Sequence[Listed]) -> list[str]:

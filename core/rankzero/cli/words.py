@@ -36,16 +36,6 @@ def moment(when: float | None) -> str | None:
     return None if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
-def duration(length: float | None) -> str:
-    """Seconds as ``12 s``, ``3 min 5 s`` or ``2 h 10 min``."""
-    if length is None:
-        return ""
-    if length < 60:
-        return f"{length:.3g} s"
-    minutes, rest = divmod(round(length), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def size(count: float) -> str:
     """Bytes as ``12 B`` or ``3.4 MiB``."""
     if count < _KILO:

@@ -39,6 +39,7 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     RunCancelledError,
+    RunNotFoundError,
     RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
@@ -118,6 +119,10 @@ class Driver:
             self._run, self._job.submission, self._number, self._mask, replaceable=self._replaceable
         )
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
+        # Driven in a stage it may have been before, which needs a disk.
+        with contextlib.suppress(RunNotFoundError):
+            if not self._run.is_remote:
+                self._recorder.carry_on(self._run.status())
 
     def run(self) -> None:
         """Never raises for a run that failed: the status reports it.
