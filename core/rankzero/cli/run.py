@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,7 +91,7 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
     "--json", "as_json", is_flag=True, help="At the end the run's state as one JSON object, on the last line."
 )
 @_ignored
-@click.argument("script")
+@click.argument("script", shell_complete=words.files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
@@ -109,6 +110,9 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
     from rankzero.cli import foot
 
     handle: RunHandle[Any] | None = None
+    # A terminal that is closed, and whoever stops a job, cancel the run as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         train = _train(script, module=options.pop("module"), no_python=options.pop("no_python"))
         if isinstance(train, list):

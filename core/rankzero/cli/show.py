@@ -6,11 +6,12 @@ import json
 
 import click
 
+from rankzero.cli import words
 from rankzero.run.handle import RunHandle
 
 
 @click.command()
-@click.argument("directory", nargs=-1, required=True)
+@click.argument("directory", nargs=-1, required=True, shell_complete=words.directories)
 @click.option("-o", "--output", default="report.html", show_default=True, help="The file to write; - for the output.")
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
 def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
@@ -31,7 +32,7 @@ def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", shell_complete=words.directories)
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
 @click.option("--no-token", is_flag=True, help="Answer whoever asks on this machine, such as a proxy with a login.")
 def serve(store: str, port: int, no_token: bool) -> None:
@@ -42,7 +43,7 @@ def serve(store: str, port: int, no_token: bool) -> None:
     from rankzero.report.server import ReportServer
 
     with ReportServer(store, port, "" if no_token else None) as server:
-        click.echo(f"the runs of {store} are shown at {server.url}  (Ctrl-C ends this)")
+        click.echo(f"the runs of {store}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

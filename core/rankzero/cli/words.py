@@ -6,6 +6,7 @@ import re
 import time
 
 import click
+from click.shell_completion import CompletionItem
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -45,3 +46,13 @@ def size(count: float) -> str:
         count /= _KILO
         power += 1
     return f"{count:.1f} {_UNITS[power - 1]}"
+
+
+def directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Has a shell complete the name of a directory."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Has a shell complete the name of a file."""
+    return [CompletionItem(incomplete, type="file")]

@@ -164,6 +164,7 @@
     }
     const facts = [["took", seconds(duration(run))], ["attempts", run.attempt + 1], ["checkpoints", run.checkpoints.length]];
     if (run.result) facts.push(["result", bytes(run.result.size || 0)]);
+    for (const [name, value] of Object.entries(run.used)) facts.push([name, value]);
     for (const [name, value] of Object.entries(run.throughput)) facts.push([name.replaceAll("_", " "), number(value)]);
     for (const [name, value] of Object.entries(run.last).slice(0, 8)) facts.push([name, number(value)]);
     const tiles = add(page, "div", { class: "tiles" });
@@ -186,8 +187,8 @@
     }
     const differs = [...told.keys()].filter((name) => told.get(name).size > 1 && !["run_id", "driver", "checkpoints", "submission", "first_attempt", "fresh_since"].includes(name)).slice(0, 8);
     const cell = (value) => (typeof value === "number" ? value : value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
-    table(made, ["run", "state", "took", ...differs, ...metrics], runs.map((run) => [
-      run.id, run.state, seconds(duration(run)),
+    table(made, ["run", "state", "took", "used", ...differs, ...metrics], runs.map((run) => [
+      run.id, run.state, seconds(duration(run)), Object.entries(run.used).map(([name, value]) => (name.endsWith("hours") ? `${value} ${name}` : value)).join(", "),
       ...differs.map((name) => cell({ ...run.config, ...run.labels }[name])),
       ...metrics.map((name) => cell(run.last[name])),
     ]));

@@ -19,7 +19,7 @@ PRICES_VARIABLE = "RANKZERO_PRICES"
 
 _HOUR = 3600.0
 _CENTS = 0.1
-"""A lower price has two digits that tell something."""
+"""Below this two digits after the point tell nothing."""
 _NUMBERS = ("gpu", "core")
 _CURRENCY = "currency"
 
@@ -41,17 +41,20 @@ class Usage:
     currency: str = ""
 
     def __str__(self) -> str:
-        """``3.2 GPU-hours, about 7.97 EUR``."""
-        unit = "GPU-hours" if self.resource == "gpu" else "core-hours"
-        return f"{self.hours:.3g} {unit}{self.price and f', about {self.price}'}"
+        """``3.20 GPU-hours, about 7.97 EUR``."""
+        return f"{self.amount}ours{self.price and f', about {self.price}'}"
+
+    @property
+    def amount(self) -> str:
+        """``3.20 GPU-h``."""
+        return f"{_few_digits(self.hours)} {'GPU' if self.resource == 'gpu' else 'core'}-h"
 
     @property
     def price(self) -> str:
         """``7.97 EUR``; empty without a price."""
         if self.cost is None:
             return ""
-        digits = ".2f" if self.cost >= _CENTS or not self.cost else ".2g"
-        return f"{self.cost:{digits}} {self.currency}".rstrip()
+        return f"{_few_digits(self.cost)} {self.currency}".rstrip()
 
 
 def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
@@ -105,6 +108,10 @@ def read_prices(text: str) -> dict[str, Any]:
                 f"{PRICES_VARIABLE} has {pair!r}; give what an hour costs, such as gpu=2.49,core=0.04,currency=EUR"
             )
     return prices
+
+
+def _few_digits(number: float) -> str:
+    return f"{number:.2f}" if number >= _CENTS or not number else f"{number:.2g}"
 
 
 def _positive(text: str) -> float | None:

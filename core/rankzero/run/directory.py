@@ -52,6 +52,8 @@ LINES = "logs/lines"
 DATASETS = "datasets"
 """Rows that Spark has computed for the ranks, a folder for each dataset."""
 
+STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
+
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
