@@ -128,6 +128,12 @@ def test_cancel_ends_a_run_and_is_harmless_afterwards(launcher: Launcher) -> Non
     assert (again.exit_code, again.stdout) == (0, f"run {handle.id} has ended already: cancelled\n")
 
 
+def test_a_report_on_a_disk_has_no_link(run: RunHandle[float]) -> None:
+    done = rankzero("report", run.directory, "--link", "1h")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "on no object store that gives links: `rankzero serve` shows it" in done.stderr
+
+
 @pytest.mark.parametrize("age", ["30", "d", "-3d", "0d", "30 days", "30D"])
 def test_an_age_needs_a_unit(tmp_path: Path, age: str) -> None:
     done = rankzero("gc", str(tmp_path), "--older-than", age)

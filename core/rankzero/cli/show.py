@@ -13,14 +13,26 @@ from rankzero.run.handle import RunHandle
 @click.command()
 @click.argument("directory", nargs=-1, required=True, shell_complete=words.directories)
 @click.option("-o", "--output", default="report.html", show_default=True, help="The file to write; - for the output.")
+@click.option(
+    "--link",
+    callback=words.seconds,
+    metavar="TIME",
+    help="Write nothing: print a link to the report on the object store that works for 24h, 7d, without credentials.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
-def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
+def report(directory: tuple[str, ...], output: str, link: float | None, as_json: bool) -> None:
     """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
 
     A run that has ended has it already, as report.html in its directory.
     """
+    from rankzero import store
     from rankzero.report import facts, page
 
+    if link is not None:
+        for one in directory:
+            address = store.presign(store.join(RunHandle.attach(one).directory, page.FILE), link)
+            click.echo(json.dumps({"directory": one, "link": address}) if as_json else address)
+        return
     runs = [facts.collect(RunHandle.attach(one)) for one in directory]
     text = json.dumps({"runs": runs}) + "\n" if as_json else page.render(runs)
     if as_json or output == "-":
