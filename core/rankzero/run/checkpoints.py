@@ -104,7 +104,7 @@ class Manifest:
         lead = parts[min(parts)]
         tables = {name: {key: dict(ranks) for key, ranks in attempts.items()} for name, attempts in before.items()}
         for rank, part in parts.items():
-            for name, count in part["tables"].items():
+            for name, count in part.get("tables", {}).items():
                 tables.setdefault(name, {}).setdefault(str(attempt), {})[str(rank)] = count
         return cls(
             id=lead["id"],

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from rankzero.train.checkpoint import Checkpoint
     from rankzero.train.parts import Parts
-    from rankzero.train.rows import TableWriter
     from rankzero.train.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class _Session:
     shards: dict[str, Any] = field(default_factory=dict)
     tables: Counter[str] = field(default_factory=Counter)
     lost_tables: set[str] = field(default_factory=set)
-    writing: list[TableWriter] = field(default_factory=list)
+    writing: list[Any] = field(default_factory=list)
     writing_lock: threading.RLock = field(default_factory=threading.RLock)
     resumed: bool = False
 
