@@ -34,7 +34,7 @@ def given() -> dict[str, Any]:
         "ResultRef": ResultRef,
         "task": task,
         "my_training": SimpleNamespace(train=training),
-        "prepare": prepare(),
+        "prepare": prepare().operator,
         "evaluate": evaluate,
         "trainer": TorchTrainer(training),
         "look_at": look_at,

@@ -16,6 +16,8 @@ import rankzero.train as rt
 from rankzero import CheckpointConfig, Launcher, ResultRef
 from rankzero.compat.ray_train import TorchTrainer
 
+pytest_plugins = ["rankzero.testing.fixtures"]
+
 
 class TrainConfig(dg.Config):
     """Of the reader's."""
@@ -29,10 +31,20 @@ def scans() -> dict[str, int]:
     return {}
 
 
+PIPELINE = """
+import dagster as dg
+from dagster_rankzero import torch_asset
+from rankzero import ResultRef
+
+
+@torch_asset
+def model() -> dict: ...
+
+
 @dg.asset
-def champion() -> dict[str, int]:
-    """Of the reader's."""
-    return {}
+def champion(model: ResultRef) -> dict | None:
+    return model.load() if model.load()["accuracy"] > 0.9 else None
+"""
 
 
 def look_at(shown: str) -> None:
@@ -49,6 +61,8 @@ def test_the_blocks_of_a_page_are_definitions(
     import torch
 
     monkeypatch.chdir(tmp_path)
+    Path("pipeline.py").write_text(PIPELINE)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("SPARK_MASTER", "local[2]")
     names = {name: getattr(dagster_rankzero, name) for name in dagster_rankzero.__all__}
     given: dict[str, Any] = {

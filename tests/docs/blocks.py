@@ -94,11 +94,16 @@ def _python(block: Block, found: dict[str, Any], names: dict[str, Any], request:
 def _console(block: Block, *_: object) -> None:
     lines = [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
     assert lines, "no command: a line of one begins with $"
+    variables: dict[str, str] = {}
     for line in lines:
         program, *arguments = shlex.split(line, comments=True)
         if program == "rankzero":
-            done = CliRunner().invoke(main, [os.path.expanduser(argument) for argument in arguments])
+            # Where runs are if nobody names a store.
+            arguments = [argument.replace("~/.rankzero/runs", os.environ["RANKZERO_STORE"]) for argument in arguments]
+            done = CliRunner(env=variables).invoke(main, arguments)
             assert done.exit_code == 0, f"{line}\n{done.output}"
+        elif program == "export":
+            variables |= dict(argument.split("=", 1) for argument in arguments)
         elif program == "python":
             run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=WAIT)
             assert run.returncode == 0, f"{line}\n{run.stderr}"
@@ -112,7 +117,7 @@ def _bash(block: Block, found: Mapping[str, Any], *_: object) -> None:
         ["bash", "-ec", f"{block.text}\nenv -0"], capture_output=True, check=True, timeout=WAIT, text=True, env={}
     )
     variables = dict(item.split("=", 1) for item in shown.stdout.split("\0") if "=" in item)
-    found["look_at"]({key: value for key, value in variables.items() if key in block.text})
+    found["look_at"]({key: value for key, value in variables.items() if f"export {key}=" in block.text})
 
 
 def _other(block: Block, found: Mapping[str, Any], *_: object) -> None:

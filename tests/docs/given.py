@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import rankzero
@@ -23,11 +25,9 @@ SCRIPT = "import rankzero.train as rt\nrt.set_result(rt.get_context().rank)\n"
 
 
 def readme() -> dict[str, Any]:
-    from pyspark.sql import SparkSession
-
     Path("train.py").write_text(SCRIPT)
-    # The page only names it: no JVM for that.
-    return {**PUBLIC, "train": training, "spark": SparkSession.__new__(SparkSession)}
+    # The page only names the session: no JVM for that.
+    return {**PUBLIC, "train": training, "spark": SimpleNamespace(_jsparkSession=None)}
 
 
 def clusters() -> dict[str, Any]:
@@ -67,19 +67,28 @@ def training_page() -> dict[str, Any]:
     }
 
 
+def checkpoint() -> dict[str, Any]:
+    """What the training of `docs/training.md` has saved."""
+    return {"loader": training_page()["loader"].state_dict()}
+
+
 def reports() -> dict[str, Any]:
     Path("train.py").write_text(SCRIPT)
-    launcher = rankzero.Launcher(1, store="runs")
-    for name in "abc":
-        launcher.options(run_id=name).run(training)
-    launcher.options(run_id="digits", store="~/.rankzero/runs").run(training)
-    return {}
+    rankzero.Launcher(1, run_id="digits").run(training)
+    for name in ("a", "b", "c", "digits"):
+        shutil.copytree(os.path.join(os.environ["RANKZERO_STORE"], "digits"), f"runs/{name}")
+    return {**PUBLIC}
+
+
+def public() -> dict[str, Any]:
+    return dict(PUBLIC)
 
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": readme,
     "docs/clusters.md": clusters,
     "docs/torchrun.md": torchrun,
+    "docs/tracking.md": public,
     "docs/training.md": training_page,
     "docs/reports.md": reports,
 }

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 from tests.docs import blocks
-from tests.docs.given import GIVEN
+from tests.docs.given import GIVEN, checkpoint
+
+from rankzero.testing import run_inline
 
 pytest_plugins = ["rankzero.testing.fixtures"]
 
+
+IN_A_RANK = {"docs/training.md"}
+"""Pages whose blocks show what stands in a training function."""
 
 SLOW = {"docs/data.md"}
 """Pages whose blocks need a SparkSession."""
@@ -28,10 +33,14 @@ def test_the_blocks_of_a_page_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RANKZERO_STORE")
-    monkeypatch.setenv("RANKZERO_STORAGE", "kept")
-    blocks.run_page(page, "docs", GIVEN.get(page, dict)(), request)
+
+    def run() -> None:
+        blocks.run_page(page, "docs", GIVEN.get(page, dict)(), request)
+
+    if page in IN_A_RANK:
+        run_inline(run, checkpoint=checkpoint())
+    else:
+        run()
 
 
 def test_what_is_not_run_is_known() -> None:
