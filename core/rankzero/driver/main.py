@@ -31,6 +31,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
 from rankzero.driver.succession import Start
 from rankzero.driver.tables import Tables
+from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
@@ -84,6 +85,7 @@ class Driver:
         *,
         leased: bool = False,
         start: Start | None = None,
+        trackers: Mapping[str, Any] | None = None,
     ) -> None:
         """Reads what is to be run.
 
@@ -93,6 +95,7 @@ class Driver:
             env: The user's environment for the ranks.
             leased: True if the run ends when nobody follows it (`Job.orphan_timeout`), and outlives its caller.
             start: Of a driver that another process follows should this one die; None for one that stands alone.
+            trackers: What `rankzero.submit.trackers.pack` has made, or None.
         """
         self._run = run
         self._engine = engine
@@ -106,6 +109,7 @@ class Driver:
         self._leased = leased
         # What Spark computes for ranks comes by this session, and so to this process.
         self._hands_over = leased and not self._job.queries
+        self._packed_trackers = trackers
         self._take_over()
         self._session: EngineSession | None = None
         self._started_at: float | None = None
@@ -116,6 +120,7 @@ class Driver:
         """From now on this process writes the run directory."""
         self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
+        self._trackers = Trackers(self._run, self._packed_trackers)
 
     def run(self) -> None:
         """Never raises for a run that failed: the status reports it.
@@ -124,15 +129,20 @@ class Driver:
             ResultError: the store does not take the outcome.
         """
         reporter = Reporter(self._run)
+        if not self._hands_over:
+            self._trackers.start()
         try:
             self._run_to_its_end()
         finally:
+            self._trackers.close()
             reporter.close()
 
     def _run_to_its_end(self) -> None:
         try:
             attempt = self._attempt_until_done()
         except DrivenElsewhere:
+            # So are its trackers.
+            self._trackers = Trackers(self._run, None)
             return
         except RunCancelledError as error:
             self._recorder.finish(state="cancelled", error=error.to_json())
@@ -147,6 +157,7 @@ class Driver:
             result, value = attempt.outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
         finally:
+            self._trackers.end()
             # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
             self._close_session()
 
@@ -177,6 +188,7 @@ class Driver:
                         allow_open_files()
                     if self._hands_over and has_place_for(self._run, session):
                         self._hand_over(session, placement, deadline)
+                    self._trackers.start()
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
                     )
@@ -213,7 +225,7 @@ class Driver:
             self._run, self._job, self._number, self._recorder, session, placement, self.inbox, self._watch
         )
         try:
-            handover.run(deadline, self._env, self._budget)
+            handover.run(deadline, self._env, self._budget, self._packed_trackers)
         except Unseen as why:
             logger.info("%s: it is driven from here", why)
             self._hands_over = False
@@ -486,7 +498,10 @@ def drive(
     allow_open_files()
     private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
-    driver = Driver(run, engine, private["env"], leased=owner is None, start=start)
+    trackers = private.get("trackers")
+    # Where the modules of their classes are.
+    sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
+    driver = Driver(run, engine, private["env"], leased=owner is None, start=start, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
         if replaceable:

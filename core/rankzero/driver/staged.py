@@ -62,7 +62,7 @@ def _drive(told: dict[str, Any]) -> None:
         told["folder"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
     )
     start = Start(told["first_attempt"], Restarts(**told["budget"]))
-    driver = Driver(run, engine, told["env"], leased=True, start=start)
+    driver = Driver(run, engine, told["env"], leased=True, start=start, trackers=told["trackers"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     driver.run()
