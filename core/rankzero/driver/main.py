@@ -41,6 +41,7 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     RunCancelledError,
+    RunNotFoundError,
     RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
@@ -120,6 +121,10 @@ class Driver:
         """From now on this process writes the run directory."""
         self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
+        # Driven in a stage it may have been before, which needs a disk.
+        with contextlib.suppress(RunNotFoundError):
+            if not self._run.is_remote:
+                self._recorder.carry_on(self._run.status())
         self._trackers = Trackers(self._run, self._packed_trackers)
 
     def run(self) -> None:

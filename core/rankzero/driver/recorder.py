@@ -96,6 +96,28 @@ class Recorder:
         if self._run.is_remote and not self._flusher.ident:
             self._flusher.start()
 
+    def carry_on(self, before: RunStatus) -> None:
+        """Keeps what another driver of this submission knew: when the ranks had started, how long they held places."""
+        if before.submission != self.status.submission:
+            return
+        held = before.held_seconds
+        if before.held_since is not None:
+            held += (before.world_size or self._run.job().num_processes) * max(
+                0.0, before.heartbeat - before.held_since
+            )
+        self._writer.note(started=before.started, held_seconds=held)
+
+    def note_places(self, ranks: int, *, held: bool) -> None:
+        """Counts for how long the ranks of an attempt hold their places, which is what a training costs.
+
+        Args:
+            ranks: Of the attempt.
+            held: True from now on, False no longer.
+        """
+        status, now = self.status, time.time()
+        before = 0.0 if status.held_since is None else max(0.0, now - status.held_since)
+        self._writer.note(held_seconds=status.held_seconds + ranks * before, held_since=now if held else None)
+
     def commit(self, result: ResultRef, value: list[Any], then: Callable[[], None]) -> None:
         """Writes that the run has succeeded, whatever becomes of this driver. It has not ended before `finish`.
 

@@ -52,6 +52,8 @@ LINES = "logs/lines"
 DATASETS = "datasets"
 """Rows that Spark has computed for the ranks, a folder for each dataset."""
 
+STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
+
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -83,6 +85,8 @@ class RunStatus:
         checkpoint: Id of the newest committed checkpoint, or None.
         world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
+        held_seconds: For which ranks have held their places, all of them together, in the attempts that have ended.
+        held_since: Unix time since which those of the current attempt hold theirs; None between attempts.
     """
 
     state: str = "pending"
@@ -105,6 +109,8 @@ class RunStatus:
     checkpoint: str | None = None
     engine_url: str | None = None
     world_size: int | None = None
+    held_seconds: float = 0.0
+    held_since: float | None = None
 
     @property
     def final(self) -> bool:

@@ -38,14 +38,15 @@ class HeartbeatWatch:
 
 def process_lives(status: RunStatus) -> bool | None:
     """True or False if the driver's process can be asked; None where only the heartbeat can tell."""
-    if time.time() - status.heartbeat > DRIVER_STALE_AFTER:
-        # It may live on without its driver: a notebook in which that was a thread.
-        return None
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return None
     state = _process_state(status)
-    # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
-    return None if state in STOPPED else state is not None
+    if state is None:
+        return False
+    # It may live on without its driver: a notebook in which that was a thread. A stopped driver shows no heartbeat and
+    # has lost its agents by the time that counts.
+    is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER
+    return None if is_stale or state in STOPPED else True
 
 
 def _process_state(status: RunStatus) -> str | None:
