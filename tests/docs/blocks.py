@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.conftest import ROOT
+from tests.conftest import ROOT, restore_signal_handlers, signal_handlers
 from tests.docs.pages import PAGES, Block
 from tests.docs.pages import blocks as blocks_of
 
@@ -100,7 +100,10 @@ def _console(block: Block, *_: object) -> None:
         if program == "rankzero":
             # Where runs are if nobody names a store.
             arguments = [argument.replace("~/.rankzero/runs", os.environ["RANKZERO_STORE"]) for argument in arguments]
+            before = signal_handlers()
             done = CliRunner(env=variables).invoke(main, arguments)
+            # The command's process is its own, but here.
+            restore_signal_handlers(before)
             assert done.exit_code == 0, f"{line}\n{done.output}"
         elif program == "export":
             variables |= dict(argument.split("=", 1) for argument in arguments)
