@@ -138,9 +138,11 @@ class Attempt:
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
+            self._recorder.note_places(self._job.num_processes, held=True)
             group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
             self._follow(group)
         finally:
+            self._recorder.note_places(self._job.num_processes, held=False)
             self._server.close()
             self._committer.close(0.0)
             if self._scratch:
