@@ -67,10 +67,10 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 )
 @click.option(
     "--deploy-mode",
-    type=click.Choice(["client", "cluster"]),
+    type=click.Choice(["client", "cluster", "job"]),
     default="client",
     show_default=True,
-    help="Where the driver of the run is: here, or on the Spark cluster.",
+    help="Where the driver of the run is: here, on the Spark cluster, or there as a Kubernetes Job.",
 )
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("--env", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Variables for the ranks.")
@@ -176,8 +176,8 @@ def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> A
     """The engine that ``--engine`` and ``--deploy-mode`` name. Raises InvalidJobError."""
     from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
 
-    if deploy_mode == "cluster":
-        return SparkSubmitEngine(master=name, conf=conf)
+    if deploy_mode != "client":
+        return SparkSubmitEngine(master=name, conf=conf, deploy_mode=deploy_mode)
 
     if name == "local":
         if conf:
