@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference clean
+.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference docs clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -53,13 +53,17 @@ test-python:
 locks: setup
 	./scripts/lock.sh
 
+<<<<<<< HEAD
 # Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, and MLflow with its server, TensorBoard and W&B:
 # they are installed beside .venv, not into it.
+=======
+# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel: they are installed beside .venv, not into it.
+>>>>>>> main
 # By the name of the folder the launcher knows that they are installed, and do not travel.
 FRAMEWORKS = .frameworks/site-packages
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target $(FRAMEWORKS) \
-		lightning transformers accelerate torchdata optuna
+		lightning transformers accelerate torchdata optuna ipykernel nbclient
 	.venv/bin/python -m pip install --quiet --target .frameworks/build setuptools wheel
 	PYTHONPATH=.frameworks/build DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target $(FRAMEWORKS) deepspeed einops hjson msgpack ninja py-cpuinfo
@@ -71,5 +75,15 @@ test-frameworks: setup
 reference: setup
 	.venv/bin/python scripts/reference.py
 
+# The site of docs/: .site/index.html, which opens in a browser without a server. Its generator has a venv and a lock of
+# its own; a link, an anchor or a page that leads nowhere is an error.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+.venv-docs/installed: constraints/docs.txt
+	$(or $(PYTHON),python3) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints/docs.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .site .venv .venv-docs .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache
