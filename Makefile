@@ -53,12 +53,8 @@ test-python:
 locks: setup
 	./scripts/lock.sh
 
-<<<<<<< HEAD
-# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, and MLflow with its server, TensorBoard and W&B:
-# they are installed beside .venv, not into it.
-=======
-# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel: they are installed beside .venv, not into it.
->>>>>>> main
+# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel, and MLflow with its server,
+# TensorBoard and W&B: they are installed beside .venv, not into it.
 # By the name of the folder the launcher knows that they are installed, and do not travel.
 FRAMEWORKS = .frameworks/site-packages
 test-frameworks: setup
