@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from tests.conftest import free_port, until
+from tests.docs.pages import blocks
 from tests.frameworks.conftest import TRACKING
 
-from rankzero import InvalidJobError, Launcher, ResultError, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, ResultRef, WorkerFailedError
 from rankzero.tracking import MLflow, load_model, register_model
 
 mlflow = pytest.importorskip("mlflow", reason="make test-frameworks")
@@ -174,9 +175,16 @@ def test_only_a_better_result_becomes_the_champion(server: str, client: Any, tmp
     assert version.tags["metric.accuracy"] == "0.95"
 
 
-def test_a_result_of_a_run_that_was_not_tracked(server: str, tmp_path: Path) -> None:
-    from rankzero import ResultRef
+def test_the_documentations_pipeline(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    (block,) = [block for block in blocks("docs/tracking.md") if block.mark == "a server"]
+    names: dict[str, Any] = {"ref": ResultRef.save({"weight": 7}, tmp_path)}
+    exec(compile(block.text.replace("digits", "documented"), block.page, "exec", dont_inherit=True), names)
+    assert names["weights"] == {"weight": 7}
+    assert not names["promote"](ResultRef.save({"weight": 8}, tmp_path), 0.96)
 
+
+def test_a_result_of_a_run_that_was_not_tracked(server: str, tmp_path: Path) -> None:
     ref = ResultRef.save({"weight": 1}, tmp_path / "results")
     assert register_model(ref, "alone", {"loss": 1.0}, metric="loss", mode="min", uri=server).is_champion
     assert load_model("alone", uri=server) == {"weight": 1}
