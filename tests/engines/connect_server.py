@@ -45,12 +45,15 @@ class ConnectServer:
     """A server on this host that is ready.
 
     Attributes:
+        host: Its address.
+        port: Where it listens.
         url: ``sc://host:port``.
         process: Its JVM's.
     """
 
     def __init__(self, log: Path, port: int, process: subprocess.Popen[bytes]) -> None:
-        self.url = f"sc://127.0.0.1:{port}"
+        self.host, self.port = "127.0.0.1", port
+        self.url = f"sc://{self.host}:{port}"
         self.process = process
         until(lambda: STARTED in log.read_text() or process.poll() is not None, START_TIMEOUT, f"a server ({log})")
         assert process.poll() is None, log.read_text()[-2000:]

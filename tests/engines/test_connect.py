@@ -35,13 +35,6 @@ MESSAGE_LIMIT = 128 << 20
 """Bytes that one message of Spark Connect can have."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """A server with four slots."""
-    with connect_server(tmp_path_factory.mktemp("connect")) as started:
-        yield started
-
-
 @pytest.fixture
 def on_connect(launcher: Launcher, server: ConnectServer) -> Launcher:
     """Two ranks on the server."""

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkC
 from rankzero.run.directory import RunStatus
 
 WAIT = 120.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """A server with four slots."""
-    with connect_server(tmp_path_factory.mktemp("connect")) as started:
-        yield started
 
 
 @pytest.fixture
