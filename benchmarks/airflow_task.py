@@ -1,8 +1,9 @@
 """An Airflow task on Spark, beside the same function in a PythonOperator around TorchDistributor.
 
-Run: ``python benchmarks/airflow_task.py [runs]``. On embedded Spark, and on a Spark Connect server that runs throughout. Each task runs in a fresh process, through Airflow's task runner
-and its database; the time is from just before ``execute`` to the callback of its success, which follows the XCom.
-Before that ``dag.test`` starts an API server inside of the process; a real worker has one elsewhere.
+Run: ``python benchmarks/airflow_task.py [runs]``. On embedded Spark, and on a Spark Connect server that runs
+throughout. Each task runs in a fresh process, through Airflow's task runner and its database; the time is from just
+before ``execute`` to the callback of its success, which follows the XCom. Before that ``dag.test`` starts an API server
+inside of the process; a real worker has one elsewhere.
 """
 
 import os
@@ -82,16 +83,21 @@ def run_task(which: str) -> None:
     os._exit(0)
 
 
+def seconds_of(which: str, environment: dict[str, str]) -> float:
+    """Of one task, in a process of its own."""
+    command = [sys.executable, __file__, "task", which]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+    return float(done.stdout.split("took")[-1].split()[0])
+
+
 def measure(environment: dict[str, str]) -> dict[str, list[float]]:
     """Seconds of both kinds of task, in turn."""
     seconds: dict[str, list[float]] = {"rankzero": [], "peer": []}
     for _ in range(RUNS):
         for which, values in seconds.items():
-            command = [sys.executable, __file__, "task", which]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if done.returncode:
-                sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
-            values.append(float(done.stdout.split("took")[-1].split()[0]))
+            values.append(seconds_of(which, environment))
     return seconds
 
 
@@ -115,10 +121,13 @@ def main() -> None:
         subprocess.run(migrate, check=True, capture_output=True, env=environment)
         embedded = measure(environment)
         with connect_server(Path(home)) as server:
-            connect = measure({**environment, SERVER: server.url})
+            environment[SERVER] = server.url
+            first = seconds_of("rankzero", environment)
+            connect = measure(environment)
     ours = report.add("TorchDistributorOperator", embedded["rankzero"])
     theirs = report.add("PythonOperator around TorchDistributor", embedded["peer"])
     on_connect = report.add("TorchDistributorOperator, Spark Connect", connect["rankzero"])
+    report.add("TorchDistributorOperator, the first on a Spark Connect server", [first])
     peer_on_connect = report.add("PythonOperator around TorchDistributor, Spark Connect", connect["peer"])
     report.hold("ours / theirs", ours / theirs, 0.5)
     report.hold("ours / theirs, Spark Connect", on_connect / peer_on_connect, 0.1)

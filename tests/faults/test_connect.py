@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import until
-from tests.engines.connect_server import ConnectServer, connect_server
+from tests.conftest import free_port, until, wait_until_gone
+from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.run.directory import RunStatus
@@ -135,6 +137,77 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
     handle.cancel()
     with pytest.raises(RunCancelledError):
         handle.result(WAIT)
+
+
+BREAK = 20.0
+"""Seconds: longer than a client of Spark Connect tries a request again."""
+
+
+@pytest.fixture
+def link(server: ConnectServer, tmp_path: Path) -> Iterator[Link]:
+    """Between client and server."""
+    made = Link(server, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.soak
+def test_a_run_in_its_stage_outlasts_its_clients_network(launcher: Launcher, link: Link, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    on_link = launcher.options(engine=SparkConnectEngine(link.url))
+    handle = on_link.submit(train, str(tmp_path), str(enough))
+    await_ranks(tmp_path)
+    driver = driver_of(handle)
+    link.cut()
+    time.sleep(BREAK)
+    link.mend()
+    # For the client to say to the server that it has given the stage up, if it had.
+    time.sleep(BREAK / 4)
+    assert handle.status().driver_pid == driver
+    enough.touch()
+    assert handle.result(WAIT) == [0, 0]
+
+
+@pytest.mark.soak
+def test_a_run_of_the_client_outlasts_a_break_of_its_way_to_the_server(
+    launcher: Launcher, link: Link, tmp_path: Path
+) -> None:
+    enough = tmp_path / "enough"
+    results: list[Any] = []
+    on_link = launcher.options(engine=SparkConnectEngine(link.url))
+    running = threading.Thread(target=lambda: results.append(on_link.run(train, str(tmp_path), str(enough))))
+    running.start()
+    await_ranks(tmp_path)
+    link.cut()
+    time.sleep(BREAK)
+    link.mend()
+    enough.touch()
+    running.join(WAIT)
+    assert results == [[0, 0]]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_server_that_restarts(launcher: Launcher, tmp_path: Path, marker: str, restarts: int) -> None:
+    enough, again, port = tmp_path / "enough", tmp_path / "again", free_port()
+    again.mkdir()
+    engine = SparkConnectEngine(f"sc://127.0.0.1:{port}")
+    on_it = launcher.options(engine=engine, run_id="run", max_restarts=restarts)
+    with connect_server(tmp_path, port=port) as first:
+        handle = on_it.submit(train, str(tmp_path), str(enough))
+        await_ranks(tmp_path)
+        until(handle.checkpoints, WAIT, "a checkpoint")
+        first.process.kill()
+        assert wait_until_gone(marker) == []
+        if not restarts:
+            with pytest.raises(EngineError) as caught:
+                handle.result(WAIT)
+            assert caught.value.cause == "lost"
+        enough.touch()
+    with connect_server(again, port=port):
+        if not restarts:
+            handle = on_it.submit(train, str(tmp_path), str(enough))
+        assert handle.result(WAIT) == [1, 1]
 
 
 # A warm server of the suite's is in the namespaces of the suite, and so are its forks.

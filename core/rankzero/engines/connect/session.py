@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
-from rankzero.engines.connect.client import settings_of
+from rankzero.engines.connect.client import PATIENT_RETRIES, RETRIES, limit_retries, settings_of
 from rankzero.engines.connect.errors import explain
 from rankzero.engines.connect.server import ServerUrl
 from rankzero.engines.local import LOOPBACK
@@ -149,7 +149,14 @@ class ConnectSession(EngineSession):
             None,
             LOOPBACK if self._is_local else None,
         )
-        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end)
+        self._limit_retries(RETRIES)
+        patiently = functools.partial(self._limit_retries, PATIENT_RETRIES)
+        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end, patiently)
+
+    def _limit_retries(self, count: int) -> None:
+        # A caller's session has the patience that its user gave it.
+        if self._owned:
+            limit_retries(self._session.client, count)
 
     def read_table(
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
@@ -182,6 +189,7 @@ class ConnectGroup(AgentGroup):
         num_tasks: int,
         task: Callable[[Any], Any],
         on_end: OnEnd,
+        patiently: Callable[[], None],
     ) -> None:
         super().__init__()
         self._session = session
@@ -189,6 +197,7 @@ class ConnectGroup(AgentGroup):
         self._num_tasks = num_tasks
         self._task = task
         self._on_end = on_end
+        self._patiently = patiently
         # Others run in this session, too.
         self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
         threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
@@ -204,6 +213,10 @@ class ConnectGroup(AgentGroup):
             error = caught
         self._ended.set()
         self._on_end(error)
+
+    def hold_on(self) -> None:
+        """A client that gives its stage up has the server end it as soon as that can be reached again."""
+        self._patiently()
 
     def cancel(self) -> None:
         """Interrupts the stage; Spark kills the tasks, and with them go agents and ranks."""
