@@ -15,6 +15,7 @@ PACKAGES = {
     "rankzero": "Core",
     "rankzero.train": "Inside the training function: `import rankzero.train as rt`",
     "rankzero.sweep": "Sweeps: what `Launcher.map` takes and gives",
+    "rankzero.tracking": "Trackers: what `Launcher(trackers=[...])` takes",
     "rankzero.testing": "In tests",
     "airflow_rankzero": "Airflow",
     "dagster_rankzero": "Dagster",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import hypothesis
 import pytest
 
 from rankzero import Launcher
@@ -25,6 +26,12 @@ ROOT = Path(__file__).parents[1]
 
 # Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
+# Beside other work an example may take as long as it likes.
+hypothesis.settings.register_profile(
+    "rankzero", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("rankzero")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, which would pass it on: programs of users are interrupted by it.

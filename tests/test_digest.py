@@ -1,6 +1,7 @@
 """A checksum names its algorithm; large files are compared by all cores, and ``sha256sum`` stays to be had."""
 
 import hashlib
+import zlib
 from pathlib import Path
 
 import numpy
@@ -13,6 +14,10 @@ from rankzero.values.digest import Digest, digest_of, digest_of_file, verify
 from rankzero.values.envelope import LARGE, pack
 
 
+def crc32(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "big")
+
+
 def test_it_is_one_of_blocks_wherever_the_parts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "BLOCK", 10)
     data = bytes(range(47))
@@ -23,10 +28,13 @@ def test_it_is_one_of_blocks_wherever_the_parts_end(tmp_path: Path, monkeypatch:
     assert digest_of_file(str(path)) == expected
     for cut in range(48):
         assert digest_of([data[:cut], memoryview(data)[cut:]]) == expected
-    one = Digest(threads=False)
-    for byte in data:
-        one.update(bytes([byte]))
-    assert (one.text(), one.size) == (expected, 47)
+    sums = hashlib.sha256(b"".join(crc32(data[start : start + 10]) for start in range(0, 47, 10))).hexdigest()
+    for algorithm, text in ((digest.BLOCKS, expected), (digest.SUMS, f"crc32-8m:{sums}")):
+        one = Digest(algorithm, threads=False)
+        for byte in data:
+            one.update(bytes([byte]))
+        assert (one.text(), one.size) == (text, 47)
+        assert digest_of_file(str(path), text) == text
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10])
@@ -84,8 +92,11 @@ def test_an_algorithm_that_is_not_known_is_refused_by_its_name(name: str, tmp_pa
 def test_a_large_result_names_its_algorithm_and_gives_its_sha256_on_request(tmp_path: Path) -> None:
     large = ResultRef.save({"x": torch.zeros(3 << 20)}, tmp_path)
     small = ResultRef.save({"x": torch.zeros(3)}, tmp_path)
-    assert (large.digest.split(":")[0], small.digest.split(":")[0]) == ("sha256-8m", "sha256")
-    for ref in (large, small):
+    # Loading it runs code.
+    pickled = ResultRef.save([torch.zeros(3 << 20)], tmp_path)
+    refs = (large, small, pickled)
+    assert [ref.digest.split(":")[0] for ref in refs] == ["crc32-8m", "sha256", "sha256-8m"]
+    for ref in refs:
         assert ref.sha256 == hashlib.sha256(Path(ref.uri).read_bytes()).hexdigest()
     Path(large.uri).unlink()
     with pytest.raises(ResultError, match="does not exist"):

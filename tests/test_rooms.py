@@ -28,6 +28,7 @@ DOWN = (
     "data",
     "channel",
     "report",
+    "tracking",
     "run",
     "values",
     "job",

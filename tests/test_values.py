@@ -85,7 +85,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(value=VALUES)
 def test_any_mixture_comes_back_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("values")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rankzero.job import RestartOn, WorldSize
     from rankzero.run.checkpoints import CheckpointConfig
+    from rankzero.tracking.tracker import Tracker
 
 Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 
@@ -106,6 +107,7 @@ class TrainingArguments(TaskArguments, total=False):
     py_files: Sequence[str | os.PathLike[str]]
     excludes: Sequence[str]
     dataset: str | os.PathLike[str] | Mapping[str, Any] | None
+    trackers: Sequence[Tracker]
     retry_user_errors: bool
     log_ranks: Sequence[int] | None
     deferrable: bool

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from rankzero.job import RestartOn, WorldSize
     from rankzero.submit.durable import Opened
+    from rankzero.tracking.tracker import Tracker
 
 
 class TorchDistributorOperator(BaseOperator):
@@ -109,6 +110,8 @@ class TorchDistributorOperator(BaseOperator):
         dataset: What the ranks read by `rankzero.train.get_dataset_shard`: the path or URL of a table, the name of one
             or a query, which the connection's Spark computes, the result of an operator whose function returned
             `rankzero.train.write_rows`; or a dict of these by name (templated).
+        trackers: Systems outside that shall know what happens in the run, such as ``[MLflow()]``: see
+            `rankzero.tracking.Tracker`.
         retry_user_errors: Let ``retries`` apply to exceptions of the training function, too.
         log_ranks: Whose lines the task's log shows, such as ``[0]``; None for all. A rank whose failure ends the run is
             shown as well, and every line is in the run directory.
@@ -179,6 +182,7 @@ class TorchDistributorOperator(BaseOperator):
         py_files: Sequence[str | os.PathLike[str]] = (),
         excludes: Sequence[str] = (),
         dataset: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        trackers: Sequence[Tracker] = (),
         retry_user_errors: bool = True,
         log_ranks: Sequence[int] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
@@ -216,6 +220,7 @@ class TorchDistributorOperator(BaseOperator):
         self.py_files = py_files
         self.excludes = excludes
         self.dataset = dataset
+        self.trackers = trackers
         self.retry_user_errors = retry_user_errors
         self.log_ranks = None if log_ranks is None else list(log_ranks)
         self.deferrable = deferrable
@@ -393,4 +398,5 @@ class TorchDistributorOperator(BaseOperator):
             py_files=self.py_files,
             excludes=self.excludes,
             dataset=self.dataset,
+            trackers=self.trackers,
         )

@@ -55,6 +55,8 @@ class Job:
         checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
         warm_start: Ranks may be forks of a process that has torch loaded.
         encrypt: Connections of agents and driver are encrypted; None: where the engine's own are.
+        params: The arguments by name, as short plain values: see `RunHandle.params`.
+        code_version: What stands for the code in the identity, if the user gave it.
         labels: The caller's own words about the run, such as the task that started it.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
@@ -91,6 +93,8 @@ class Job:
     checkpoints: dict[str, Any] = field(default_factory=dict)
     warm_start: bool = True
     encrypt: bool | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    code_version: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rankzero.submit.user_code import UserCode
     from rankzero.sweep import Search, StopRule, Sweep
     from rankzero.sweep.trials import Mode
+    from rankzero.tracking.tracker import Tracker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,6 +106,8 @@ class Launcher:
         py_files: Python files, zips, eggs, wheels and directories of packages that travel, for ranks to import. What a
             function or script imports travels by itself; these are for what it does not show.
         excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here.
+        trackers: Systems outside that shall know what happens in the run, such as ``[MLflow()]``: see
+            `rankzero.tracking.Tracker`. No run waits for one, or fails by one.
 
     Raises:
         InvalidJobError: a value is wrong; says which and what to do.
@@ -150,6 +153,7 @@ class Launcher:
     working_dir: str | os.PathLike[str] | None = None
     py_files: Sequence[str | os.PathLike[str]] = ()
     excludes: Sequence[str] = ()
+    trackers: Sequence[Tracker] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.num_processes == jobs.AUTO:
@@ -183,6 +187,10 @@ class Launcher:
         jobs.check_paths("working_dir", () if self.working_dir is None else (self.working_dir,))
         jobs.check_paths("py_files", self.py_files)
         jobs.check_paths("excludes", self.excludes)
+        if self.trackers:
+            from rankzero.submit import trackers
+
+            trackers.check(self.trackers)
         if not isinstance(self.checkpoints, CheckpointConfig):
             raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
         if self.dataset is not None:
@@ -452,7 +460,7 @@ class Launcher:
         return found
 
     def _request(self) -> Request:
-        from rankzero.submit import datasets
+        from rankzero.submit import datasets, trackers
         from rankzero.submit.prepare import Request
 
         if self.restart_on and not self.max_restarts:
@@ -484,8 +492,9 @@ class Launcher:
             labels=jobs.check_strings("labels", self.labels),
         )
         env = jobs.check_strings("env", self.env)
+        engine = self._engine()
         return Request(
-            self._engine(),
+            engine,
             self._root(),
             template,
             self.num_processes,
@@ -494,6 +503,7 @@ class Launcher:
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
             code=self._code(),
+            trackers=trackers.pack(self.trackers, engine),
         )
 
     def _code(self) -> UserCode:

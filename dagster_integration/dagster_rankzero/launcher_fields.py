@@ -27,7 +27,11 @@ class Checkpoints(KnownFields):
 
 
 class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type-arg]
-    """How training functions and scripts are run."""
+    """How training functions and scripts are run.
+
+    ``trackers`` is a list of objects and no configuration: systems outside that shall know what happens in a training,
+    such as ``[MLflow()]``; see `rankzero.tracking.Tracker`.
+    """
 
     engine: Literal["spark", "local"] = Field(
         default="spark",
@@ -153,6 +157,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="What ranks read: the path or URL of a table, or with Spark the name of one or a query. In Python "
         "options(dataset=...) takes a Spark DataFrame, a ResultRef of a table, or a dict of these by name, too.",
     )
+    trackers: dg.ResourceDependency[Any] = []  # type: ignore[assignment]  # noqa: RUF012
     _dataset: Any = PrivateAttr(default=None)
 
     @model_validator(mode="before")
@@ -213,6 +218,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             working_dir=self.working_dir,
             py_files=self.py_files,
             excludes=self.excludes,
+            trackers=self.trackers,
             dataset=self.dataset if self._dataset is None else self._dataset,
         )
 

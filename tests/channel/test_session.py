@@ -139,7 +139,7 @@ def test_bulk_without_credit_is_refused() -> None:
         theirs.take(bulk(3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 30))
 def test_any_number_of_cuts_loses_doubles_and_reorders_nothing(seed: int, cuts: int) -> None:
     """Two ends over a wire that loses what is on it, whatever the order of events."""

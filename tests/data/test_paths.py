@@ -92,7 +92,7 @@ def test_columns_in_the_names_of_directories_are_columns(tmp_path: Path) -> None
     assert list(batch) == ["n"]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=5),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
@@ -255,10 +255,6 @@ Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9
 
 
 # A busy machine is slow in making them up.
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@patient
 @given(Points, st.integers(4, 50))
 def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int) -> None:
     thin = series.thin(points, limit)
@@ -269,7 +265,6 @@ def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int
         assert chosen(point[2] for point in thin) == chosen(point[2] for point in points)
 
 
-@patient
 @given(Points, st.integers(4, 50))
 def test_thinning_keeps_the_order(points: list[series.Point], limit: int) -> None:
     numbered = [(float(index), 0.0, point[2]) for index, point in enumerate(points)]

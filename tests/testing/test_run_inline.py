@@ -1,5 +1,6 @@
 """`run_inline`: rank 0 in this thread, the others beside it, and nothing left behind."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -129,8 +130,11 @@ def fail_before_there_is_a_group() -> None:
 def come_when_the_others_have_failed() -> None:
     if rt.get_context().rank == 1:
         raise ValueError("rank 1 has no data")
-    _, living = psutil.wait_procs(psutil.Process().children(), timeout=60)
-    assert not living
+    for child in psutil.Process().children():
+        # Not the children of other tests in this process: a JVM, a warm server.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("rankzero.testing.rank" in word for word in child.cmdline()):
+                child.wait(60)
     time.sleep(1)
     rt.barrier()
 

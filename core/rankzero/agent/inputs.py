@@ -119,7 +119,8 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        if digest_of_file(self._here[name]) != self._start["files"][name]["digest"]:
+        digest = self._start["files"][name]["digest"]
+        if digest_of_file(self._here[name], digest) != digest:
             raise RuntimeError(
                 f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"

@@ -262,7 +262,7 @@ class Agent:
             self._drain(rank, self._on_output)
             result = message.get("result")
             if result and os.path.dirname(result["path"]) == self._config["scratch"]:
-                self._client.send_file("value", result["path"], message)
+                self._client.send_file("value", result["path"], message, result["digest"])
                 return
         elif kind == "failure":
             self._drain(rank, self._on_output)
@@ -271,7 +271,7 @@ class Agent:
             message["collateral"] = message["collateral"] or self._ending.is_early
         elif kind == "checkpoint" and not message["shared"]:
             name = f"checkpoint-{message['index']}-{rank.local_rank}"
-            self._client.send_file(name, message["path"], {**message, "upload": name})
+            self._client.send_file(name, message["path"], {**message, "upload": name}, message["sha256"])
             return
         elif kind == "rendezvous":
             del message["local_rank"]

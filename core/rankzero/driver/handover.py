@@ -8,7 +8,9 @@ import math
 import os
 import queue
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL
@@ -73,7 +75,9 @@ class Handover:
         self.has_gone = False
         """True if the driver in the stage writes the run directory."""
 
-    def run(self, deadline: float, env: dict[str, str], budget: Restarts) -> None:
+    def run(
+        self, deadline: float, env: dict[str, str], budget: Restarts, trackers: Mapping[str, Any] | None = None
+    ) -> None:
         """Starts the stage, lets go of the run directory, and follows the stage.
 
         Raises:
@@ -93,6 +97,7 @@ class Handover:
             "encrypts": self._session.encrypts,
             "first_attempt": self._number,
             "budget": asdict(budget),
+            "trackers": trackers,
         }
         config = {"use_gpu": self._job.use_gpu, "warm_start": self._job.warm_start, "env": env, "stage": stage}
         group = self._session.launch(self._num_tasks, config, self._on_end)

@@ -30,6 +30,7 @@ from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
 from rankzero.driver.tables import Tables
+from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession, within
 from rankzero.errors import (
@@ -82,6 +83,7 @@ class Driver:
         replaceable: bool = False,
         first_attempt: int | None = None,
         budget: Restarts | None = None,
+        trackers: Mapping[str, Any] | None = None,
     ) -> None:
         """Reads what is to be run.
 
@@ -93,6 +95,7 @@ class Driver:
             replaceable: True if another process takes over should this one die.
             first_attempt: Number of the next attempt; None for the job's.
             budget: Of restarts, where some were used before; None for all of the job's.
+            trackers: What `rankzero.submit.trackers.pack` has made, or None.
         """
         self._run = run
         self._engine = engine
@@ -106,6 +109,7 @@ class Driver:
         # What Spark computes for ranks comes by this session, and so to this process.
         self._hands_over = leased and not self._job.queries
         self._replaceable = replaceable
+        self._packed_trackers = trackers
         self._take_over()
         self._session: EngineSession | None = None
         self._started_at: float | None = None
@@ -118,6 +122,7 @@ class Driver:
             self._run, self._job.submission, self._number, self._mask, replaceable=self._replaceable
         )
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
+        self._trackers = Trackers(self._run, self._packed_trackers)
 
     def run(self) -> None:
         """Never raises for a run that failed: the status reports it.
@@ -126,15 +131,20 @@ class Driver:
             ResultError: the store does not take the outcome.
         """
         reporter = Reporter(self._run)
+        if not self._hands_over:
+            self._trackers.start()
         try:
             self._run_to_its_end()
         finally:
+            self._trackers.close()
             reporter.close()
 
     def _run_to_its_end(self) -> None:
         try:
             attempt = self._attempt_until_done()
         except DrivenElsewhere:
+            # So are its trackers.
+            self._trackers = Trackers(self._run, None)
             return
         except RunCancelledError as error:
             self._recorder.finish(state="cancelled", error=error.to_json())
@@ -149,6 +159,7 @@ class Driver:
             result, value = attempt.outcome
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
         finally:
+            self._trackers.end()
             # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
             self._close_session()
 
@@ -172,6 +183,7 @@ class Driver:
                         allow_open_files()
                     if self._hands_over and has_place_for(self._run, session):
                         self._hand_over(session, placement, deadline)
+                    self._trackers.start()
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
                     )
@@ -207,7 +219,7 @@ class Driver:
             self._run, self._job, self._number, self._recorder, session, placement, self.inbox, self._watch
         )
         try:
-            handover.run(deadline, self._env, self._budget)
+            handover.run(deadline, self._env, self._budget, self._packed_trackers)
         except Unseen as why:
             logger.info("%s: it is driven from here", why)
             self._hands_over = False
@@ -458,7 +470,10 @@ def drive(
     allow_open_files()
     private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
-    driver = Driver(run, engine, private["env"], leased=owner is None)
+    trackers = private.get("trackers")
+    # Where the modules of their classes are.
+    sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
+    driver = Driver(run, engine, private["env"], leased=owner is None, trackers=trackers)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     if owner is not None:

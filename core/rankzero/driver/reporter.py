@@ -32,7 +32,7 @@ class Reporter:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._collector = facts.Collector(RunHandle(run.directory))
+        self._collector = facts.Collector(RunHandle(run.directory, follows=False))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="rankzero-report", daemon=True)
         self._thread.start()

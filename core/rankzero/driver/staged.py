@@ -62,7 +62,14 @@ def _drive(told: dict[str, Any]) -> None:
     )
     budget = Restarts(**told["budget"])
     driver = Driver(
-        run, engine, told["env"], leased=True, replaceable=True, first_attempt=told["first_attempt"], budget=budget
+        run,
+        engine,
+        told["env"],
+        leased=True,
+        replaceable=True,
+        first_attempt=told["first_attempt"],
+        budget=budget,
+        trackers=told["trackers"],
     )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))

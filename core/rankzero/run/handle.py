@@ -67,7 +67,14 @@ class RunHandle(Generic[R]):
         id: The run's name.
     """
 
-    def __init__(self, directory: str, driver: OwnDriver | None = None) -> None:
+    def __init__(self, directory: str, driver: OwnDriver | None = None, *, follows: bool = True) -> None:
+        """Reads nothing, unless there is a driver.
+
+        Args:
+            directory: The run directory.
+            driver: The run's driver, if this process has started it.
+            follows: False for who is no reason for the run to go on: the run's own driver, which reads it, too.
+        """
         self._run = RunDirectory(directory)
         self._driver = driver
         self._submission = self._bound if driver else -1
@@ -79,7 +86,7 @@ class RunHandle(Generic[R]):
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
         self._heartbeat = HeartbeatWatch()
-        self._lease = Renewal(self._run)
+        self._lease = Renewal(self._run) if follows else None
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
@@ -99,6 +106,15 @@ class RunHandle(Generic[R]):
         return self._run.job().labels
 
     @property
+    def params(self) -> dict[str, Any]:
+        """The last submission's arguments by name, as short plain values, for people and trackers.
+
+        What is no number, text or truth value is its type alone; a value whose name looks secret is ``***``. Of a
+        script's command line ``--name value`` is one.
+        """
+        return self._run.job().params
+
+    @property
     def world_size(self) -> int:
         """Number of ranks of the last submission; of an elastic one those of its last attempt, or at most."""
         job = self._run.job()
@@ -108,6 +124,11 @@ class RunHandle(Generic[R]):
     def identity(self) -> str:
         """What makes the last submission's training the same as another one; see `Launcher.identity`."""
         return self._run.job().identity
+
+    @property
+    def code_version(self) -> str | None:
+        """The last submission's `Launcher.code_version`."""
+        return self._run.job().code_version
 
     @property
     def submission(self) -> int:
@@ -174,7 +195,8 @@ class RunHandle(Generic[R]):
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
         """Much to read takes its time."""
-        self._lease.renew_if_due()
+        if self._lease:
+            self._lease.renew_if_due()
         return self._patiently(read)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
@@ -211,6 +233,15 @@ class RunHandle(Generic[R]):
             self.pause(math.inf if deadline is None else deadline - time.monotonic())
         return True
 
+    def await_driver(self, timeout: float) -> None:
+        """Waits until the driver of a run that has ended is done with the rest, its trackers and its report.
+
+        Args:
+            timeout: Seconds to wait at most. A driver that another process has started is not waited for.
+        """
+        if self._driver is not None:
+            self._driver.await_end(timeout)
+
     def _patience_until(self, deadline: float | None) -> float:
         left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
         return min(self._patience, max(STORE_PATIENCE, left))
@@ -224,7 +255,8 @@ class RunHandle(Generic[R]):
 
     def pause(self, bound: float = math.inf) -> None:
         """Waits until it is worth another look at the run, at most so many seconds, and not beyond its end."""
-        self._lease.renew_if_due()
+        if self._lease:
+            self._lease.renew_if_due()
         interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
@@ -238,7 +270,8 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._lease.renew()
+        if self._lease:
+            self._lease.renew()
 
     def hold(self, bound: float) -> None:
         """From now on the run ends if this handle does not follow it for so many seconds; nobody comes after it.
@@ -248,7 +281,8 @@ class RunHandle(Generic[R]):
         Raises:
             OSError: the store cannot be written.
         """
-        self._lease.hold(bound)
+        if self._lease:
+            self._lease.hold(bound)
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
         """Waits and returns the handle of rank 0's value.

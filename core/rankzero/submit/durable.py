@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
@@ -74,6 +75,9 @@ def open_durable(
             handle = drivers.start(run, request) if started else RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
             yield Opened(handle, attached=not started)
+            if request.trackers and handle.status().final:
+                # This process may be all that keeps its container.
+                handle.await_driver(FLUSH_TIMEOUT)
             return
     with open_owned(request, train, args, kwargs) as owned:
         log.info("started the run in %s; it ends with this process", owned.directory)

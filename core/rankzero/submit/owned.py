@@ -11,7 +11,7 @@ from typing import Any
 from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.driver.main import Driver
 from rankzero.driver.thread import DriverThread
-from rankzero.engines.base import Engine
+from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import this_process
 from rankzero.run.directory import RunDirectory
@@ -55,9 +55,12 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
     elif engine.prefers_own_process:
         driver = _process_driver(run, request.private(), patience)
     else:
-        driver = _thread_driver(run, engine, dict(request.env), patience)
+        driver = _thread_driver(run, Driver(run, engine, dict(request.env), trackers=request.trackers), patience)
     with driver as handle:
         yield handle
+        if request.trackers:
+            # This process may be all that keeps its container.
+            handle.await_driver(FLUSH_TIMEOUT)
 
 
 @contextlib.contextmanager
@@ -96,9 +99,9 @@ def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float)
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, engine: Engine, env: dict[str, str], patience: float) -> Iterator[RunHandle[Any]]:
+def _thread_driver(run: RunDirectory, driver: Driver, patience: float) -> Iterator[RunHandle[Any]]:
     """A driver in a thread of this process, which ends its run when the block does."""
-    thread = DriverThread(Driver(run, engine, env))
+    thread = DriverThread(driver)
     thread.start()
     try:
         yield RunHandle(run.directory, thread)

@@ -21,6 +21,7 @@ from rankzero.run.directory import LINES, RunDirectory, log_name
 from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
+from rankzero.submit.params import params_of
 from rankzero.submit.payload import Payload
 from rankzero.submit.user_code import ARCHIVE, UserCode
 from rankzero.values.digest import digest_of
@@ -43,6 +44,7 @@ class Request:
         restart_on: Exceptions after which the user wants another attempt.
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
+        trackers: What `rankzero.submit.trackers.pack` has made of them. May hold secrets.
     """
 
     engine: Engine
@@ -55,6 +57,7 @@ class Request:
     restart_on: object = ()
     sources: Mapping[str, Any] = field(default_factory=dict)
     code: UserCode = field(default_factory=UserCode)
+    trackers: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def directory(self) -> str:
@@ -62,8 +65,8 @@ class Request:
         return store.join(self.root, self.template.run_id)
 
     def private(self) -> dict[str, Any]:
-        """What may hold secrets, and so goes to the driver directly and into no file: environment, engine settings."""
-        return {"env": dict(self.env), "engine": self.engine.to_spec()[1]}
+        """What may hold secrets, and so goes to the driver directly and into no file."""
+        return {"env": dict(self.env), "engine": self.engine.to_spec()[1], "trackers": self.trackers}
 
     def identity_of(
         self,
@@ -116,7 +119,9 @@ def prepare(
         raise InvalidJobError("hang_timeout needs a function or a script: a command reports no progress; use timeout=")
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
-    job = replace(request.template, run_id=run_id, name=parts.name, engine=spec, torch=_torch())
+    params = params_of(train, args, kwargs, request.env)
+    template = replace(request.template, params=params, code_version=request.code_version)
+    job = replace(template, run_id=run_id, name=parts.name, engine=spec, torch=_torch())
     engine.check(job)
     engine.check_store(request.root)
     run = RunDirectory(store.join(request.root, run_id))

@@ -28,8 +28,9 @@ class ResultRef:
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
-        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."`` of up to 8 MiB,
-            ``"sha256-8m:..."`` of more, which all cores compute together. No code of a file runs without it.
+        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."`` of up to 8 MiB. Of more, which
+            all cores compute together, ``"crc32-8m:..."`` of tensors and ``"sha256-8m:..."`` of what runs code when
+            it is loaded, which it never does before the checksum is compared.
         size: Bytes of the file.
         summary: What a person wants to see: type, number of tensors and parameters, last metrics.
         fingerprint: `store.fingerprint` of a local safetensors file when it was written. As long as it is the same, the

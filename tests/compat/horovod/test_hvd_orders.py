@@ -62,7 +62,7 @@ def made_up(count: int) -> list[Plan]:
     """Plans; hypothesis draws others in each run of the suite."""
     found: list[Plan] = []
 
-    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck), deadline=None)
+    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
     @given(plans())
     def collect(plan: Plan) -> None:
         found.append(plan)

@@ -87,19 +87,20 @@ class ChannelClient:
             self._exchange.queue(message_body(CONTROL, message))
         self._exchange.wake()
 
-    def send_file(self, name: str, path: str, then: Message) -> None:
+    def send_file(self, name: str, path: str, then: Message, like: str = "") -> None:
         """Streams a file to the driver, one after the other, and then sends a message.
 
         Args:
             name: What the driver is to call it: a plain file name.
             path: The local file. If it cannot be read, the driver hears why instead.
             then: The message that follows its last byte.
+            like: A digest (`rankzero.values.digest`), of whose algorithm the driver's shall be.
 
         Raises:
             FrameError: The message is too large, or its type is one that the channel synthesizes.
         """
         message_body(CONTROL, then)
-        self._exchange.add_upload(name, path, then)
+        self._exchange.add_upload(name, path, then, like)
         self._exchange.wake()
 
     def fetch(self, name: str, path: str) -> None:

@@ -62,11 +62,11 @@ class Exchange:
         with self._lock:
             self.session.queue_bulk(stream, body)
 
-    def add_upload(self, name: str, path: str, then: Message) -> None:
+    def add_upload(self, name: str, path: str, then: Message, like: str) -> None:
         """Puts a file in line."""
         with self._lock:
             self._streams += 1
-            self._uploads.append(upload_frames(self._streams, name, path, then))
+            self._uploads.append(upload_frames(self._streams, name, path, then, like))
 
     def add_fetch(self, name: str, path: str) -> None:
         """Asks for a file."""

@@ -15,7 +15,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.session import OWN, content_body, message_body
 
 
-def upload_frames(stream: int, name: str, path: str, then: Message) -> Iterator[bytes]:
+def upload_frames(stream: int, name: str, path: str, then: Message, like: str) -> Iterator[bytes]:
     """The frames of an upload; the file is read only as they are asked for.
 
     Args:
@@ -23,11 +23,12 @@ def upload_frames(stream: int, name: str, path: str, then: Message) -> Iterator[
         name: What the driver is to call it.
         path: The local file. If it cannot be read to its end, the reason is sent to the driver.
         then: The message that follows it.
+        like: A digest, of whose algorithm the driver's shall be.
 
     Yields:
         Bodies of frames, in order.
     """
-    yield message_body(OWN, {"type": "upload", "stream": stream, "name": name})
+    yield message_body(OWN, {"type": "upload", "stream": stream, "name": name, "like": like})
     error = None
     try:
         with open(path, "rb", buffering=0) as file:

@@ -13,7 +13,7 @@ from typing import IO
 from rankzero import store
 from rankzero.channel import frames
 from rankzero.channel.frames import FrameError, Message
-from rankzero.values.digest import Digest
+from rankzero.values.digest import BLOCKS, SUMS, Digest
 
 
 class Uploads:
@@ -48,11 +48,11 @@ class Uploads:
 
     def begin(self, message: Message) -> None:
         """Takes the announcement of a file. Raises FrameError if it breaks the rules."""
-        stream, name = message.get("stream"), message.get("name")
-        if self._stream is not None or type(stream) is not int or not isinstance(name, str):
+        stream, name, like = message.get("stream"), message.get("name"), message.get("like")
+        if self._stream is not None or type(stream) is not int or not (isinstance(name, str) and isinstance(like, str)):
             raise FrameError("a malformed announcement of an upload")
         self._stream = stream
-        self._add(partial(self._open, name))
+        self._add(partial(self._open, name, SUMS if like.startswith(f"{SUMS}:") else BLOCKS))
 
     def content(self, stream: int, data: memoryview, size: int) -> None:
         """Takes a piece of the file that was announced. Raises FrameError if it breaks the rules."""
@@ -92,10 +92,10 @@ class Uploads:
         if self._when_idle:
             self._when_idle()
 
-    async def _open(self, name: str) -> None:
+    async def _open(self, name: str, algorithm: str) -> None:
         self._name, self._problem, self._file = name, None, None
         # Each piece comes in a thread of its own.
-        self._digest = Digest(threads=False)
+        self._digest = Digest(algorithm, threads=False)
         self._path = os.path.join(self._directory, f".upload-{self._task}-{name}")
         if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
             self._problem = f"{name!r} is no plain file name"

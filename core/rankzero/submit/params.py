@@ -1,0 +1,104 @@
+"""The arguments of a training by name, as short plain values: what people and trackers compare runs by."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rankzero.masking import MASK, Mask, is_secret, secrets_of
+from rankzero.submit.training import Command, Module, Script, resolve
+from rankzero.values.ref import ResultRef
+
+MAX_PARAMS = 200
+"""A training with more arguments shows so many."""
+
+MAX_TEXT = 500
+"""Characters of a value; what is longer is cut."""
+
+_DEPTH = 4
+
+
+def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of a call, with the defaults of those that were not given.
+
+    Args:
+        train: As for `Launcher.run`.
+        args: Positional arguments, or the rest of the command line.
+        kwargs: Keyword arguments.
+        env: The ranks' variables, whose secrets are masked.
+
+    Returns:
+        Values by name; of a mapping among the arguments each by ``argument.key``.
+
+    Example:
+        >>> def train(lr, *, model, token=""): ...
+        >>> params_of(train, (0.1,), {"model": {"layers": 2, "weights": object()}, "token": "geheim"}, {})
+        {'lr': 0.1, 'model.layers': 2, 'model.weights': 'object', 'token': '***'}
+    """
+    training = resolve(train)
+    if isinstance(training, (Script, Module, Command)):
+        named = dict(_of_line([str(word) for word in (*training.line, *args)]))
+    else:
+        named = _bound(training, args, kwargs)
+    mask = Mask(secrets_of(env))
+    found = {name: _plain(name, value, mask) for name, value in _flat(named, "", _DEPTH)}
+    return dict(itertools.islice(found.items(), MAX_PARAMS))
+
+
+def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        # Some that are written in C have no signature.
+        return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            named |= {f"{name}.{number}": value for number, value in enumerate(named.pop(name))}
+    return named
+
+
+def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """``--name value``, ``--name=value`` and ``--flag`` by their names; the rest by their positions."""
+    number, index = 0, 0
+    while index < len(words):
+        word, after = words[index], words[index + 1 : index + 2]
+        index += 1
+        if not word.startswith("--") or word == "--":
+            yield f"args.{number}", word
+            number += 1
+        elif "=" in word:
+            name, _, value = word[2:].partition("=")
+            yield name, value
+        elif after and not after[0].startswith("--"):
+            yield word[2:], after[0]
+            index += 1
+        else:
+            yield word[2:], True
+
+
+def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if type(value) is dict and value and depth:
+            yield from _flat(value, f"{name}.", depth - 1)
+        else:
+            yield name, value
+
+
+def _plain(name: str, value: Any, mask: Mask) -> Any:
+    if is_secret(name):
+        return MASK
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, ResultRef):
+        return value.uri
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
+        value = str(list(value[:MAX_TEXT]))
+    return mask.text(value)[:MAX_TEXT] if isinstance(value, str) else type(value).__name__

@@ -1,0 +1,186 @@
+"""Trackers learn what happens in a run, and are never in its way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero.driver.reporter import Reporter
+from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.tracking import Tracker
+
+SECRET = "geheim-4711"
+
+
+class Notes(Tracker):
+    """Writes what it is called with into a file, a line each."""
+
+    def __init__(self, path: Path, token: str = "") -> None:
+        self.path, self.token = path, token
+
+    def note(self, **what: Any) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
+
+    def begin(self, run: RunHandle[Any]) -> None:
+        self.note(begin=run.id, params=run.params)
+
+    def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
+        for event in events:
+            self.note(event=event)
+
+    def end(self, run: RunHandle[Any], status: RunStatus) -> None:
+        self.note(end=status.state)
+
+
+class Idempotent(Notes):
+    is_idempotent = True
+
+
+class Broken(Tracker):
+    def __init__(self, token: str, url: str) -> None:
+        self.token, self.url = token, url
+
+    def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
+        raise OSError(f"no answer from {self.url} with {self.token}")
+
+
+class Hanging(Tracker):
+    def begin(self, run: RunHandle[Any]) -> None:
+        threading.Event().wait()
+
+
+def noted(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+SHOWN = ("starting", "running", "metric", "restart", "failure", "succeeded", "failed")
+
+
+def kinds(rows: list[dict[str, Any]]) -> list[str]:
+    events = [row["event"] for row in rows if "event" in row]
+    found = [event["state"] if event["type"] == "state" else event["type"] for event in events]
+    return [kind for kind in found if kind in SHOWN]
+
+
+def train(steps: int, *, fails: bool = False, api_key: str = "none") -> str:
+    import rankzero.train as rt
+
+    for step in range(steps):
+        rt.report({"step": step, "loss": 1 / (step + 1)})
+    if fails:
+        raise ValueError("no luck")
+    return "done"
+
+
+def test_a_tracker_learns_what_happens_in_its_order(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    launcher = Launcher(1, store=tmp_path / "runs", trackers=[Notes(notes)], run_id="one")
+    assert launcher.run(train, 2, api_key=SECRET) == "done"
+    rows = noted(notes)
+    assert rows[0]["begin"] == "one"
+    assert rows[0]["params"] == {"steps": 2, "fails": False, "api_key": "***"}
+    assert kinds(rows) == ["starting", "running", "metric", "metric", "succeeded"]
+    assert rows[-1]["end"] == "succeeded"
+
+
+def test_a_submitted_run_is_tracked_by_its_driver_and_no_file_holds_what_is_secret(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    launcher = Launcher(1, store=tmp_path / "runs", trackers=[Notes(notes, token=SECRET)], run_id="one")
+    handle = launcher.submit(train, 1)
+    assert handle.result(timeout=60) == "done"
+    handle.await_driver(30)
+    rows = noted(notes)
+    assert rows[-1]["end"] == "succeeded"
+    assert {row["pid"] for row in rows} == {handle.status().driver_pid} != {os.getpid()}
+    for path in (tmp_path / "runs").rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_resumed_training_is_told_once_or_from_its_beginning(tmp_path: Path) -> None:
+    once, again = tmp_path / "once", tmp_path / "again"
+    launcher = Launcher(1, store=tmp_path, run_id="one", code_version="1", trackers=[Notes(once), Idempotent(again)])
+    marker = tmp_path / "marker"
+
+    def fail_first(path: str) -> str:
+        import rankzero.train as rt
+
+        rt.report({"step": 1})
+        if not os.path.exists(path):
+            open(path, "w").close()
+            raise ValueError("no luck")
+        return "done"
+
+    with pytest.raises(WorkerFailedError):
+        launcher.run(fail_first, str(marker))
+    launcher.run(fail_first, str(marker))
+    first = ["starting", "running", "metric", "failure", "failed"]
+    second = ["starting", "running", "metric", "succeeded"]
+    assert kinds(noted(once)) == first + second
+    assert kinds(noted(again)) == first + first + second
+    # Another training under the same name is another one.
+    launcher.options(code_version="2").run(fail_first, str(marker))
+    assert kinds(noted(again))[-len(second) - 1 :] == ["succeeded", *second]
+
+
+def test_what_a_tracker_raises_is_one_line_without_its_secrets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = tmp_path / "notes"
+    broken = Broken(SECRET, "http://me:word-of-mine@host/")
+    with caplog.at_level(logging.WARNING):
+        assert Launcher(1, store=tmp_path, trackers=[broken, Notes(notes)]).run(train, 1) == "done"
+    assert noted(notes)[-1]["end"] == "succeeded"
+    (line,) = [record.message for record in caplog.records if "misses" in record.message]
+    assert line == "Broken misses what happens in the run: OSError: no answer from http://me:***@host/ with ***"
+
+
+def test_a_tracker_that_hangs_does_not_hold_the_result(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankzero.driver.trackers.FLUSH_TIMEOUT", 0.5)
+    notes = tmp_path / "notes"
+    assert Launcher(1, store=tmp_path, trackers=[Hanging(), Notes(notes)]).run(train, 1) == "done"
+    assert noted(notes)[-1]["end"] == "succeeded"
+    assert "Hanging has not taken the end of the run" in caplog.text
+
+
+def test_what_is_no_tracker_or_cannot_travel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJobError, match="trackers has 'mlflow'; give objects of subclasses"):
+        Launcher(1, trackers=["mlflow"])  # type: ignore[list-item]
+    lock = Notes(tmp_path)
+    lock.token = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(InvalidJobError, match="Notes, which cannot be pickled.*make clients in begin"):
+        Launcher(1, trackers=[lock], store=tmp_path / "runs").run(train, 1)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_driver_that_reads_its_own_run_is_no_follower(tmp_path: Path) -> None:
+    """Else a run that nobody follows would renew its own lease, and never end."""
+    release = tmp_path / "release"
+
+    def wait_for(path: str) -> None:
+        import time
+
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
+    handle = Launcher(1, store=tmp_path / "runs", orphan_timeout=600).submit(wait_for, str(release))
+    directory = RunDirectory(handle.directory)
+    until(lambda: directory.status().state == "running", 60, "the run starts")
+    lease = directory.lease()
+    Reporter(directory).close()
+    assert "<html" in Path(directory.path("report.html")).read_text()
+    assert directory.lease() == lease
+    list(handle.events())
+    assert directory.lease() != lease
+    release.touch()
+    assert handle.wait(60)
