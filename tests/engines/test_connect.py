@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import free_port, until
-from tests.engines.connect_server import ConnectServer, connect_server
+from tests.engines.connect_server import ConnectServer
 
 from rankzero import (
     EngineError,
@@ -149,13 +150,16 @@ def test_arguments_and_results_larger_than_a_message(on_connect: Launcher) -> No
     assert back == data
 
 
-def test_cancelling_one_run_leaves_another_user_of_the_server_alone(on_connect: Launcher, tmp_path: Path) -> None:
+def test_cancelling_one_run_leaves_another_user_of_the_server_alone(
+    launcher: Launcher, server: ConnectServer, tmp_path: Path
+) -> None:
+    ann, bob = (launcher.options(engine=SparkConnectEngine(f"{server.url}/;user_id={name}")) for name in ("ann", "bob"))
     folder = tmp_path / "up"
     folder.mkdir()
-    handle = on_connect.submit(stand_still, str(folder))
+    handle = ann.submit(stand_still, str(folder))
     until(lambda: len(list(folder.iterdir())) == 2, WAIT, "two ranks")
     total: list[Any] = []
-    other = threading.Thread(target=lambda: total.extend(on_connect.run(reduce, 1.0)))
+    other = threading.Thread(target=lambda: total.extend(bob.run(reduce, 1.0)))
     other.start()
     handle.cancel()
     with pytest.raises(RunCancelledError):
@@ -226,6 +230,30 @@ def test_another_kind_of_server_is_refused(launcher: Launcher) -> None:
             launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
 
 
+def test_a_server_of_a_spark_without_barrier_stages_is_refused(launcher: Launcher) -> None:
+    import grpc
+    from pyspark.sql.connect.proto import AnalyzePlanRequest, AnalyzePlanResponse
+
+    def answer(request: AnalyzePlanRequest, _: Any) -> AnalyzePlanResponse:
+        version = AnalyzePlanResponse.SparkVersion(version="3.4.1")
+        return AnalyzePlanResponse(session_id=request.session_id, spark_version=version)
+
+    method = grpc.unary_unary_rpc_method_handler(
+        answer, AnalyzePlanRequest.FromString, AnalyzePlanResponse.SerializeToString
+    )
+    old = grpc.server(ThreadPoolExecutor(2))
+    old.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("spark.connect.SparkConnectService", {"AnalyzePlan": method})]
+    )
+    url = f"sc://127.0.0.1:{old.add_insecure_port('127.0.0.1:0')}"
+    old.start()
+    try:
+        with pytest.raises(EngineError, match="runs Spark 3.4.1; barrier stages of Spark Connect need 3.5 or newer"):
+            launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
+    finally:
+        old.stop(None).wait()
+
+
 @pytest.mark.parametrize(
     "url", ["head:15002", "sc://", "sc://head:0", "sc://head:99999", "sc://head/path", "http://head", 3]
 )
@@ -249,20 +277,6 @@ def test_sessions_of_the_other_kind_are_refused(connect_session: Any) -> None:
         SparkEngine(session=connect_session)
     with pytest.raises(InvalidJobError, match=r"give a classic one to SparkEngine\(session=...\)"):
         SparkConnectEngine(session=object())  # type: ignore[arg-type]
-
-
-@pytest.mark.soak
-def test_a_server_that_is_killed_ends_the_run_with_a_typed_error(launcher: Launcher, tmp_path: Path) -> None:
-    folder = tmp_path / "up"
-    folder.mkdir()
-    with connect_server(tmp_path) as own:
-        on_it = launcher.options(engine=SparkConnectEngine(own.url), store=tmp_path / "store")
-        handle = on_it.submit(stand_still, str(folder))
-        until(lambda: len(list(folder.iterdir())) == 2, WAIT, "two ranks")
-        own.process.kill()
-        with pytest.raises(EngineError) as caught:
-            handle.result(WAIT)
-    assert caught.value.cause == "lost"
 
 
 def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_a_run_goes_on_when_every_process_of_its_client_is_killed(
     enough.touch()
     assert handle.result(WAIT) == [0, 0]
     assert "from step 0" in list(handle.logs(0))
+    until((store / "run" / "report.html").exists, WAIT, "the report, which the driver there writes")
 
 
 def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def zipped_packages() -> bytes:
             base = os.path.dirname(os.path.abspath(str(package.__file__)))
             for directory, _, names in os.walk(base):
                 for name in sorted(names):
-                    if name.endswith(".py"):
+                    # A driver in a cluster writes the run's report, of which a page is a part.
+                    if name.endswith((".py", ".html", ".css", ".js")):
                         path = os.path.join(directory, name)
                         archive.write(path, os.path.relpath(path, os.path.dirname(base)))
     return buffer.getvalue()
