@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from tests.conftest import free_port, until
-from tests.engines.connect_server import ConnectServer
+from tests.engines.connect_server import ConnectServer, connect_server
+from tests.engines.pythons import python_with
 
 from rankzero import (
     EngineError,
@@ -31,6 +32,9 @@ from rankzero import (
 from rankzero.doctor.examine import examine
 
 WAIT = 90.0
+
+ARROW = ("pyarrow", "pandas", "numpy", "dateutil", "pytz", "six")
+"""Of which Spark's own Python parts need some for a stage of Spark Connect."""
 
 MESSAGE_LIMIT = 128 << 20
 """Bytes that one message of Spark Connect can have."""
@@ -196,6 +200,11 @@ def test_gpus_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
         on_connect.options(use_gpu=True).run(reduce, 1.0)
 
 
+def test_cores_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
+    with pytest.raises(InvalidJobError, match="a local master has no resource profiles: set it to 2"):
+        on_connect.options(cpus_per_process=2).run(reduce, 1.0)
+
+
 def test_dynamic_allocation_is_refused(launcher: Launcher, connect_session: Any) -> None:
     connect_session.conf.set("spark.sql.legacy.setCommandRejectsSparkCoreConfs", "false")
     connect_session.conf.set("spark.dynamicAllocation.enabled", "true")
@@ -277,6 +286,30 @@ def test_sessions_of_the_other_kind_are_refused(connect_session: Any) -> None:
         SparkEngine(session=connect_session)
     with pytest.raises(InvalidJobError, match=r"give a classic one to SparkEngine\(session=...\)"):
         SparkConnectEngine(session=object())  # type: ignore[arg-type]
+
+
+def threads() -> str:
+    return os.environ["OMP_NUM_THREADS"]
+
+
+@pytest.mark.soak
+def test_ranks_get_cores_of_their_own_where_the_cluster_has_profiles(launcher: Launcher, tmp_path: Path) -> None:
+    with connect_server(tmp_path, "local-cluster[2,2,1024]") as cluster:
+        on_cluster = launcher.options(engine=SparkConnectEngine(cluster.url), cpus_per_process=2)
+        assert on_cluster.run(threads) == "2"
+        with pytest.raises(InsufficientSlotsError, match="needs 3 task slots at once"):
+            on_cluster.options(num_processes=3).run(threads)
+
+
+@pytest.mark.soak
+def test_executors_without_torch(launcher: Launcher, tmp_path: Path) -> None:
+    python = python_with(tmp_path / "venv", ARROW)
+    with connect_server(tmp_path, python=python) as server:
+        with pytest.raises(WorkerFailedError, match=f"torch cannot be imported by {python}"):
+            launcher.options(engine=SparkConnectEngine(server.url)).run(threads)
+        found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
+        assert not found.healthy
+        assert "torch cannot be imported" in str(found.findings)
 
 
 def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:

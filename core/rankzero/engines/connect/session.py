@@ -16,6 +16,7 @@ from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
 from rankzero.engines.connect.client import PATIENT_RETRIES, RETRIES, limit_retries, settings_of
 from rankzero.engines.connect.errors import explain
+from rankzero.engines.connect.profile import can_have_profiles, create_profile
 from rankzero.engines.connect.server import ServerUrl
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
@@ -37,6 +38,7 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import agent_code
 from rankzero.engines.spark.materialize import materialize, open_query
+from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
 from rankzero.host.network import address_towards, is_loopback, own_addresses
@@ -72,8 +74,17 @@ class ConnectSession(EngineSession):
         self._owned = owned
 
     @functools.cached_property
-    def _settings(self) -> dict[str, str]:
+    def _own_settings(self) -> dict[str, str]:
         return settings_of(self._session, _SETTINGS)
+
+    @functools.cached_property
+    def _resources(self) -> TaskResources | None:
+        return task_resources(self._job, self._own_settings.get(MASTER, ""), self._own_settings)
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, str]:
+        """Those of the server, as they are for the tasks of this job."""
+        return {**self._own_settings, **(self._resources.settings if self._resources else {})}
 
     @property
     def _is_local(self) -> bool:
@@ -88,7 +99,9 @@ class ConnectSession(EngineSession):
     def check(self) -> None:
         """Raises EngineError, InvalidJobError or InsufficientSlotsError for what Spark would refuse or hang on."""
         refuse_dynamic_allocation(self._settings.get(DYNAMIC_ALLOCATION))
-        require_task_cpus(self._job, self._settings.get(TASK_CPUS, "1"))
+        if self._resources and not can_have_profiles(self._session):
+            require_task_cpus(self._job, self._own_settings.get(TASK_CPUS, "1"))
+            require_task_gpus(self._job, self._own_settings.get(TASK_GPUS))
         if self._job.use_gpu:
             require_task_gpus(self._job, self._settings.get(TASK_GPUS))
         if self.most_slots is not None:
@@ -150,8 +163,9 @@ class ConnectSession(EngineSession):
             LOOPBACK if self._is_local else None,
         )
         self._limit_retries(RETRIES)
+        profile = create_profile(self._session, self._resources) if self._resources else None
         patiently = functools.partial(self._limit_retries, PATIENT_RETRIES)
-        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end, patiently)
+        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end, patiently, profile)
 
     def _limit_retries(self, count: int) -> None:
         # A caller's session has the patience that its user gave it.
@@ -190,6 +204,7 @@ class ConnectGroup(AgentGroup):
         task: Callable[[Any], Any],
         on_end: OnEnd,
         patiently: Callable[[], None],
+        profile: Any,
     ) -> None:
         super().__init__()
         self._session = session
@@ -198,6 +213,7 @@ class ConnectGroup(AgentGroup):
         self._task = task
         self._on_end = on_end
         self._patiently = patiently
+        self._profile = profile
         # Others run in this session, too.
         self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
         threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
@@ -208,7 +224,8 @@ class ConnectGroup(AgentGroup):
             # Of this thread alone.
             self._session.addTag(self._tag)
             tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
-            tasks.mapInArrow(self._task, "task long", barrier=True).collect()
+            with_profile = {"profile": self._profile} if self._profile else {}
+            tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
         except BaseException as caught:
             error = caught
         self._ended.set()
