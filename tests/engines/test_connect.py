@@ -305,7 +305,7 @@ def test_ranks_get_cores_of_their_own_where_the_cluster_has_profiles(launcher: L
 def test_executors_without_torch(launcher: Launcher, tmp_path: Path) -> None:
     python = python_with(tmp_path / "venv", ARROW)
     with connect_server(tmp_path, python=python) as server:
-        with pytest.raises(WorkerFailedError, match=f"torch cannot be imported by {python}"):
+        with pytest.raises(EngineError, match=f"torch cannot be imported by {python}"):
             launcher.options(engine=SparkConnectEngine(server.url)).run(threads)
         found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
         assert not found.healthy
