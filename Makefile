@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference clean
+.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference docs clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -69,5 +69,15 @@ test-frameworks: setup
 reference: setup
 	.venv/bin/python scripts/reference.py
 
+# The site of docs/: .site/index.html, which opens in a browser without a server. Its generator has a venv and a lock of
+# its own; a link, an anchor or a page that leads nowhere is an error.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+.venv-docs/installed: constraints/docs.txt
+	$(or $(PYTHON),python3) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints/docs.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .site .venv .venv-docs .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache

@@ -36,6 +36,8 @@ _ENTRY = re.compile(r"([\w.]+): ")
 _MODULE = re.compile(r"\b(?:[a-z_]+\.)+(?=[A-Z])")
 """What comes before a class of another package, which `inspect` shows."""
 _MARKUP = re.compile(r"``([^`]+)``")
+_PAGE = re.compile(r"\bdocs/([a-z-]+\.md#[a-z-]+)")
+"""Another page, as a docstring names it."""
 
 
 def page() -> str:
@@ -158,7 +160,11 @@ def text(doc: str | None) -> list[str]:
         while not parts[-1]:
             parts.pop()
         parts.append("```")
-    return [part if part.startswith((">>>", "...")) else _MARKUP.sub(r"`\1`", part) for part in parts] + [""]
+    return [part if part.startswith((">>>", "...")) else _linked(_MARKUP.sub(r"`\1`", part)) for part in parts] + [""]
+
+
+def _linked(line: str) -> str:
+    return _PAGE.sub(r"[\1](\1)", line)
 
 
 def main() -> None:

@@ -35,11 +35,16 @@ class RankZeroError(Exception):
 
 
 class InvalidJobError(RankZeroError, ValueError):
-    """The job cannot be run as described. Raised before anything starts."""
+    """The job cannot be run as described. Raised before anything starts.
+
+    Its messages, their causes and what to do: docs/errors.md#invalidjoberror
+    """
 
 
 class EngineError(RankZeroError, RuntimeError):
     """The engine (local processes or Spark) could not place or keep the agents.
+
+    Its messages, their causes and what to do: docs/errors.md#engineerror
 
     Attributes:
         cause: ``"lost"`` (a host, executor, agent or its connection was lost), ``"preempted"`` (the
@@ -51,7 +56,10 @@ class EngineError(RankZeroError, RuntimeError):
 
 
 class InsufficientSlotsError(EngineError):
-    """The cluster has fewer task slots (or GPUs) than the job needs."""
+    """The cluster has fewer task slots (or GPUs) than the job needs.
+
+    Its messages, their causes and what to do: docs/errors.md#insufficientslotserror
+    """
 
     _fields = ("cause", "needed", "available")
     needed: int | None
@@ -59,7 +67,10 @@ class InsufficientSlotsError(EngineError):
 
 
 class StartTimeoutError(EngineError, TimeoutError):
-    """The ranks did not all start within ``start_timeout`` seconds."""
+    """The ranks did not all start within ``start_timeout`` seconds.
+
+    Its messages, their causes and what to do: docs/errors.md#starttimeouterror
+    """
 
     _fields = ("cause", "missing")
     missing: list[str] | None
@@ -67,6 +78,8 @@ class StartTimeoutError(EngineError, TimeoutError):
 
 class WorkerFailedError(RankZeroError, RuntimeError):
     """A rank failed. The fields describe the failure that came first.
+
+    Its messages, their causes and what to do: docs/errors.md#workerfailederror
 
     Attributes:
         rank: Global rank of the first cause.
@@ -107,11 +120,15 @@ class RetryableError(RankZeroError):
     """For training functions to raise: try again from the last checkpoint, if ``max_restarts`` allows.
 
     Every other exception of the user's code ends the run at once, since it would come again.
+
+    Its messages, their causes and what to do: docs/errors.md#retryableerror
     """
 
 
 class HangError(RankZeroError, TimeoutError):
     """No rank made progress for ``hang_timeout`` seconds.
+
+    Its messages, their causes and what to do: docs/errors.md#hangerror
 
     Attributes:
         stacks: Where each rank stood, by rank: the Python stack of its main thread, or why there is none.
@@ -124,11 +141,16 @@ class HangError(RankZeroError, TimeoutError):
 
 
 class RunTimeoutError(RankZeroError, TimeoutError):
-    """The run took longer than ``timeout`` seconds and was ended."""
+    """The run took longer than ``timeout`` seconds and was ended.
+
+    Its messages, their causes and what to do: docs/errors.md#runtimeouterror
+    """
 
 
 class RunCancelledError(RankZeroError):
     """The run was cancelled.
+
+    Its messages, their causes and what to do: docs/errors.md#runcancellederror
 
     Attributes:
         requested: True if somebody asked for it; else its driver was ended, or nobody followed the run.
@@ -139,11 +161,17 @@ class RunCancelledError(RankZeroError):
 
 
 class ResultError(RankZeroError):
-    """Rank 0's value could not be stored, found, verified or loaded."""
+    """Rank 0's value could not be stored, found, verified or loaded.
+
+    Its messages, their causes and what to do: docs/errors.md#resulterror
+    """
 
 
 class RunNotFoundError(RankZeroError, LookupError):
-    """No run lives in that directory."""
+    """No run lives in that directory.
+
+    Its messages, their causes and what to do: docs/errors.md#runnotfounderror
+    """
 
 
 _BY_NAME: dict[str, type[RankZeroError]] = {

@@ -84,7 +84,9 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             tail = os.pread(log.fileno(), _TAIL, max(0, os.fstat(log.fileno()).st_size - _TAIL))
             text = tail.decode(errors="replace").strip()
             how = f"signal {-code_of_agent}" if code_of_agent < 0 else f"exit code {code_of_agent}"
-            raise RuntimeError(f"rankzero agent of task {config['task']} ended by {how}: {text}")
+            raise RuntimeError(
+                f"rankzero agent of task {config['task']} ended by {how}" + (f": {text}" if text else "")
+            )
     finally:
         log.close()
         for directory in (scratch, temporary):

@@ -291,7 +291,11 @@ class SparkEngineSession(EngineSession):
     def check(self) -> None:
         """Raises EngineError or InsufficientSlotsError for what Spark would refuse, hang on or ignore."""
         if self._context._jsc is None or self._known.is_stopped():
-            raise EngineError("the SparkContext of this session was stopped: give a session that lives")
+            if not self._owned:
+                raise EngineError("the SparkContext of this session was stopped: give a session that lives")
+            # Spark gives up after a minute, and stops the context that it has just made.
+            what = f"no Spark master answers at {self._master!r}, or it took no application"
+            raise EngineError(f"{what}: start it, or mend host and port")
         refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
         if self._job.use_gpu and LOCAL.fullmatch(self._master):
             require_local_gpus(self._job.least_processes)
