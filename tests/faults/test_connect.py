@@ -140,6 +140,31 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
         handle.result(WAIT)
 
 
+@pytest.mark.soak
+def test_a_run_is_cancelled_while_its_stage_begins(on_connect: Launcher, tmp_path: Path) -> None:
+    handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+
+
+@pytest.mark.soak
+def test_sparks_own_python_process_is_killed(on_connect: Launcher, server: ConnectServer, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), str(enough))
+    await_ranks(tmp_path)
+    until(handle.checkpoints, WAIT, "a checkpoint")
+    of_driver = psutil.Process(driver_of(handle)).ppid()
+    daemon = psutil.Process(of_driver).parent()
+    assert daemon
+    for worker in daemon.children():
+        if worker.pid != of_driver:
+            worker.kill()
+    await_ranks(tmp_path, attempt=1)
+    enough.touch()
+    assert handle.result(WAIT) == [1, 1]
+
+
 BREAK = 20.0
 """Seconds: longer than a client of Spark Connect tries a request again."""
 
