@@ -16,6 +16,7 @@ from tests.conftest import free_port, until, wait_until_gone
 from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
+from rankzero.doctor.examine import examine
 from rankzero.run.directory import RunStatus
 
 WAIT = 120.0
@@ -234,6 +235,27 @@ def test_a_server_that_restarts(launcher: Launcher, tmp_path: Path, marker: str,
         if not restarts:
             handle = on_it.submit(train, str(tmp_path), str(enough))
         assert handle.result(WAIT) == [1, 1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_run_directory_on_an_object_store(
+    launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: bool
+) -> None:
+    """Driven by the client; where executors have no way to the store, what they write goes through it."""
+    with pytest.MonkeyPatch.context() as of_server:
+        if not seen:
+            of_server.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+        with connect_server(tmp_path) as own:
+            of_server.undo()
+            on_it = launcher.options(engine=SparkConnectEngine(own.url), store=bucket)
+            handle = on_it.submit(train, str(tmp_path))
+            assert handle.result(WAIT) == [0, 0]
+            assert "from step 0" in list(handle.logs(0))
+            assert handle.checkpoints()
+            found = examine(SparkConnectEngine(own.url), store=bucket)
+    (store,) = [finding for finding in found.findings if finding.about == "store"]
+    assert store.level == ("ok" if seen else "warning"), found
 
 
 # A warm server of the suite's is in the namespaces of the suite, and so are its forks.
