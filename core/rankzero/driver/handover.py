@@ -23,7 +23,6 @@ from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
-from rankzero.run.liveness import HeartbeatWatch
 from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
@@ -34,8 +33,12 @@ LOOK = 0.02
 END_PATIENCE = 2.0
 """Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
 
-ANSWER_TIMEOUT = 10.0
-"""Seconds for the engine to say that it is there, while the driver in the stage is not heard of."""
+SILENCE = 7.0
+"""Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is there.
+With the time for its answer less than a follower of the run waits (`DRIVER_DEAD_AFTER`), who would not know the cause."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds for that answer."""
 
 _ENDED = "stage-ended"
 
@@ -143,7 +146,7 @@ class Handover:
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
-        leave_at, heartbeat, look_at = math.inf, HeartbeatWatch(), 0.0
+        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, math.inf
         while time.monotonic() < leave_at:
             if self._inbox.interrupted:
                 logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
@@ -153,7 +156,9 @@ class Handover:
                 leave_at = time.monotonic() + END_PATIENCE
             elif time.monotonic() > look_at:
                 look_at = time.monotonic() + HEARTBEAT_INTERVAL
-                if heartbeat.is_silent(self._run.status()) and not self._server_answers():
+                if beat != (beat := self._run.status().heartbeat):
+                    beat_at = time.monotonic()
+                elif time.monotonic() - beat_at > SILENCE and not self._server_answers():
                     raise EngineError(
                         f"the stage was lost, with the driver of the run in it: neither it nor {self._session.place} "
                         "answers any more",

@@ -14,8 +14,8 @@ from typing import Any
 
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
-from rankzero.engines.connect.client import PATIENT_RETRIES, RETRIES, limit_retries, settings_of
-from rankzero.engines.connect.errors import explain
+from rankzero.engines.connect.client import PATIENT_RETRIES, RETRIES, limit_retries, require_server, settings_of
+from rankzero.engines.connect.errors import explain, is_server_lost
 from rankzero.engines.connect.profile import can_have_profiles, create_profile
 from rankzero.engines.connect.server import ServerUrl
 from rankzero.engines.local import LOOPBACK
@@ -72,6 +72,7 @@ class ConnectSession(EngineSession):
         self._server = server
         self._job = job
         self._owned = owned
+        self._is_lost = False
 
     @functools.cached_property
     def _own_settings(self) -> dict[str, str]:
@@ -165,7 +166,12 @@ class ConnectSession(EngineSession):
         self._limit_retries(RETRIES)
         profile = create_profile(self._session, self._resources) if self._resources else None
         patiently = functools.partial(self._limit_retries, PATIENT_RETRIES)
-        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end, patiently, profile)
+
+        def ended(error: BaseException | None) -> None:
+            self._is_lost = self._is_lost or is_server_lost(str(error))
+            on_end(error)
+
+        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, ended, patiently, profile)
 
     def _limit_retries(self, count: int) -> None:
         # A caller's session has the patience that its user gave it.
@@ -181,6 +187,11 @@ class ConnectSession(EngineSession):
     def is_usable(self) -> bool:
         """False if the server has ended the session, or has itself ended."""
         try:
+            if self._is_lost:
+                return False
+            if self._owned:
+                # A request would be tried again for as long as the stage is.
+                require_server(self._server)
             return bool(self._session.version)
         except Exception:
             return False
