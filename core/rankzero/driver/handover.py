@@ -34,8 +34,8 @@ END_PATIENCE = 2.0
 """Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
 
 SILENCE = 7.0
-"""Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is there.
-With the time for its answer less than a follower of the run waits (`DRIVER_DEAD_AFTER`), who would not know the cause."""
+"""Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is
+there. With the time for its answer less than followers of the run wait (`DRIVER_DEAD_AFTER`), who do not know why."""
 
 ANSWER_TIMEOUT = 5.0
 """Seconds for that answer."""
@@ -156,9 +156,10 @@ class Handover:
                 leave_at = time.monotonic() + END_PATIENCE
             elif time.monotonic() > look_at:
                 look_at = time.monotonic() + HEARTBEAT_INTERVAL
-                if beat != (beat := self._run.status().heartbeat):
-                    beat_at = time.monotonic()
-                elif time.monotonic() - beat_at > SILENCE and not self._server_answers():
+                status = self._run.status()
+                if beat != status.heartbeat:
+                    beat, beat_at = status.heartbeat, time.monotonic()
+                elif not status.certain and time.monotonic() - beat_at > SILENCE and not self._server_answers():
                     raise EngineError(
                         f"the stage was lost, with the driver of the run in it: neither it nor {self._session.place} "
                         "answers any more",
