@@ -18,7 +18,7 @@ VENVS = ROOT / ".venv-matrix"
 LOCK = ROOT / "constraints" / "{}.{}.txt".format(*sys.version_info)
 
 TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypothesis safetensors scikit-learn mypy s3fs"
-TOOLS += " moto[s3] flask flask-cors hatchling editables universal-pathlib"
+TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel universal-pathlib"
 
 AIRFLOW = "operator trigger links provider connection tries delivery arguments templates outlets secrets config hook"
 DAGSTER = "asset multi_asset op resource stream failure step io_manager partitions checks metadata pipes imports"

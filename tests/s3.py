@@ -1,5 +1,6 @@
 """A server that speaks S3, as a process of its own, for tests of what lies on an object store."""
 
+import os
 import re
 import sys
 import urllib.error
@@ -62,7 +63,15 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Starts the server; it ends with the block."""
+    """Starts the server; it ends with the block.
+
+    `RANKZERO_TEST_S3` names one that runs already, as its URL and its log of requests: ``http://127.0.0.1:8000,/tmp/log``.
+    Its user is ``test``, with the password ``test``.
+    """
+    if running := os.environ.get("RANKZERO_TEST_S3"):
+        url, _, log_of_it = running.partition(",")
+        yield S3Server(url, Path(log_of_it))
+        return
     port = free_port()
     log = folder / "s3.log"
     process = servers.start(sys.executable, "-c", SERVER, str(port), log=log)

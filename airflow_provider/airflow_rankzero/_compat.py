@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+from typing import Any
 
 try:
     from airflow.sdk import conf
@@ -41,6 +44,7 @@ __all__ = [
     "TaskDeferred",
     "allow_class",
     "conf",
+    "extra_of_alias",
     "mask_secret",
 ]
 
@@ -67,3 +71,13 @@ def allow_class(cls: type) -> None:
         serde.allow_class(cls)
     else:
         serde._extra_allowed.add(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def extra_of_alias(facts: dict[str, Any]) -> dict[str, Any]:
+    """What the event of an asset alias may hold: before 3.1.4 no nested values, which become JSON."""
+    from airflow import __version__
+
+    if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) >= (3, 1, 4):
+        return facts
+    # Its server hashes the values, and fails the task that has succeeded.
+    return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in facts.items()}

@@ -6,6 +6,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
+from airflow_rankzero._compat import extra_of_alias
 from rankzero.run import reports
 from rankzero.run.handle import RunHandle
 from rankzero.values.digest import split
@@ -71,12 +72,14 @@ def fill_outlets(context: Context, facts: dict[str, Any]) -> None:
     for outlet in context["outlets"]:
         if isinstance(outlet, Asset):
             events: list[Any] = [context["outlet_events"][outlet]]
+            extra = facts
         elif isinstance(outlet, AssetAlias):
             events = _events_of(context["outlet_events"][outlet], facts["uri"])
+            extra = extra_of_alias(facts)
         else:
             continue
         for event in events:
-            event.extra = {**facts, **(event.extra or {})}
+            event.extra = {**extra, **(event.extra or {})}
 
 
 def _events_of(alias: Any, uri: str) -> list[Any]:

@@ -214,9 +214,10 @@ def test_an_interrupt_leaves_no_rank_behind_and_the_callers_handlers_alone(
         raise Stop
 
     def interrupt() -> None:
-        until(lambda: list((tmp_path / "runs").glob("*/status.json")), 60, "a run")
-        (status,) = (tmp_path / "runs").glob("*/status.json")
-        until(lambda: RunHandle.attach(status.parent).status().state == "running", 60, "ranks")
+        # The last file of a submission: what is attached to before it is no run yet.
+        until(lambda: list((tmp_path / "runs").glob("*/job.json")), 60, "a run")
+        (job,) = (tmp_path / "runs").glob("*/job.json")
+        until(lambda: RunHandle.attach(job.parent).status().state == "running", 60, "ranks")
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, stop)
