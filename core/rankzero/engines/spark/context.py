@@ -137,12 +137,7 @@ def zipped_packages() -> bytes:
             base = os.path.dirname(os.path.abspath(str(package.__file__)))
             for directory, _, names in os.walk(base):
                 for name in sorted(names):
-<<<<<<< HEAD
-                    # A driver in a cluster writes the run's report, of which a page is a part.
-                    if name.endswith((".py", ".html", ".css", ".js")):
-=======
                     if name.endswith(_TRAVELS):
->>>>>>> main
                         path = os.path.join(directory, name)
                         archive.write(path, os.path.relpath(path, os.path.dirname(base)))
     return buffer.getvalue()
