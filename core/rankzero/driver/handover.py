@@ -33,7 +33,7 @@ LOOK = 0.02
 END_PATIENCE = 2.0
 """Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
 
-SILENCE = 7.0
+SILENCE = 5.0
 """Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is
 there. With the time for its answer less than followers of the run wait (`DRIVER_DEAD_AFTER`), who do not know why."""
 
