@@ -100,7 +100,7 @@ def score(weights: dict[str, Any]) -> Any:
         with torch.no_grad():
             return {"id": batch["id"], "label": batch["label"], "guess": model(_images(batch)).argmax(dim=1)}
 
-    return rt.write_rows(rt.get_dataset_shard("test").iter_batches(256, collate=read))
+    return rt.write_rows(rt.get_dataset_shard("test").iter_batches(256, collate=read, pad=False))
 
 
 def accuracy(scores: Any) -> float:

@@ -135,6 +135,26 @@ def test_any_partitioning_any_worlds_every_row_once(
     assert len(seen) - len(set(seen)) <= sum(worlds)
 
 
+@pytest.mark.parametrize("worlds", [(2, 3), (4, 1), (1003, 5)])
+def test_without_padding_no_row_comes_twice(parquet: Path, tmp_path: Path, worlds: tuple[int, int]) -> None:
+    manifest = manifest_of_path(str(parquet), "train")
+    seen, repeated = [], []
+    state: dict[str, Any] = {}
+    for rank in range(worlds[0]):
+        shard = shard_of(manifest, tmp_path, rank, worlds[0])
+        seen += ids_of(itertools.islice(shard.iter_batches(1, shuffle=True, pad=False, prefetch=0), 200))
+        state = shard.state_dict() if len(shard) > 200 else {}
+    for rank in range(worlds[1]) if state else ():
+        for found, pad in ((seen, False), (repeated, True)):
+            shard = shard_of(manifest, tmp_path, rank, worlds[1])
+            shard.load_state_dict(state)
+            found += ids_of(shard.iter_batches(1, shuffle=True, pad=pad, prefetch=0))
+    assert sorted(seen) == list(range(1003))
+    assert len(repeated) % worlds[1] == 0
+    data = [shard_of(manifest, tmp_path, rank, worlds[0]).to_torch(1, pad=False) for rank in (0, worlds[0] - 1)]
+    assert [len(each) for each in data] == [len(list(each)) for each in data]
+
+
 def test_a_large_dataset_is_shuffled_group_by_group(
     parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
 
+import contextlib
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
-from rankzero import Launcher, Table
+from rankzero import Launcher, Table, store
 from rankzero.data.columns import Ragged
-from rankzero.driver.storage import remove_tables
+from rankzero.data.table import file_of
+from rankzero.driver import policy
+from rankzero.driver.rows import carry_rows, remove_rows
 from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
 from rankzero.run.directory import RunDirectory
 from rankzero.train import rows
@@ -67,27 +74,117 @@ def test_a_run_that_fails_leaves_no_rows(launcher: Launcher, tmp_path: Path) -> 
     assert os.listdir(tmp_path / "store" / "failed" / "tables") == []
 
 
-def _score_behind_a_cursor() -> Table:
-    shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
-    if checkpoint:
-        shard.load_state_dict(checkpoint.load())
-        assert rt.write_rows({"id": [1]}, "another")
-    for batch in shard.iter_batches(10):
-        table = rt.write_rows({"id": batch["id"]})
-        rt.report({}, checkpoint=shard.state_dict())
-        if shard.state_dict()["consumed"][0][-1] == 3:
-            while rt.get_checkpoint() is None:
-                rt.report({})
-                time.sleep(0.1)
+ROWS = 100
+DEATHS = [
+    # Slots, the rank that dies, its batch, and where: before its rows, behind them, the checkpoint, or its commit.
+    (2, 0, 1, "committed"),
+    (3, 1, 3, "rows"),
+    (1, 0, 2, "before"),
+    (2, 1, 2, "checkpoint"),
+]
+
+
+def _scored_by_changing_worlds(slots: str) -> tuple[Table, Table]:
+    world, shard = rt.get_context(), rt.get_dataset_shard()
+    if checkpoint := rt.get_checkpoint():
+        shard.load_state_dict(checkpoint.load(rank=0))
+
+    def passed(batch: int, place: str) -> None:
+        if world.attempt < len(DEATHS) and DEATHS[world.attempt][1:] == (world.rank, batch, place):
+            following = DEATHS[world.attempt + 1 :] or [(2,)]
+            Path(slots).write_text(str(following[0][0]))
             os.kill(os.getpid(), 9)
+
+    def scored() -> Any:
+        for number, batch in enumerate(shard.iter_batches(3, shuffle=True, pad=False)):
+            passed(number, "before")
+            rt.write_rows({"id": batch["id"]}, "calls")
+            yield {"id": batch["id"], "attempt": [world.attempt] * len(batch["id"])}
+            passed(number, "rows")
+            before = rt.get_checkpoint()
+            rt.report({}, checkpoint=shard.state_dict(), sharded=True)
+            passed(number, "checkpoint")
+            while world.attempt < len(DEATHS) and getattr(rt.get_checkpoint(), "id", "") == getattr(before, "id", ""):
+                rt.report({})
+                time.sleep(0.01)
+            passed(number, "committed")
+
+    table = rt.write_rows(scored())
+    return table, rt.write_rows([], "calls")
+
+
+def test_every_row_is_scored_once_however_often_ranks_die_and_worlds_change(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
+    monkeypatch.setattr(policy, "RESTART_DELAY_LIMIT", 0.1)
+    pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
+    slots = tmp_path / "slots"
+    slots.write_text(str(DEATHS[0][0]))
+    elastic = launcher.options(
+        num_processes=(1, 3),
+        engine=SlotsEngine(str(slots)),
+        dataset=str(tmp_path / "ids.parquet"),
+        max_restarts=len(DEATHS),
+        start_timeout=30,
+        run_id="scored",
+    )
+    generated, called = elastic.run(_scored_by_changing_worlds, str(slots))
+    for table in (generated, called):
+        assert sorted(table.to_pandas()["id"]) == list(range(ROWS))
+    # Rows of several attempts, and nothing but the table that was returned.
+    assert len(set(generated.to_pandas()["attempt"])) > 2
+    assert os.listdir(tmp_path / "store" / "scored" / "tables") == [f"{len(DEATHS):04d}"]
+
+
+def _begins_anew(slots: str) -> Table:
+    table = rt.write_rows({"id": [rt.get_context().attempt]})
+    rt.report({}, checkpoint={"epoch": 1})
+    while rt.get_checkpoint() is None and rt.get_context().attempt == 0:
+        time.sleep(0.01)
+    if rt.get_context().attempt == 0:
+        os.kill(os.getpid(), 9)
     return table
 
 
+def test_an_attempt_that_begins_anew_does_not_write_rows_twice(launcher: Launcher) -> None:
+    with pytest.raises(ResultError, match="would get them twice: call get_checkpoint"):
+        launcher.options(num_processes=1, max_restarts=1).run(_begins_anew, "")
+
+
+def _whole() -> None:
+    rt.write_rows({"id": [rt.get_context().rank]})
+    rt.barrier()
+    if rt.get_context().rank:
+        rt.report({}, checkpoint={})
+    rt.barrier()
+
+
+def test_rows_of_all_ranks_do_not_belong_to_a_checkpoint_of_rank_0(launcher: Launcher) -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
+        launcher.run(_whole)
+
+
+def _score_behind_a_cursor_of_rank_0() -> None:
+    shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
+    rt.barrier()
+    if checkpoint:
+        shard.load_state_dict(checkpoint.load())
+    batches = shard.iter_batches(10)
+    rt.write_rows({"id": next(batches)["id"]})
+    rt.barrier()
+    if rt.get_context().rank == 0:
+        rt.report({}, checkpoint=shard.state_dict())
+        while rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    rt.barrier()
+
+
 def test_a_table_does_not_lack_the_rows_of_before_its_cursor(launcher: Launcher, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": list(range(100))}), tmp_path / "ids.parquet")
-    one = launcher.options(num_processes=1, dataset=str(tmp_path / "ids.parquet"), max_restarts=1)
-    with pytest.raises(ResultError, match="'rows' would lack the rows"):
-        one.run(_score_behind_a_cursor)
+    pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
+    with pytest.raises(ResultError, match="'rows' would lack rows"):
+        launcher.options(dataset=str(tmp_path / "ids.parquet"), max_restarts=1).run(_score_behind_a_cursor_of_rank_0)
 
 
 def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -> None:
@@ -96,8 +193,43 @@ def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -
     (tmp_path / "result").mkdir()
     (tmp_path / "result" / "value-0.json").touch()
     # The attempt 1 fails late: 0 is an earlier result, and another driver has begun with 2.
-    remove_tables(RunDirectory(str(tmp_path)), range(1, 2))
+    remove_rows(RunDirectory(str(tmp_path)), range(1, 2), {})
     assert sorted(os.listdir(tmp_path / "tables")) == [".stray", "0000", "0002"]
+
+
+FILES = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 4)), max_size=12)
+KEPT = st.dictionaries(st.integers(0, 2), st.dictionaries(st.integers(0, 2), st.integers(0, 5)))
+
+
+@given(FILES, KEPT, st.integers(0, 12))
+def test_a_driver_that_dies_while_it_carries_rows_loses_none(
+    files: set[tuple[int, int, int]], kept: dict[int, dict[int, int]], moves: int
+) -> None:
+    """Files are attempt, rank and number; attempt 3 carries some of them and dies, and attempt 4 carries all."""
+    written = {"t": {str(attempt): {str(rank): n for rank, n in of.items()} for attempt, of in kept.items()}}
+    with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patched:
+        run = RunDirectory(home)
+        for file in files:
+            path = Path(run.path("tables", f"{file[0]:04d}", "t", file_of(*file)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        left = iter(range(moves))
+        upload = store.upload
+        patched.setattr(store, "upload", lambda *paths: upload(*paths) if next(left, None) is not None else _die())
+        with contextlib.suppress(ZeroDivisionError):
+            carry_rows(run, 3, written)
+            remove_rows(run, range(3), {})
+        patched.undo()
+        remove_rows(run, range(3, 4), written)
+        carry_rows(run, 4, written)
+        remove_rows(run, range(4), {})
+        found = {str(path.relative_to(home)) for path in Path(home).rglob("*.parquet")}
+    expected = [file for file in files if file[2] < kept.get(file[0], {}).get(file[1], 0)]
+    assert found == {f"tables/0004/t/{file_of(*file)}" for file in expected}
+
+
+def _die() -> None:
+    raise ZeroDivisionError
 
 
 def _failing(count: int) -> Any:
@@ -170,6 +302,24 @@ def test_rows_reach_an_object_store(bucket: str) -> None:
     assert table.to_arrow().count_rows() == 24
     launcher = Launcher(2, store=f"{bucket}/runs", dataset=table)
     assert launcher.run(_read) == [24, 24]
+
+
+def _killed_behind_a_checkpoint() -> Table:
+    is_new = rt.get_checkpoint() is None
+    table = rt.write_rows({"attempt": [rt.get_context().attempt]})
+    if is_new:
+        rt.report({}, checkpoint={"rows": 1})
+        while rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        rt.write_rows({"attempt": [-1]})
+        os.kill(os.getpid(), 9)
+    return table
+
+
+def test_rows_of_before_a_checkpoint_are_carried_on_an_object_store(bucket: str) -> None:
+    table = Launcher(1, store=f"{bucket}/runs", max_restarts=1).run(_killed_behind_a_checkpoint)
+    assert sorted(table.to_pandas()["attempt"]) == [0, 1]
+    assert "/tables/0001/" in table.uri
 
 
 def test_rows_of_a_call_that_failed_are_not_in_the_table_on_an_object_store(bucket: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,25 @@ FOLDER = "tables"
 def folder_of(attempt: int) -> str:
     """The name of the folder of one attempt."""
     return f"{attempt:04d}"
+
+
+Written = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Rows that belong to a checkpoint: by table, attempt and rank (as text) how many files that rank had begun there."""
+
+_FILE = re.compile(r"part-(\d+)-(\d+)-(\d+)\.parquet")
+
+
+def file_of(attempt: int, rank: int, number: int) -> str:
+    """The name of a file of a table. Every attempt has its own: it may be carried into the folder of a later one."""
+    return f"part-{attempt:04d}-{rank:05d}-{number:06d}.parquet"
+
+
+def belongs(file: str, table: str, written: Written) -> bool:
+    """True if a file of a table holds rows that belong to a checkpoint."""
+    if not (found := _FILE.fullmatch(file)):
+        return False
+    attempt, rank, number = (int(digits) for digits in found.groups())
+    return number < written.get(table, {}).get(str(attempt), {}).get(str(rank), 0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
-from rankzero.driver.storage import RESULT_STORED, Storage, remove_tables, remove_values
+from rankzero.driver.rows import carry_rows, remove_rows
+from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
@@ -106,8 +107,9 @@ class Attempt:
             lambda index: self._send({"type": CHECKPOINT_LOST, "index": index}),
         )
         self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
-        self._remove_leftovers()
         self._resume = self._committer.newest()
+        carry_rows(self._run, self._number, self._committer.tables)
+        self._remove_leftovers()
         self._token = self._run.token()
         secret = self._session.secret(self._number)
         self._server = ChannelServer(
@@ -136,9 +138,11 @@ class Attempt:
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
+            self._recorder.note_places(self._job.num_processes, held=True)
             group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
             self._follow(group)
         finally:
+            self._recorder.note_places(self._job.num_processes, held=False)
             self._server.close()
             self._committer.close(0.0)
             if self._scratch:
@@ -146,7 +150,7 @@ class Attempt:
 
     def _remove_leftovers(self) -> None:
         """What ranks of an attempt before had begun to write when they, or their driver, died."""
-        remove_tables(self._run, range(self._job.first_attempt, self._number))
+        remove_rows(self._run, range(self._job.first_attempt, self._number), {})
         if self._run.is_remote:
             remove_values(self._run, range(self._job.first_attempt, self._number))
         else:

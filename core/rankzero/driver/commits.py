@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankzero import store
+from rankzero.data.table import Written
 from rankzero.run.checkpoints import (
     FOLDER,
     MANIFEST,
@@ -71,6 +72,8 @@ class Committer:
         self._closed = False
         self._given = self._done = 0
         self._in_use: str | None = None
+        self.tables: Written = {}
+        """The rows that belong to the checkpoint that was committed last."""
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
 
@@ -84,6 +87,7 @@ class Committer:
         if not committed or committed[-1].attempt < self._fresh_since:
             return None
         self._in_use = committed[-1].id
+        self.tables = committed[-1].tables
         # The attempt before may have died before it could.
         self.do(self._prune)
         return committed[-1]
@@ -167,6 +171,7 @@ class Committer:
             logger.exception("a checkpoint could not be committed")
             self._on_loss(parts[min(parts)]["index"])
             return
+        self.tables = manifest.tables
         self._on_commit(manifest)
         self._prune()
 
@@ -184,7 +189,7 @@ class Committer:
         for part in parts.values():
             if (size := sizes.get(part["file"])) != part["size"]:
                 raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
-        manifest = Manifest.of_parts(self._attempt, self._world_size, parts)
+        manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
         if any("pieces" in part for part in parts.values()):

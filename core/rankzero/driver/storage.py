@@ -9,10 +9,10 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.frames import Message
-from rankzero.data.table import FOLDER
 from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
 from rankzero.driver.outcome import Outcome
+from rankzero.driver.rows import remove_rows
 from rankzero.run.directory import RunDirectory
 from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef, fingerprint_of
@@ -93,12 +93,14 @@ class Storage:
             put()
 
     def sweep(self) -> None:
-        """Has deleted what this attempt left at the store: parts of checkpoints, value, tables. It has failed now."""
+        """Has deleted what this attempt left at the store: parts of checkpoints, value, rows. It has failed now."""
         self._outcome.give_up()
         self._committer.sweep()
-        self._committer.do(lambda: remove_tables(self._run, range(self._number, self._number + 1)))
+        attempts = range(self._number, self._number + 1)
+        # In its thread, after what it has still committed.
+        self._committer.do(lambda: remove_rows(self._run, attempts, self._committer.tables))
         if self._run.is_remote:
-            self._committer.do(lambda: remove_values(self._run, range(self._number, self._number + 1)))
+            self._committer.do(lambda: remove_values(self._run, attempts))
 
     def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
         """Rank 0's value is in its place, or the store refused it.
@@ -126,20 +128,6 @@ def remove_values(run: RunDirectory, attempts: range) -> None:
     for name in store.list_names(run.path("result")) if begins else []:
         if name.startswith(begins):
             store.remove(run.path("result", name))
-
-
-def remove_tables(run: RunDirectory, attempts: range) -> None:
-    """Deletes the rows that ranks of these failed attempts wrote, and of any before whose value was never stored.
-
-    What later attempts write stays: a driver that was held up may have an heir by now.
-    """
-    values = store.list_names(run.path("result"))
-    for name in store.list_names(run.path(FOLDER)):
-        if not name.isdecimal() or int(name) >= attempts.stop:
-            continue
-        is_result = any(value.startswith(f"value-{int(name)}.") for value in values)
-        if int(name) in attempts or not is_result:
-            store.remove(run.path(FOLDER, name))
 
 
 def _is_whole(uploaded: Message, part: Message) -> bool:

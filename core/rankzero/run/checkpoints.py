@@ -72,6 +72,7 @@ class Manifest:
             `rankzero.train.Checkpoint` for what it gets.
         sharded: Every rank gave a part of its own; else rank 0's is the whole.
         parts: By rank (as text, as JSON has it): ``file``, ``format``, ``size`` and ``sha256``.
+        tables: Rows that ranks had written before it, which belong to it: `rankzero.data.table.Written`.
     """
 
     id: str
@@ -82,17 +83,29 @@ class Manifest:
     world_size: int
     sharded: bool
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tables: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
     @classmethod
-    def of_parts(cls, attempt: int, world_size: int, parts: Mapping[int, Mapping[str, Any]]) -> Manifest:
+    def of_parts(
+        cls,
+        attempt: int,
+        world_size: int,
+        parts: Mapping[int, Mapping[str, Any]],
+        before: Mapping[str, Mapping[str, Mapping[str, int]]],
+    ) -> Manifest:
         """The manifest of what the ranks of an attempt have written.
 
         Args:
             attempt: Number of the attempt.
             world_size: Its number of ranks.
             parts: By rank: what a `CheckpointWriter` sends of its part.
+            before: The ``tables`` of the checkpoint that the attempt started from.
         """
         lead = parts[min(parts)]
+        tables = {name: {key: dict(ranks) for key, ranks in attempts.items()} for name, attempts in before.items()}
+        for rank, part in parts.items():
+            for name, count in part.get("tables", {}).items():
+                tables.setdefault(name, {}).setdefault(str(attempt), {})[str(rank)] = count
         return cls(
             id=lead["id"],
             attempt=attempt,
@@ -105,6 +118,7 @@ class Manifest:
                 str(rank): {key: part[key] for key in ("file", "format", "size", "sha256")}
                 for rank, part in sorted(parts.items())
             },
+            tables=tables,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +126,7 @@ class Manifest:
         return asdict(self)
 
     def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
-        """Plain JSON values for the ranks of one task: their parts and rank 0's, and the formats of all.
+        """Plain JSON values for the ranks of one task: their parts and rank 0's, the formats of all, names of tables.
 
         A thousand tasks get a thousand messages: with all parts in each of them a world of 1,024 ranks would send half
         a gigabyte. Who needs others reads `MANIFEST`.
@@ -124,6 +138,7 @@ class Manifest:
             **{name: value for name, value in vars(self).items() if name != "parts"},
             "parts": parts,
             "formats": formats,
+            "tables": sorted(self.tables),
         }
 
 

@@ -94,7 +94,7 @@ def seed_checkpoint(home: str, state: object) -> dict[str, Any]:
     with _checkpoints(0, 1, _files(home), home, 0) as checkpoints:
         committed: list[dict[str, Any]] = []
         checkpoints.committed = committed.append  # type: ignore[assignment,method-assign]
-        checkpoints.write(state, {}, time.time(), sharded=False)
+        checkpoints.write(state, {}, time.time(), {}, sharded=False)
         checkpoints.finish()
     return committed[-1]
 

@@ -35,6 +35,7 @@ class Cut:
         columns: Those that are read; None for all.
         collate: Makes a batch of the columns; None: the columns.
         prefetch: Pieces that a thread reads ahead.
+        pad: A rank that has no row for a last batch gets one again, so that all have the same number of batches.
     """
 
     batch_size: int
@@ -43,6 +44,7 @@ class Cut:
     columns: tuple[str, ...] | None
     collate: Callable[[Columns], Any] | None
     prefetch: int
+    pad: bool
 
 
 def batches_of(
@@ -70,6 +72,8 @@ def batches_of(
     mine = share(left, world.world_size, world.rank)
     numbers = range(plan.count) if part_of is None else part_of
     sizes = [plan.done(number + 1) - plan.done(number) for number in numbers if number < plan.count]
+    if not asked.pad:
+        sizes = [size for size in sizes if size]
     spans: Spans = []
     for number in numbers:
         if number < plan.count:
@@ -186,7 +190,9 @@ class BatchDataset(IterableDataset[Any]):
         """Batches of this rank in an epoch."""
         world = self._world
         total, asked = self._manifest.rows, self._asked
-        return Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last).count
+        plan = Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
+        # Of fewer rows than batches each is a batch.
+        return plan.count if asked.pad else min(plan.count, plan.own)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -117,6 +118,9 @@ class _Session:
     shards: dict[str, Any] = field(default_factory=dict)
     tables: Counter[str] = field(default_factory=Counter)
     lost_tables: set[str] = field(default_factory=set)
+    writing: list[Any] = field(default_factory=list)
+    writing_lock: threading.RLock = field(default_factory=threading.RLock)
+    resumed: bool = False
 
     def count_progress(self) -> int:
         """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
@@ -124,13 +128,31 @@ class _Session:
             self.progress += 1
         return self.progress + self.checkpoints
 
+    def seal_tables(self) -> dict[str, int]:
+        """Completes the files of rows that are being written; how many there are of each table.
+
+        Raises:
+            ResultError: the store does not take them.
+        """
+        with self.writing_lock:
+            for each in self.writing:
+                each.complete()
+            return dict(self.tables)
+
+    @property
+    def carried_tables(self) -> set[str]:
+        """Tables with rows of before the checkpoint that this attempt started from."""
+        return self.writer.carried if self.writer else set()
+
     def cursor_tables(self) -> dict[str, list[str]]:
         """For the state of a cursor: the tables that hold rows of before it."""
         return {"tables": sorted(self.tables)} if self.tables else {}
 
     def load_cursor_tables(self, state: Mapping[str, Any]) -> None:
-        """Notes which tables of a cursor went with their attempt."""
-        self.lost_tables.update(set(state.get("tables", ())) - set(self.tables))
+        """Notes which tables of a cursor went with their attempt, or may lack rows of ranks other than 0."""
+        last = self.writer.last if self.writer else None
+        whole = self.carried_tables if last and (last.sharded or last.world_size == 1) else set()
+        self.lost_tables.update(set(state.get("tables", ())) - set(self.tables) - whole)
 
 
 _session: _Session | None = None
@@ -222,6 +244,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Never waits for other ranks. Of a checkpoint it takes a copy in memory, which is written and committed while
     training goes on; the next one waits until this one is written. When all parts are there it becomes the one that
     `get_checkpoint` returns and a restart begins with; until then, and if anything fails, the one before it stays.
+    Rows that this rank has written (`write_rows`) belong to it, too: a restart begins with them.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
@@ -233,7 +256,8 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
-        ValueError: sharded and whole checkpoints in one run, or metrics of more than 1 MiB as JSON.
+        ValueError: sharded and whole checkpoints in one run, a whole one where other ranks than 0 have written rows,
+            or metrics of more than 1 MiB as JSON.
         ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
             pickled).
 
@@ -259,7 +283,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     else:
         session.send_report(row)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(checkpoint, values, now, sharded=sharded)
+        session.writer.write(checkpoint, values, now, session.seal_tables(), sharded=sharded)
         session.checkpoints += 1
 
 
@@ -274,8 +298,9 @@ def get_checkpoint() -> Checkpoint | None:
         >>> checkpoint = rt.get_checkpoint()
         >>> first_epoch = checkpoint.load()["epoch"] + 1 if checkpoint else 0
     """
-    writer = current().writer
-    return writer.last if writer else None
+    session = current()
+    session.resumed = True
+    return session.writer.last if session.writer else None
 
 
 def set_result(value: object) -> None:

@@ -126,12 +126,13 @@ class DatasetShard:
         collate: Callable[[Columns], Any] | None = None,
         device: torch.device | str | None = None,
         prefetch: int = 1,
+        pad: bool = True,
     ) -> Iterator[Any]:
         """The batches of the next epoch: for each column a tensor, or what `rankzero.data.columns` says of its type.
 
         Every rank gets the same number of batches, and every row comes once in an epoch. To that end the last batches
         may be smaller by a row on some ranks. (One exception: with fewer rows than batches on a rank, as in a last
-        batch of a single row, a row comes twice.)
+        batch of a single row, a row comes twice, unless ``pad=False``.)
 
         Args:
             batch_size: Rows of a batch of one rank.
@@ -143,6 +144,8 @@ class DatasetShard:
             collate: Makes a batch of the dict of columns.
             device: Where tensors go; None for that of the rank.
             prefetch: Pieces of some 32 MiB that a thread reads ahead; 0 for none.
+            pad: False, for scoring, where ranks do not wait for each other: no row comes twice, and a rank may have a
+                batch less.
 
         Returns:
             An iterator of dicts, or of what ``collate`` returns.
@@ -152,7 +155,7 @@ class DatasetShard:
                 an array of another length, that a tensor has no place for.
             ResultError: while iterating: a file was removed or changed, or this host does not see it.
         """
-        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, prefetch)
+        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, prefetch, pad)
         return self._iterate(cut, device)
 
     def to_torch(
@@ -164,6 +167,7 @@ class DatasetShard:
         drop_last: bool = False,
         columns: Sequence[str] | None = None,
         collate: Callable[[Columns], Any] | None = None,
+        pad: bool = True,
     ) -> BatchDataset:
         """The batches as a torch ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
 
@@ -178,13 +182,14 @@ class DatasetShard:
             drop_last: As there.
             columns: As there.
             collate: As there.
+            pad: As there.
 
         Raises:
             InvalidJobError: as `iter_batches`.
         """
         from rankzero.train.batches import BatchDataset
 
-        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0)
+        cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, 0, pad)
         return BatchDataset(self._manifest, self._world, self._scratch, cut)
 
     def set_epoch(self, epoch: int) -> None:
@@ -204,7 +209,8 @@ class DatasetShard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where ``state`` was, with any number of ranks: the next iteration gives the rest of that epoch.
 
-        A table that `write_rows` had begun before that went with its attempt, and cannot be written to any more.
+        The state is best that of the checkpoint that `get_checkpoint` gives: the tables of `write_rows` then have the
+        rows of before it. A table whose rows did not belong to it cannot be written to any more.
 
         Raises:
             ValueError: the state is that of another dataset.
@@ -229,6 +235,7 @@ class DatasetShard:
         columns: Sequence[str] | None,
         collate: Callable[[Columns], Any] | None,
         prefetch: int,
+        pad: bool,
     ) -> Cut:
         from rankzero.train.batches import Cut
 
@@ -242,7 +249,7 @@ class DatasetShard:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise InvalidJobError(f"columns is {columns!r}; give a list of names, or None for all columns")
         names = None if columns is None else tuple(columns)
-        return Cut(batch_size, seed if shuffle else None, drop_last, names, collate, prefetch)
+        return Cut(batch_size, seed if shuffle else None, drop_last, names, collate, prefetch, pad)
 
     def _iterate(self, cut: Cut, device: torch.device | str | None) -> Iterator[Any]:
         import torch

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.data.table import FOLDER, Table, folder_of
+from rankzero.data.table import FOLDER, Table, file_of, folder_of
 from rankzero.errors import InvalidJobError, ResultError
 from rankzero.train import context
 
@@ -29,9 +29,11 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
     Every rank may call it, several times too; it waits for nobody. The table is complete when the run has succeeded,
-    and whoever has its handle then reads all of it: return the handle, so that it is the run's result. What ranks of a
-    failed attempt have written is removed. So an attempt that has loaded a cursor (``state_dict``) of after the table
-    was begun cannot write to it.
+    and whoever has its handle then reads all of it: return the handle, so that it is the run's result.
+
+    Rows that a rank has written when it reports a checkpoint belong to it, also those that a generator has given so
+    far: an attempt that starts from this checkpoint has them in its table, with any number of ranks. All others of a
+    failed attempt are removed. Where several ranks write, give checkpoints with ``sharded=True``.
 
     Args:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
@@ -45,9 +47,10 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Raises:
         InvalidJobError: the name cannot be that of a directory.
         ResultError: this host reaches the run's store neither as a path nor by a client of its own, or the store does
-            not take the rows (a full disk); or this attempt began behind rows of the table that are gone.
+            not take the rows (a full disk); or the table lacks rows of before the checkpoint, or has some that this
+            attempt writes anew, since it has not asked for the checkpoint.
         TypeError: a batch is of another kind, or batches have different columns.
-        Exception: whatever the iterable raises; nothing of its rows is in the table then.
+        Exception: whatever the iterable raises; of its rows only those of before the last checkpoint are in the table.
 
     Example:
         >>> import torch
@@ -59,20 +62,36 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InvalidJobError(f"{name!r} cannot name a table: use letters, digits and _ . -")
     session = context.current()
-    if name in session.lost_tables:
-        raise ResultError(
-            f"the table {name!r} would lack the rows that were written before the cursor that this attempt has loaded: "
-            "they went with their attempt. Begin the epoch anew instead, without load_state_dict"
-        )
+    _check_rows_of_before(session, name)
     location, open_write = _place(session)
     folder = store.join(location, FOLDER, folder_of(session.context.attempt), name)
-    number = session.tables[name]
-    session.tables[name] += 1
-    groups = _groups(_tables(batches))
-    if (first := next(groups, None)) is not None:
-        file = store.join(folder, f"part-{session.context.rank:05d}-{number:03d}.parquet")
-        _write(file, itertools.chain([first], groups), open_write)
+    session.tables[name] += 0
+    writer = TableWriter(session, folder, name, open_write)
+    session.writing.append(writer)
+    try:
+        for table in _tables(batches):
+            writer.add(table)
+        writer.complete()
+    except BaseException:
+        writer.discard()
+        raise
+    finally:
+        session.writing.remove(writer)
     return Table(folder)
+
+
+def _check_rows_of_before(session: Any, name: str) -> None:
+    if name in session.lost_tables:
+        raise ResultError(
+            f"the table {name!r} would lack rows that were written before the cursor that this attempt has loaded: "
+            "they did not belong to its checkpoint. Report it from every rank with sharded=True, or begin the epoch "
+            "anew, without load_state_dict"
+        )
+    if name in session.carried_tables and not session.resumed and session.context.rank == 0:
+        raise ResultError(
+            f"the table {name!r} has rows of before the checkpoint that this attempt starts from, and would get them "
+            "twice: call get_checkpoint() first, and go on from there"
+        )
 
 
 def _place(session: Any) -> tuple[str, Any]:
@@ -118,50 +137,85 @@ def _open_remote(client: Client, url: str) -> Iterator[IO[bytes]]:
     file.close()
 
 
-def _write(path: str, tables: Iterator[Any], open_write: Any) -> None:
-    """Writes tables into one file. What fails while they are made is the caller's error, not the store's."""
-    import pyarrow.parquet as pq
+class TableWriter:
+    """The rows of one call, in files each of which is there as a whole or not at all: a checkpoint begins a new one.
 
-    first = next(tables)
-    with contextlib.ExitStack() as opened:
-        with _storing(path):
-            file = opened.enter_context(open_write(path))
-            writer = opened.enter_context(pq.ParquetWriter(file, first.schema))
-            writer.write_table(first)
-        for table in tables:
-            if not table.schema.equals(first.schema):
-                raise TypeError(f"batches have different columns: {first.schema} and {table.schema}")
-            with _storing(path):
-                writer.write_table(table)
-        with _storing(path):
-            opened.close()
+    What fails while rows are made is the caller's error, not the store's.
+    """
 
+    def __init__(self, session: Any, folder: str, name: str, open_write: Any) -> None:
+        """Opens nothing yet.
 
-@contextlib.contextmanager
-def _storing(path: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # Drivers of object stores have exceptions of their own.
-        raise ResultError(f"rows cannot be written to {os.path.dirname(path)}: {error}") from error
+        Args:
+            session: This process as a worker.
+            folder: Where the files go.
+            name: Of the table.
+            open_write: Gives a context manager of a file to write, for its path or URL.
+        """
+        self._session = session
+        self._folder = folder
+        self._name = name
+        self._open_write = open_write
+        self._schema: Any = None
+        self._waiting: list[Any] = []
+        self._size = 0
+        self._opened = contextlib.ExitStack()
+        self._writer: Any = None
+        self._failure: ResultError | None = None
 
+    def add(self, table: Any) -> None:
+        """Takes rows. Raises TypeError if they have other columns, ResultError as `write_rows`."""
+        with self._session.writing_lock:
+            self._schema = self._schema or table.schema
+            if not table.schema.equals(self._schema):
+                raise TypeError(f"batches have different columns: {self._schema} and {table.schema}")
+            self._waiting.append(table)
+            self._size += table.nbytes
+            if self._size >= GROUP_BYTES:
+                self._write()
 
-def _groups(tables: Iterator[Any]) -> Iterator[Any]:
-    """The same rows in tables of `GROUP_BYTES`."""
-    import pyarrow as pa
+    def complete(self) -> None:
+        """Puts what was taken into its place. Raises ResultError as `write_rows`."""
+        with self._session.writing_lock:
+            if self._waiting:
+                self._write()
+            with self._storing():
+                self._opened.close()
+            self._writer = None
 
-    waiting: list[Any] = []
-    size = 0
-    for table in tables:
-        if waiting and not table.schema.equals(waiting[0].schema):
-            raise TypeError(f"batches have different columns: {waiting[0].schema} and {table.schema}")
-        waiting.append(table)
-        size += table.nbytes
-        if size >= GROUP_BYTES:
-            yield pa.concat_tables(waiting)
-            waiting, size = [], 0
-    if waiting:
-        yield pa.concat_tables(waiting)
+    def discard(self) -> None:
+        """Forgets what is not in its place, because of the exception that is being handled."""
+        with self._session.writing_lock, contextlib.suppress(Exception):
+            self._opened.__exit__(*sys.exc_info())
+
+    def _write(self) -> None:
+        """Writes what waits as one group of rows."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        tables, self._waiting, self._size = self._waiting, [], 0
+        with self._storing():
+            if self._writer is None:
+                number = self._session.tables[self._name]
+                self._session.tables[self._name] += 1
+                world = self._session.context
+                path = store.join(self._folder, file_of(world.attempt, world.rank, number))
+                file = self._opened.enter_context(self._open_write(path))
+                self._writer = self._opened.enter_context(pq.ParquetWriter(file, self._schema))
+            self._writer.write_table(pa.concat_tables(tables))
+
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        """The store takes all of a file: nothing is written behind what it has refused."""
+        if self._failure:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            # Drivers of object stores have exceptions of their own.
+            self.discard()
+            self._failure = ResultError(f"rows cannot be written to {self._folder}: {error}")
+            raise self._failure from error
 
 
 def _tables(batches: Any) -> Iterator[Any]:

@@ -51,7 +51,8 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
 
 def _commit(run: RunDirectory, attempt: int, part: dict[str, Any], resumed: Manifest | None) -> Manifest:
     """Commits what was written, and removes what is not kept."""
-    manifest = Manifest.of_parts(attempt, 1, {0: part})
+    # Rows that a process writes outside of a run go with it.
+    manifest = Manifest.of_parts(attempt, 1, {0: {**part, "tables": {}}}, {})
     file = run.path(FOLDER, manifest.id, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
     for old in to_remove(list_committed(run), CheckpointConfig(), resumed.id if resumed else None):

@@ -82,6 +82,8 @@ class CheckpointWriter:
         self._busy = False
         self._changed = threading.Condition()
         self._last: Checkpoint | None = None
+        self.carried: set[str] = set()
+        """Tables with rows that belong to the checkpoint that this attempt started from."""
 
     @property
     def busy(self) -> bool:
@@ -93,12 +95,21 @@ class CheckpointWriter:
         """The last committed checkpoint that this rank has heard of."""
         return self._last
 
-    def write(self, value: object, metrics: dict[str, Any], when: float, *, sharded: bool) -> None:
+    def write(
+        self, value: object, metrics: dict[str, Any], when: float, tables: Mapping[str, int], *, sharded: bool
+    ) -> None:
         """Takes a copy of a checkpoint, which is written and committed while training goes on.
+
+        Args:
+            value: The checkpoint.
+            metrics: Of its report.
+            when: Unix time of that.
+            tables: Files of each table that this rank has begun: their rows belong to the checkpoint.
+            sharded: Every rank gives a part.
 
         Raises:
             TypeError: neither a directory nor a dict.
-            ValueError: sharded and whole checkpoints in one run.
+            ValueError: sharded and whole checkpoints in one run; a whole one, to which this rank's rows cannot belong.
             ResultError: it cannot be pickled, or the disk has refused this one or the one before.
         """
         directory = _as_directory(value)
@@ -108,6 +119,11 @@ class CheckpointWriter:
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
         if not sharded and self._rank != 0:
+            if tables:
+                raise ValueError(
+                    f"rank {self._rank} has written rows, and of this checkpoint rank 0's part alone is kept, to which "
+                    "they cannot belong: give it with sharded=True, or write all rows behind the last checkpoint"
+                )
             if self._next == 0:
                 print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
                 self._next = 1
@@ -116,7 +132,8 @@ class CheckpointWriter:
         self._busy = True
         try:
             self._await_room()
-            taken = self._take(index, value, directory, {"sharded": sharded, "metrics": metrics, "time": when})
+            facts = {"sharded": sharded, "metrics": metrics, "time": when, "tables": dict(tables)}
+            taken = self._take(index, value, directory, facts)
         except (ResultError, OSError) as error:
             self._send({"type": "checkpoint-failed", "index": index})
             if isinstance(error, ResultError):
@@ -250,6 +267,8 @@ class CheckpointWriter:
             self._forget(manifest["index"])
         if own and self._next == 0:
             return
+        if not own:
+            self.carried = set(manifest["tables"])
         self._last = Checkpoint(
             manifest["id"],
             manifest["metrics"],

@@ -1,0 +1,83 @@
+"""Rows that ranks wrote with `rankzero.train.write_rows`: those of before a checkpoint, and those of nobody.
+
+tables/0001/rows/part-0000-00001-000003.parquet     of attempt 0, carried into attempt 1 by its checkpoint
+tables/0001/rows/part-0001-00000-000000.parquet     of attempt 1 itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rankzero import store
+from rankzero.data.table import FOLDER, Written, belongs, folder_of
+from rankzero.run.directory import RunDirectory
+
+
+def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
+    """Moves the rows that belong to the checkpoint that an attempt starts from into its folder.
+
+    Dies this process in between, every file is in the folder of one attempt or another, where the next one finds it.
+
+    Args:
+        run: The run.
+        attempt: Its number; the rows are in folders of earlier ones.
+        written: The rows.
+
+    Raises:
+        OSError: the store does not do it (or an error of its fsspec driver).
+    """
+    for number in _attempts_before(run, attempt) if written else ():
+        for table, file in _files(run, number):
+            if belongs(file, table, written):
+                folder = run.path(FOLDER, folder_of(attempt), table)
+                store.make_directory(folder)
+                _move(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file))
+
+
+def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
+    """Deletes the rows that ranks of these failed attempts wrote, and of any before whose value was never stored.
+
+    What later attempts write stays: a driver that was held up may have an heir by now.
+
+    Args:
+        run: The run.
+        attempts: The attempts.
+        written: The rows that belong to the checkpoint from which another attempt may go on: they stay.
+    """
+    values = store.list_names(run.path("result"))
+    for number in _attempts_before(run, attempts.stop):
+        is_result = any(value.startswith(f"value-{number}.") for value in values)
+        if number in attempts or not is_result:
+            _remove_all_but(run, number, written)
+
+
+def _remove_all_but(run: RunDirectory, number: int, written: Written) -> None:
+    files = list(_files(run, number)) if written else []
+    if not any(belongs(file, table, written) for table, file in files):
+        store.remove(run.path(FOLDER, folder_of(number)))
+        return
+    for table, file in files:
+        if not belongs(file, table, written):
+            store.remove(run.path(FOLDER, folder_of(number), table, file))
+
+
+def _attempts_before(run: RunDirectory, attempt: int) -> list[int]:
+    names = store.list_names(run.path(FOLDER))
+    return [int(name) for name in names if name.isdecimal() and int(name) < attempt]
+
+
+def _files(run: RunDirectory, number: int) -> Iterator[tuple[str, str]]:
+    """Table and name of each file of an attempt."""
+    folder = run.path(FOLDER, folder_of(number))
+    for table in store.list_names(folder):
+        for file in store.list_names(store.join(folder, table)):
+            yield table, file
+
+
+def _move(source: str, target: str) -> None:
+    if not store.is_url(source):
+        store.upload(source, target)
+    elif store.copy_within(source, target):
+        store.remove(source)
+    else:
+        raise OSError(f"{source} cannot be copied to {target} within its store")
