@@ -119,8 +119,8 @@ class FsspecClient:
 def _without_trailing_checksums() -> Iterator[None]:
     """Whoever sets up AWS's client in the block gets one that any server understands, unless the user has decided it.
 
-    Else it sends uploads in chunks with a checksum behind them and no length before them, which many a server that speaks
-    S3 refuses (Ceph 16: 411). What is written has a digest of ours.
+    Else it sends uploads in chunks with a checksum behind them and no length before them, which many a server that
+    speaks S3 refuses (Ceph 16: 411). What is written has a digest of ours.
     """
     if _CHECKSUMS in os.environ:
         yield
