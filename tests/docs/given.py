@@ -80,6 +80,35 @@ def reports() -> dict[str, Any]:
     return {**PUBLIC}
 
 
+class Warehouse:
+    """A SparkSession that has the page's table."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def table(self, name: str) -> Any:
+        """The table of the reader's, whatever its name."""
+        rows = [([float(number), 1.0], float(number % 2)) for number in range(64)]
+        return self._session.createDataFrame(rows, "features array<double>, label double")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def step(features: Any, label: Any) -> float:
+    """The reader's."""
+    return float((features.sum(1) - label).square().mean())
+
+
+def score(batches: Any) -> Any:
+    """The reader's."""
+    return ({"score": batch["features"].sum(1)} for batch in batches)
+
+
+def data(session: Any) -> dict[str, Any]:
+    return {"spark": Warehouse(session), "step": step, "score": score}
+
+
 def public() -> dict[str, Any]:
     return dict(PUBLIC)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs import blocks
-from tests.docs.given import GIVEN, checkpoint
+from tests.docs.given import GIVEN, checkpoint, data
 
 from rankzero.testing import run_inline
 
@@ -35,7 +35,8 @@ def test_the_blocks_of_a_page_run(
     monkeypatch.chdir(tmp_path)
 
     def run() -> None:
-        blocks.run_page(page, "docs", GIVEN.get(page, dict)(), request)
+        given = data(request.getfixturevalue("session")) if page in SLOW else GIVEN.get(page, dict)()
+        blocks.run_page(page, "docs", given, request)
 
     if page in IN_A_RANK:
         run_inline(run, checkpoint=checkpoint())
