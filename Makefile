@@ -69,7 +69,7 @@ test-frameworks: setup
 reference: setup
 	.venv/bin/python scripts/reference.py
 
-# The site of docs/: .site/index.html, which opens in a browser without a server. Its generator has a venv and a lock of
+# The site of docs/: .site/index.html, which loads nothing from the web. Its generator has a venv and a lock of
 # its own; a link, an anchor or a page that leads nowhere is an error.
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

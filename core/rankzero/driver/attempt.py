@@ -466,6 +466,7 @@ class Attempt:
                 self._say_at = now + policy.WAITING_INTERVAL
                 self._say_waiting()
             return
+        group.hold_on()
         bound = self._job.hang_timeout
         if bound is not None and (stacks := self._hang.look(now, bound)):
             raise verdict.hung(bound, stacks, self._run.directory)
