@@ -163,3 +163,18 @@ def test_a_shell_completes_commands_and_options() -> None:
         COMMAND, env={**os.environ, "_RANKZERO_COMPLETE": "bash_source"}, capture_output=True, text=True, timeout=60
     )
     assert "complete -o nosort -F _rankzero_completion rankzero" in source.stdout
+
+
+def test_a_run_under_nohup_outlives_its_terminal(script: Path, store: Path) -> None:
+    line = ["--store", str(store), "-n", "1", "--run-id", "nohup", "--env", "STEPS=20", "--env", "PAUSE=0.1"]
+    command = ["nohup", *COMMAND, "run", *line, str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"[0] arguments")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert RunHandle.attach(store / "nohup").status().state == "succeeded"

@@ -93,7 +93,8 @@ class Target:
 
         try:
             connection = BaseHook.get_connection(conn_id)
-        except AirflowNotFoundException as missing:
+        except (AirflowNotFoundException, ImportError) as missing:
+            # Outside of tasks, where the doctor looks, Airflow 3.1 imports what there is in tasks alone.
             raise InvalidJobError(
                 f"there is no connection conn_id={conn_id!r}: create one of type 'rankzero' or 'spark' "
                 f"(or AIRFLOW_CONN_{str(conn_id).upper()}), or leave conn_id out for an embedded local Spark"

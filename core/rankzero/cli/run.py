@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -103,16 +105,29 @@ def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **option
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
     4 it took too long or hung; 130 cancelled.
     """
-    ctx.exit(_run(script, arguments, **options))
+    with _cancelled_by_signals():
+        code = _run(script, arguments, **options)
+    ctx.exit(code)
+
+
+@contextlib.contextmanager
+def _cancelled_by_signals() -> Iterator[None]:
+    """A terminal that is closed, and whoever stops a job, cancel the run as Ctrl-C does; not what ``nohup`` ignores."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    for number in heard:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
 
 
 def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
     from rankzero.cli import foot
 
     handle: RunHandle[Any] | None = None
-    # A terminal that is closed, and whoever stops a job, cancel the run as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     try:
         train = _train(script, module=options.pop("module"), no_python=options.pop("no_python"))
         if isinstance(train, list):
