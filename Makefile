@@ -53,23 +53,26 @@ test-python:
 locks: setup
 	./scripts/lock.sh
 
-# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks: they are installed beside .venv, not into it.
+# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel, OpenLineage: they are installed beside .venv, not into it.
 # By the name of the folder the launcher knows that they are installed, and do not travel.
 FRAMEWORKS = .frameworks/site-packages
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target $(FRAMEWORKS) \
-		lightning transformers accelerate torchdata optuna
+		lightning transformers accelerate torchdata optuna ipykernel nbclient
 	.venv/bin/python -m pip install --quiet --target .frameworks/build setuptools wheel
 	PYTHONPATH=.frameworks/build DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target $(FRAMEWORKS) deepspeed einops hjson msgpack ninja py-cpuinfo
 	rm -rf $(FRAMEWORKS)/torch $(FRAMEWORKS)/torch-* $(FRAMEWORKS)/numpy $(FRAMEWORKS)/numpy-*
 	PYTHONPATH=$(FRAMEWORKS) .venv/bin/python -m pytest tests/frameworks
+	.venv/bin/python -m pip install --quiet --no-deps --target .frameworks/openlineage httpx2 httpcore2 \
+		apache-airflow-providers-openlineage openlineage-python openlineage-sql openlineage-integration-common
+	PYTHONPATH=.frameworks/openlineage .venv/bin/python -m pytest tests/airflow/test_lineage.py
 
 # docs/reference.md, from the docstrings.
 reference: setup
 	.venv/bin/python scripts/reference.py
 
-# The site of docs/: .site/index.html, which opens in a browser without a server. Its generator has a venv and a lock of
+# The site of docs/: .site/index.html, which loads nothing from the web. Its generator has a venv and a lock of
 # its own; a link, an anchor or a page that leads nowhere is an error.
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

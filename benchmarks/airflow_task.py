@@ -1,8 +1,9 @@
-"""An Airflow task on embedded Spark, beside the same function in a PythonOperator around TorchDistributor.
+"""An Airflow task on Spark, beside the same function in a PythonOperator around TorchDistributor.
 
-Run: ``python benchmarks/airflow_task.py [runs]``. Each task runs in a fresh process, through Airflow's task runner
-and its database; the time is from just before ``execute`` to the callback of its success, which follows the XCom.
-Before that ``dag.test`` starts an API server inside of the process; a real worker has one elsewhere.
+Run: ``python benchmarks/airflow_task.py [runs]``. On embedded Spark, and on a Spark Connect server that runs
+throughout. Each task runs in a fresh process, through Airflow's task runner and its database; the time is from just
+before ``execute`` to the callback of its success, which follows the XCom. Before that ``dag.test`` starts an API server
+inside of the process; a real worker has one elsewhere.
 """
 
 import os
@@ -10,11 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from measure import Report
 
 RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 RANKS = 2
+ROOT = str(Path(__file__).parents[1])
+SERVER = "BENCHMARK_SERVER"
+"""Variable with the URL of the Spark Connect server; unset on embedded Spark."""
 
 
 def train(lr: float) -> float:
@@ -33,7 +38,8 @@ def wrapped() -> float:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
 
-    spark = SparkSession.builder.master(f"local[{RANKS}]").getOrCreate()
+    url, builder = os.environ.get(SERVER), SparkSession.builder
+    spark = (builder.remote(url) if url else builder.master(f"local[{RANKS}]")).getOrCreate()
     try:
         return float(TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(train, 0.5))
     finally:
@@ -59,7 +65,8 @@ def run_task(which: str) -> None:
     with DAG("benchmark", schedule=None) as dag:
         common = {"task_id": "train", "pre_execute": stamp, "on_success_callback": stamp}
         if which == "rankzero":
-            TorchDistributorOperator(train=train, op_args=[0.5], num_processes=RANKS, **common)
+            place = {"master": os.environ.get(SERVER)}
+            TorchDistributorOperator(train=train, op_args=[0.5], num_processes=RANKS, **place, **common)
         else:
             PythonOperator(python_callable=wrapped, **common)
     DagBundlesManager().sync_bundles_to_db()
@@ -76,9 +83,30 @@ def run_task(which: str) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    report = Report("airflow_task", "An Airflow task on embedded Spark, 2 ranks, one all-reduce")
+def seconds_of(which: str, environment: dict[str, str]) -> float:
+    """Of one task, in a process of its own."""
+    command = [sys.executable, __file__, "task", which]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+    return float(done.stdout.split("took")[-1].split()[0])
+
+
+def measure(environment: dict[str, str]) -> dict[str, list[float]]:
+    """Seconds of both kinds of task, in turn."""
     seconds: dict[str, list[float]] = {"rankzero": [], "peer": []}
+    for _ in range(RUNS):
+        for which, values in seconds.items():
+            values.append(seconds_of(which, environment))
+    return seconds
+
+
+def main() -> None:
+    sys.path.insert(0, ROOT)
+    os.environ.setdefault("RANKZERO_TEST_SUITE", "benchmark")
+    from tests.engines.connect_server import connect_server
+
+    report = Report("airflow_task", "An Airflow task on Spark, 2 ranks, one all-reduce")
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as home:
         environment = {
             **os.environ,
@@ -91,16 +119,18 @@ def main() -> None:
         }
         migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
         subprocess.run(migrate, check=True, capture_output=True, env=environment)
-        for _ in range(RUNS):
-            for which, values in seconds.items():
-                command = [sys.executable, __file__, "task", which]
-                done = subprocess.run(command, capture_output=True, text=True, env=environment)
-                if done.returncode:
-                    sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
-                values.append(float(done.stdout.split("took")[-1].split()[0]))
-    ours = report.add("TorchDistributorOperator", seconds["rankzero"])
-    theirs = report.add("PythonOperator around TorchDistributor", seconds["peer"])
+        embedded = measure(environment)
+        with connect_server(Path(home)) as server:
+            environment[SERVER] = server.url
+            first = seconds_of("rankzero", environment)
+            connect = measure(environment)
+    ours = report.add("TorchDistributorOperator", embedded["rankzero"])
+    theirs = report.add("PythonOperator around TorchDistributor", embedded["peer"])
+    on_connect = report.add("TorchDistributorOperator, Spark Connect", connect["rankzero"])
+    report.add("TorchDistributorOperator, the first on a Spark Connect server", [first])
+    peer_on_connect = report.add("PythonOperator around TorchDistributor, Spark Connect", connect["peer"])
     report.hold("ours / theirs", ours / theirs, 0.5)
+    report.hold("ours / theirs, Spark Connect", on_connect / peer_on_connect, 0.1)
     report.finish()
 
 

@@ -19,6 +19,7 @@ from rankzero import Launcher
 from rankzero.task.start import OWNER
 
 if TYPE_CHECKING:
+    from tests.engines.connect_server import ConnectServer
     from tests.s3 import S3Server
 
 ROOT = Path(__file__).parents[1]
@@ -282,6 +283,15 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
 
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ConnectServer]":
+    """One Spark Connect server with four slots for all tests that need it."""
+    from tests.engines.connect_server import connect_server
+
+    with connect_server(tmp_path_factory.mktemp("connect")) as started:
+        yield started
 
 
 @pytest.fixture

@@ -25,6 +25,10 @@ app, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
 
 def serve(environ, start_response):
+    if "chunked" in environ.get("HTTP_TRANSFER_ENCODING", ""):
+        # Its client does not know whether there is more to come.
+        start_response("411 Length Required", [("Connection", "close")])
+        return [b"<Error><Code>MissingContentLength</Code></Error>"]
     if "HTTP_IF_NONE_MATCH" not in environ:
         return app(environ, start_response)
     with lock:
@@ -33,7 +37,11 @@ def serve(environ, start_response):
 
 run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
-"""moto's, but that of two creators of an object one wins, as S3 promises: moto looks, and then writes."""
+"""moto's, with two differences.
+
+Of two creators of an object one wins, as S3 promises: moto looks, and then writes. Uploads whose length is not told
+before are refused, as by Ceph 16 and other servers.
+"""
 
 
 class S3Server:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -86,6 +87,31 @@ def test_expected_errors_are_one_line_on_standard_error(tmp_path: Path) -> None:
     assert shell.stderr == f"Error: RunNotFoundError: no run lives in {tmp_path}\n"
 
 
+def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago(run: RunHandle[float]) -> None:
+    """Two minutes later a reader asked the heartbeat alone, and said for three minutes that the run goes on."""
+    directory = RunDirectory(run.directory)
+    status = directory.status()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    try:
+        for age in (1.0, 60.0, 200.0, 2000.0):
+            beat = time.time() - age
+            running = replace(status, state="running", ended=None, result=None, heartbeat=beat, driver_pid=gone.pid)
+            directory.write_status(running)
+            assert "failed" in rankzero("status", run.directory).stdout, age
+    finally:
+        directory.write_status(status)
+
+
+def test_what_a_run_has_used_is_in_status_and_runs(run: RunHandle[float]) -> None:
+    assert re.search(r"^used +0\.\d+ core-hours$", rankzero("status", run.directory).stdout, re.MULTILINE)
+    store = os.path.dirname(run.directory)
+    (listed,) = map(json.loads, rankzero("runs", store, "--json").stdout.splitlines())
+    assert listed["used"]["resource"] == "core"
+    heads, line = (one.split("\t") for one in rankzero("runs", store).stdout.splitlines())
+    assert dict(zip(heads, line, strict=True))["used"].endswith("core-h")
+
+
 def test_cancel_ends_a_run_and_is_harmless_afterwards(launcher: Launcher) -> None:
     def train() -> None:
         import threading
@@ -100,6 +126,12 @@ def test_cancel_ends_a_run_and_is_harmless_afterwards(launcher: Launcher) -> Non
     assert rankzero("status", handle.directory).stdout.splitlines()[2].split() == ["state", "cancelled"]
     again = rankzero("cancel", handle.directory)
     assert (again.exit_code, again.stdout) == (0, f"run {handle.id} has ended already: cancelled\n")
+
+
+def test_a_report_on_a_disk_has_no_link(run: RunHandle[float]) -> None:
+    done = rankzero("report", run.directory, "--link", "1h")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "on no object store that gives links: `rankzero serve` shows it" in done.stderr
 
 
 @pytest.mark.parametrize("age", ["30", "d", "-3d", "0d", "30 days", "30D"])

@@ -19,7 +19,7 @@ import os, sys, time
 import rankzero.train as rt
 print("arguments", sys.argv[1:], os.environ["WORLD_SIZE"])
 for step in range(int(os.environ.get("STEPS", "3"))):
-    rt.report({"loss": 1 / (step + 1)})
+    rt.report({"step": step, "total_steps": int(os.environ.get("STEPS", "3")), "loss": 1 / (step + 1)})
     time.sleep(float(os.environ.get("PAUSE", "0")))
 if "--fail" in sys.argv:
     raise ValueError("no such lr")
@@ -108,12 +108,73 @@ def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) 
     os.close(theirs)
     seen = b""
     try:
-        while not re.search(rb"running  loss 0\.\d+", seen):
+        while not re.search(rb"running  \d+/6000 steps  .* left  loss 0\.\d+", seen):
             seen += os.read(ours, 1 << 16)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+        # The lines of the ranks went to the pipe, not to the terminal.
+        assert process.stdout is not None
+        assert process.stdout.read().startswith(b"[0] arguments")
+        assert b"arguments" not in seen
     finally:
         process.kill()
         process.wait()
         os.close(ours)
     assert RunHandle.attach(store / "keyed").status().state == "cancelled"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_stopped_from_outside_is_cancelled(script: Path, store: Path, number: signal.Signals) -> None:
+    line = [
+        "--store",
+        str(store),
+        "-n",
+        "1",
+        "--run-id",
+        f"stopped-{number}",
+        "--env",
+        "STEPS=6000",
+        "--env",
+        "PAUSE=0.1",
+    ]
+    process = subprocess.Popen([*COMMAND, "run", *line, str(script)], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"[0] arguments")
+        process.send_signal(number)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert RunHandle.attach(store / f"stopped-{number}").status().state == "cancelled"
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    def completed(*words: str) -> set[str]:
+        told = {"COMP_WORDS": " ".join(["rankzero", *words]), "COMP_CWORD": str(len(words))}
+        environment = {**os.environ, **told, "_RANKZERO_COMPLETE": "bash_complete"}
+        done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return {line.partition(",")[2] for line in done.stdout.splitlines()}
+
+    assert completed("ru") == {"run", "runs"}
+    assert {"--num-processes", "--nproc-per-node"} <= completed("run", "--n")
+    assert "succeeded" in completed("runs", "--state", "")
+    source = subprocess.run(
+        COMMAND, env={**os.environ, "_RANKZERO_COMPLETE": "bash_source"}, capture_output=True, text=True, timeout=60
+    )
+    assert "complete -o nosort -F _rankzero_completion rankzero" in source.stdout
+
+
+def test_a_run_under_nohup_outlives_its_terminal(script: Path, store: Path) -> None:
+    line = ["--store", str(store), "-n", "1", "--run-id", "nohup", "--env", "STEPS=20", "--env", "PAUSE=0.1"]
+    command = ["nohup", *COMMAND, "run", *line, str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"[0] arguments")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert RunHandle.attach(store / "nohup").status().state == "succeeded"

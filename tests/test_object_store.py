@@ -1,13 +1,16 @@
 """A run directory that the ranks cannot see: everything goes through the channel, and nothing is different."""
 
 import os
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from tests.conftest import until
 
 from rankzero import Launcher, ResultRef, RunHandle, WorkerFailedError, store
+from rankzero.cli import main
 
 
 @pytest.fixture
@@ -53,6 +56,22 @@ def test_the_report_is_there_too_with_the_last_lines_of_each_rank(remote: Launch
     assert handle.tails(range(2), 1000) == every
     assert handle.tails(range(2), len("line 2 of 0")) == {rank: (lines[2:], True) for rank, (lines, _) in every.items()}
     assert b"line 2 of 1" in store.read_bytes(f"{handle.directory}/report.html")
+
+
+def test_a_link_to_the_report_works_in_a_browser_without_credentials(launcher: Launcher, bucket: str) -> None:
+    def train() -> None:
+        print("seen by whoever has the link")
+
+    handle = launcher.options(num_processes=1, store=f"{bucket}/runs").submit(train)
+    assert handle.wait(240)
+    until(lambda: store.exists(f"{handle.directory}/report.html"), 60, "the report")
+    done = CliRunner().invoke(main, ["report", handle.directory, "--link", "2h"], catch_exceptions=False)
+    address = done.stdout.strip()
+    assert "Expires=" in address
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        # A browser shows it, and does not offer to save it.
+        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert b"seen by whoever has the link" in answer.read()
 
 
 def test_a_failure_is_named_there_too(remote: Launcher) -> None:

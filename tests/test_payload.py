@@ -141,6 +141,33 @@ def test_functions_travel_by_value(
     assert run_elsewhere(payload.build(function, args, kwargs), tmp_path) == value
 
 
+NOTEBOOK = """
+import threading
+from typing import Any
+
+LIMIT = 3
+LOCK = threading.Lock()
+
+def train():
+    class Net:
+        limit = LIMIT
+        # Its own, not the global of that name, which does not pickle.
+        LOCK = 1
+        size = LOCK + 1
+
+        def forward(self, x: Any) -> Any:
+            return x
+
+    return Net.limit, Net.size
+"""
+
+
+def test_a_class_in_a_function_of_a_notebook_finds_what_its_body_names(tmp_path: Path) -> None:
+    notebook: dict[str, Any] = {"__name__": "__main__"}
+    exec(NOTEBOOK, notebook)
+    assert run_elsewhere(payload.build(notebook["train"], (), {}), tmp_path) == "(3, 2)"
+
+
 @pytest.fixture
 def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     package = tmp_path / "src" / "acme_models"

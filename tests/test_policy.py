@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from rankzero import errors
-from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.driver import failure, policy
 from rankzero.driver.failure import Failure
 from rankzero.run import liveness
+from rankzero.run.directory import RunStatus
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
 ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
@@ -160,7 +160,7 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
     ],
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert liveness.driver_is_dead(age, unchanged, HEARTBEAT_INTERVAL) is dead
+    assert liveness.driver_is_dead(age, unchanged, liveness.dead_after(RunStatus())) is dead
 
 
 NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE

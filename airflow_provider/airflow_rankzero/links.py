@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from airflow.sdk import BaseOperatorLink
 
-from airflow_rankzero import config
+from airflow_rankzero import config, pages
 from rankzero.report.page import FILE
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def report_address(directory: str) -> str | None:
         directory: Path or URL of the run directory.
 
     Returns:
-        What ``[rankzero] report_url`` says, else the file's page in the console of Google Cloud or AWS; None for other
-        stores.
+        What ``[rankzero] report_url`` says, else the file's page in the console of Google Cloud or AWS, else among
+        Airflow's own pages, for a run of the configured store; None for others.
 
     Raises:
         InvalidJobError: that option has unknown placeholders.
@@ -128,7 +128,7 @@ def report_address(directory: str) -> str | None:
     """
     gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{FILE}"
     s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{FILE}"
-    return _address(directory, config.report_url(), gcs, s3)
+    return _address(directory, config.report_url(), gcs, s3) or pages.address_of(directory)
 
 
 def _address(directory: str, template: str | None, gcs: str, s3: str) -> str | None:

@@ -35,7 +35,6 @@ from rankzero.run.cursor import LogCursor
 from rankzero.run.detach import detaching, end
 from rankzero.run.handle import RunHandle
 from rankzero.run.retry import may_retry
-from rankzero.values.ref import map_refs
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -254,7 +253,14 @@ class TorchDistributorOperator(BaseOperator):
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
         # Of an elastic run nobody knows it yet.
         world_size = self.num_processes if isinstance(self.num_processes, int) else None
-        self._facts = replace(self._facts, world_size=world_size)
+        arguments = (self.op_args, self.op_kwargs)
+        self._facts = replace(self._facts, world_size=world_size, inputs=self._inputs(arguments))
+
+    def _inputs(self, arguments: Any) -> lineage.Inputs:
+        """What OpenLineage learns of what the training reads; nothing where that is not there."""
+        if not lineage.is_installed():
+            return lineage.Inputs()
+        return lineage.inputs_of(arguments, self.dataset, self.spark_conf)
 
     def execute(self, context: Context) -> Any:
         """Starts the training, or attaches to what an earlier try started; returns rank 0's value or its handle."""
@@ -338,11 +344,11 @@ class TorchDistributorOperator(BaseOperator):
         self._killed = True
 
     def get_openlineage_facets_on_start(self) -> Any:
-        """What the OpenLineage provider asks for: the world size by now. None without that provider."""
+        """What the OpenLineage provider asks for: the world size and what is read. None without that provider."""
         return lineage.facets(self._facts)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
-        """The same with the run directory, the results that were given as arguments, and the one that came of it."""
+        """The same with the run directory, and the result that came of it."""
         return lineage.facets(self._facts)
 
     def get_openlineage_facets_on_failure(self, task_instance: Any) -> Any:
@@ -350,9 +356,7 @@ class TorchDistributorOperator(BaseOperator):
         return lineage.facets(self._facts)
 
     def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
-        inputs: list[str] = []
-        map_refs(arguments, lambda ref: inputs.append(ref.uri))
-        self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
+        self._facts = replace(self._facts, directory=handle.directory, inputs=self._inputs(arguments))
         try:
             value = value_of(handle)
         except RankZeroError as error:

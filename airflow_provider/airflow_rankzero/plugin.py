@@ -1,4 +1,4 @@
-"""The plugin: every task of every DAG may pull a `ResultRef`, and what Airflow has got is acknowledged."""
+"""The plugin: every task may pull a `ResultRef`, what Airflow has got is acknowledged, its web server has our pages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 from airflow_rankzero import config
 
 if TYPE_CHECKING or config.is_airflow_3():
-    from airflow_rankzero import delivery
+    from airflow_rankzero import delivery, pages
     from airflow_rankzero._compat import AirflowPlugin, allow_class
 
     LISTENERS: list[Any] = [delivery]
+    APPS = [{"app": pages.LazyApp(), "url_prefix": pages.PREFIX, "name": "rankzero"}]
+    VIEWS = pages.external_views()
 else:
     # Airflow 2 loads what it finds installed, and shows the error of a plugin at every command.
     from airflow.plugins_manager import AirflowPlugin
 
-    LISTENERS = []
+    LISTENERS, APPS, VIEWS = [], [], []
 
 
 class RankZeroPlugin(AirflowPlugin):
@@ -23,6 +25,8 @@ class RankZeroPlugin(AirflowPlugin):
 
     name = "rankzero"
     listeners = LISTENERS
+    fastapi_apps = APPS
+    external_views = VIEWS
 
     @classmethod
     def on_load(cls, *args: Any, **kwargs: Any) -> None:

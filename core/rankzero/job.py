@@ -58,6 +58,7 @@ class Job:
         params: The arguments by name, as short plain values: see `RunHandle.params`.
         code_version: What stands for the code in the identity, if the user gave it.
         labels: The caller's own words about the run, such as the task that started it.
+        prices: What the submitter pays for an hour: of ``gpu`` and ``core``, in ``currency``; see `rankzero.run.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
         first_attempt: Number of this submission's first attempt.
@@ -96,6 +97,7 @@ class Job:
     params: dict[str, Any] = field(default_factory=dict)
     code_version: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
     first_attempt: int = 0

@@ -15,6 +15,7 @@ from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.checkpoints import CheckpointConfig
+from rankzero.run.cost import prices_from_environment
 from rankzero.run.handle import RunHandle
 
 if TYPE_CHECKING:
@@ -225,6 +226,8 @@ class Launcher:
     def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
 
+        In a notebook the run's card stands above it: state, progress, curves.
+
         The run ends with this call: an interrupt, or the death of this process, cancels it. Called again for the same
         training with the same ``run_id`` after such an end it goes on from the last checkpoint; after a success it
         trains again.
@@ -270,7 +273,10 @@ class Launcher:
         Raises:
             RankZeroError: as `run`.
         """
-        with self.owned(train, args, kwargs) as handle:
+        from rankzero.run import notebook
+
+        with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
+            show(handle)
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
                 on_line(line)
         value = handle.result()
@@ -490,6 +496,7 @@ class Launcher:
             warm_start=self.warm_start,
             encrypt=self.encrypt,
             labels=jobs.check_strings("labels", self.labels),
+            prices=prices_from_environment(),
         )
         env = jobs.check_strings("env", self.env)
         engine = self._engine()

@@ -43,10 +43,11 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
         "Left out: an embedded local[N] with as many slots as there are tasks.",
     )
-    deploy_mode: Literal["client", "cluster"] = Field(
+    deploy_mode: Literal["client", "cluster", "job"] = Field(
         default="client",
         description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
-        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees.",
+        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees. job: "
+        "the same as a Kubernetes Job, which starts another pod when one is lost.",
     )
     connect: str | None = Field(
         default=None,
@@ -235,5 +236,6 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
             return SparkConnectEngine(self.connect)
         from rankzero import SparkEngine, SparkSubmitEngine
 
-        engine = SparkSubmitEngine if self.deploy_mode == "cluster" else SparkEngine
-        return engine(master=self.master, conf=self.spark_conf)
+        if self.deploy_mode == "client":
+            return SparkEngine(master=self.master, conf=self.spark_conf)
+        return SparkSubmitEngine(master=self.master, conf=self.spark_conf, deploy_mode=self.deploy_mode)

@@ -32,6 +32,8 @@ HEARTBEAT = 1
 SILENCE = 10
 """Seconds after which Airflow counts a task without a sign of life as dead."""
 
+USER = "admin"
+
 COMPONENTS = ("api-server", "scheduler", "dag-processor", "triggerer")
 
 # Most looks are requests to the API server, and cost it more than the wait does.
@@ -45,8 +47,9 @@ class Deployment:
         self._home = home
         self.store = home / "store"
         self.marker = f"airflow-{secrets.token_hex(8)}"
-        self._url = f"http://127.0.0.1:{free_port()}"
-        self._token = ""
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.token = ""
+        self._password = secrets.token_hex(8)
         self._components: dict[str, subprocess.Popen[bytes]] = {}
         programs = find_programs() if importlib.util.find_spec("psycopg2") else None
         self.postgres = Postgres(programs) if programs else None
@@ -60,18 +63,24 @@ class Deployment:
             self.stop()
             raise
 
+    def _passwords(self) -> Path:
+        path = self._home / "passwords.json"
+        path.write_text(json.dumps({USER: self._password}))
+        return path
+
     def _environment(self) -> dict[str, str]:
         settings = {
             "CORE__DAGS_FOLDER": str(DAGS),
             "CORE__LOAD_EXAMPLES": "False",
             "CORE__EXECUTOR": "LocalExecutor",
             "CORE__PARALLELISM": "4",
-            "CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
-            "CORE__EXECUTION_API_SERVER_URL": f"{self._url}/execution/",
+            "CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
+            "CORE__SIMPLE_AUTH_MANAGER_PASSWORDS_FILE": str(self._passwords()),
+            "CORE__EXECUTION_API_SERVER_URL": f"{self.url}/execution/",
             "DATABASE__SQL_ALCHEMY_CONN": self.postgres.url if self.postgres else f"sqlite:///{self._home}/airflow.db",
             "API__HOST": "127.0.0.1",
-            "API__PORT": self._url.rpartition(":")[2],
-            "API__BASE_URL": self._url,
+            "API__PORT": self.url.rpartition(":")[2],
+            "API__BASE_URL": self.url,
             "API__WORKERS": "1",
             "API_AUTH__JWT_SECRET": secrets.token_hex(64),
             "LOGGING__WORKER_LOG_SERVER_PORT": str(free_port()),
@@ -111,10 +120,10 @@ class Deployment:
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """One request; the answer's JSON."""
         request = urllib.request.Request(
-            self._url + path,
+            self.url + path,
             data=None if body is None else json.dumps(body).encode(),
             method=method,
-            headers={"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"},
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
@@ -129,8 +138,9 @@ class Deployment:
 
     def wait_until_ready(self, dag_ids: list[str]) -> None:
         """Until every component shows signs of life and the DAGs are there and switched on."""
-        token = wait_until(lambda: self._probe("GET", "/auth/token"), START_TIMEOUT, "the API server")
-        self._token = token["access_token"]
+        login = ("POST", "/auth/token", {"username": USER, "password": self._password})
+        token = wait_until(lambda: self._probe(*login), START_TIMEOUT, "the API server")
+        self.token = token["access_token"]
         for dag_id in dag_ids:
             unpause = ("PATCH", f"/api/v2/dags/{dag_id}", {"is_paused": False})
             wait_until(lambda call=unpause: self._probe(*call), START_TIMEOUT, f"the DAG {dag_id}")

@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -92,7 +94,7 @@ def test_facets_describe_the_run() -> None:
     from openlineage.client.event_v2 import Dataset
     from openlineage.client.serde import Serde
 
-    from airflow_rankzero.openlineage.lineage import RunFacts, facets
+    from airflow_rankzero.openlineage.lineage import Inputs, RunFacts, facets
     from rankzero import WorkerFailedError
 
     found = facets(
@@ -100,7 +102,7 @@ def test_facets_describe_the_run() -> None:
             4,
             "s3://bucket/runs/a",
             result="s3a://bucket/runs/a/result/value.json",
-            inputs=["/data/b/result/value.json"],
+            inputs=Inputs(files=("/data/b/result/value.json",)),
             error=WorkerFailedError("rank 1 failed", rank=1, traceback="Traceback of rank 1"),
         )
     )
@@ -109,6 +111,50 @@ def test_facets_describe_the_run() -> None:
     run = Serde.to_dict(found.run_facets["rankzero_run"])
     assert (run["worldSize"], run["runDirectory"]) == (4, "s3://bucket/runs/a")
     assert run["firstCause"] == "Traceback of rank 1"
+
+
+def test_inputs_are_refs_paths_tables_and_queries(tmp_path: Path) -> None:
+    from airflow_rankzero.openlineage.lineage import Inputs, inputs_of
+    from rankzero import ResultRef, Table
+
+    ref, other = ResultRef("s3://bucket/a/value", "json", "", 0), ResultRef("/runs/b/value", "json", "", 0)
+    dataset = {
+        "train": "s3://bucket/rows/",
+        "table": Table("/runs/c/tables/0000/rows"),
+        "scored": other,
+        "catalog": "db.rows",
+        "query": "select a from db.left join db.right using (id)",
+    }
+    assert inputs_of(
+        ((1, [ref]), {"again": {"ref": ref}}), dataset, {"spark.hadoop.hive.metastore.uris": "thrift://h:9083"}
+    ) == (
+        Inputs(
+            ("s3://bucket/a/value", "s3://bucket/rows/", "/runs/c/tables/0000/rows", "/runs/b/value"),
+            ("db.rows", "select a from db.left join db.right using (id)"),
+            "thrift://h:9083",
+        )
+    )
+    assert inputs_of((), tmp_path, None) == Inputs((str(tmp_path),))
+    assert inputs_of((), None, None) == Inputs()
+    # What cannot be told stops no task.
+    assert inputs_of((), 42, None) == Inputs()
+
+
+@with_provider
+def test_tables_and_queries_have_names_as_openlineage_has_them() -> None:
+    from airflow_rankzero.openlineage.lineage import Inputs, RunFacts, facets
+
+    query = "select a from db.left join db.right using (id)"
+    inputs = Inputs(("s3a://bucket/rows",), ("`db`.rows", query), "thrift://metastore:9083")
+    found = facets(RunFacts(2, inputs=inputs))
+    hive = "hive://metastore:9083"
+    assert [(one.namespace, one.name) for one in found.inputs] == [
+        ("s3://bucket", "rows"),
+        (hive, "db.rows"),
+        (hive, "db.left"),
+        (hive, "db.right"),
+    ]
+    assert found.job_facets["sql"].query == query
 
 
 @with_provider
@@ -157,3 +203,43 @@ def test_spark_learns_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["a"] == "b"
     assert found["spark.openlineage.parentJobName"] == "digits.train"
     assert found["spark.openlineage.rootParentJobName"] == "digits"
+
+
+@with_provider
+def test_a_task_tells_what_it_reads_when_it_starts_and_what_came_of_it_at_its_end(
+    run_dag: Callable[..., Any], tmp_path: Path
+) -> None:
+    import pyarrow
+    from airflow.sdk import DAG
+    from pyarrow import parquet
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    parquet.write_table(pyarrow.table({"x": [1.0, 2.0]}), tmp_path / "rows.parquet")
+
+    class Watched(TorchDistributorOperator):
+        def execute(self, context: Any) -> Any:
+            seen.append(self.get_openlineage_facets_on_start())
+            value = super().execute(context)
+            seen.append(self.get_openlineage_facets_on_complete(context["ti"]))
+            return value
+
+    seen: list[Any] = []
+    with DAG("lineage") as dag:
+        Watched(
+            task_id="train",
+            train="builtins:int",
+            op_args=["3"],
+            num_processes=1,
+            conn_id="here",
+            store=str(tmp_path / "store"),
+            dataset=str(tmp_path / "rows.parquet"),
+        )
+    outcome = run_dag(dag)
+    assert outcome.state == "success", outcome.errors
+    start, end = seen
+    read = [("file", str(tmp_path / "rows.parquet"))]
+    assert [(one.namespace, one.name) for one in start.inputs] == read
+    assert [(one.namespace, one.name) for one in end.inputs] == read
+    assert start.outputs == []
+    assert [one.name.startswith(str(tmp_path / "store")) for one in end.outputs] == [True]

@@ -3,6 +3,7 @@
 python -m tests.airflow.tries_dag DAG_ID FOLDER MARK
 """
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.tries_table import Place, data_in
 
 
 def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, data: str = "here", **more: Any) -> Any:
-    """One task that trains.
+    """One task that trains, on the connection of ``TEST_CONN_ID``.
 
     Args:
         dag_id: Of the DAG.
@@ -34,11 +35,10 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
             train=getattr(tries_table, train),
             op_args=[folder],
             op_kwargs={"lr": lr, "given": data_in(folder, data)},
-            conn_id="here",
             store=place.store,
             env={"OF_RANK": place.mark},
             retry_delay=timedelta(0),
-            **{"num_processes": 1, **more},
+            **{"num_processes": 1, "conn_id": os.environ.get("TEST_CONN_ID", "here"), **more},
         )
     return dag
 

@@ -110,6 +110,19 @@ def durable_job() -> dg.JobDefinition:
     return defs.resolve_job_def("durable_job")
 
 
+def durable_on_connect() -> dg.JobDefinition:
+    """The same on the Spark Connect server of ``TEST_CONNECT``."""
+    # The module has one `Definitions` for Dagster to find.
+    resource = TorchDistributorResource(
+        connect=dg.EnvVar("TEST_CONNECT"),
+        store=dg.EnvVar("TEST_STORE"),
+        env={"OF_RANK": dg.EnvVar("TEST_RANK_MARK")},
+    )
+    job = dg.define_asset_job("durable_job", selection=[durable])
+    resources = {**(defs.resources or {}), "torch_distributor": resource}
+    return dg.Definitions(assets=[durable], jobs=[job], resources=resources).resolve_job_def("durable_job")
+
+
 def durable_in_process() -> dg.JobDefinition:
     """The same in one process."""
     return defs.resolve_job_def("durable_in_process")

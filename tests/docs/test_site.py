@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 
 import pytest
 import yaml
@@ -40,3 +41,17 @@ def test_the_navigation_has_every_page_once() -> None:
 def test_lists_are_lists_on_the_site_too(page: str) -> None:
     # GitHub begins a list without an empty line before it, Python-Markdown does not.
     assert not re.search(r"^(?![*\-|]|\d+\.|\s|```|$).+\n[*-] ", text_of(page), re.M), page
+
+
+def test_the_page_on_installing_has_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"none": project["dependencies"], **project["optional-dependencies"]}
+    rows = dict(re.findall(r"^\| (.+?) \|(.*)$", text_of("docs/installing.md").partition("## ")[0], re.M))
+    for name, required in extras.items():
+        if name == "dev":
+            continue
+        brings = next((brings for names, brings in rows.items() if name in re.findall(r"[\w-]+", names)), None)
+        assert brings, f"no row for {name}"
+        if name in ("none", "data", "delta", "spark", "torch"):
+            for package in required:
+                assert re.match(r"[\w-]+", package)[0] in brings, f"{name}: {package}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests import servers
 from tests.conftest import free_port, until
 
-START_TIMEOUT = 90.0
+START_TIMEOUT = 240.0
 # From a port of this network, by a socket in the file system, to a port of another one: a way in, and none out.
 BRIDGE = """
 import asyncio, contextlib, sys
@@ -45,12 +45,15 @@ class ConnectServer:
     """A server on this host that is ready.
 
     Attributes:
+        host: Its address.
+        port: Where it listens.
         url: ``sc://host:port``.
         process: Its JVM's.
     """
 
     def __init__(self, log: Path, port: int, process: subprocess.Popen[bytes]) -> None:
-        self.url = f"sc://127.0.0.1:{port}"
+        self.host, self.port = "127.0.0.1", port
+        self.url = f"sc://{self.host}:{port}"
         self.process = process
         until(lambda: STARTED in log.read_text() or process.poll() is not None, START_TIMEOUT, f"a server ({log})")
         assert process.poll() is None, log.read_text()[-2000:]
@@ -70,7 +73,13 @@ def command(home: Path, port: int, master: str) -> list[str]:
 
 @contextlib.contextmanager
 def connect_server(
-    directory: Path, master: str = "local[4]", *, hidden: Path | None = None, apart: bool = False
+    directory: Path,
+    master: str = "local[4]",
+    *,
+    hidden: Path | None = None,
+    apart: bool = False,
+    port: int | None = None,
+    python: str = sys.executable,
 ) -> Iterator[ConnectServer]:
     """One until the end of the block.
 
@@ -79,11 +88,13 @@ def connect_server(
         master: Its own.
         hidden: A directory that the server and its executors see empty. Needs root.
         apart: In a network of its own, from which nothing of this host's can be reached. Needs root.
+        port: Where it listens; None takes a free one.
+        python: Of its executors.
     """
     import pyspark
 
-    home, port, log = Path(pyspark.__file__).parent, free_port(), directory / "connect.log"
-    env = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", **os.environ, "SPARK_HOME": str(home)}
+    home, port, log = Path(pyspark.__file__).parent, port or free_port(), directory / "connect.log"
+    env = {"PYSPARK_PYTHON": python, "SPARK_LOCAL_IP": "127.0.0.1", **os.environ, "SPARK_HOME": str(home)}
     hide = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs tmpfs '{hidden}' && exec \"$@\"", "sh"] if hidden else []
     network = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"] if apart else []
     process = servers.start(*network, *hide, *command(home, port, master), log=log, env=env, cwd=directory)
@@ -107,3 +118,36 @@ def accepts(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True
     return False
+
+
+class Link:
+    """A way to a server that may be cut, and be there again.
+
+    Attributes:
+        url: Of the server by this way.
+    """
+
+    def __init__(self, server: ConnectServer, directory: Path) -> None:
+        self._port = free_port()
+        self._socket = str(directory / "link")
+        self._log = directory / "link.log"
+        self.url = f"sc://127.0.0.1:{self._port}"
+        self._far = self._start("in", server.port)
+        until(lambda: os.path.exists(self._socket), START_TIMEOUT, "one end of the link")
+        self.mend()
+
+    def _start(self, side: str, port: int) -> subprocess.Popen[bytes]:
+        return servers.start(sys.executable, "-c", BRIDGE, side, self._socket, str(port), log=self._log)
+
+    def mend(self) -> None:
+        """Lets connections be made again."""
+        self._near = self._start("out", self._port)
+        until(lambda: accepts(self._port), START_TIMEOUT, "the other end")
+
+    def cut(self) -> None:
+        """Breaks all connections."""
+        servers.stop([self._near])
+
+    def close(self) -> None:
+        """Ends its processes."""
+        servers.stop([self._near, self._far])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 
 class KubernetesApi(ThreadingHTTPServer):
@@ -85,7 +87,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self.server.objects.pop(self._path(), None)
+        selector = parse_qs(urlsplit(self.path).query).get("labelSelector")
+        for path in [path for path in self.server.objects if selector and path.rpartition("/")[0] == self._path()]:
+            if _selects(selector[0], self.server.objects[path]["metadata"].get("labels", {})):
+                del self.server.objects[path]
         self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
+
+
+def _selects(selector: str, labels: dict[str, str]) -> bool:
+    """As Kubernetes reads ``a=1,b!=2``."""
+    found = [re.fullmatch(r"([^!=]+)(!?=)(.*)", part) for part in selector.split(",")]
+    return all(part and (labels.get(part[1]) == part[3]) == (part[2] == "=") for part in found)
 
 
 @contextlib.contextmanager

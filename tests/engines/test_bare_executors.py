@@ -1,15 +1,13 @@
 """Executors whose Python has torch and nothing else: all of rankzero that ranks use travels with the job."""
 
-import importlib.util
 import os
-import sys
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers
 from tests.engines.bare_trainings import fail_once, hvd_loop, ray_loop, train_digits, what_is_there
+from tests.engines.pythons import python_with
 
 from rankzero import Launcher, SparkEngine
 
@@ -19,17 +17,8 @@ NEEDED_BY_TORCH = ("filelock", "typing_extensions", "sympy", "mpmath", "networkx
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python with torch and what torch itself needs."""
-    home = tmp_path_factory.mktemp("bare") / "venv"
-    venv.create(home, symlinks=True)
-    version = "python{}.{}".format(*sys.version_info)
-    packages = home / "lib" / version / "site-packages"
-    for name in ("torch", "torchgen", "functorch", *NEEDED_BY_TORCH):
-        spec = importlib.util.find_spec(name)
-        if spec and spec.origin:
-            source = Path(spec.origin)
-            source = source.parent if source.name == "__init__.py" else source
-            (packages / source.name).symlink_to(source)
-    return str(home / "bin" / "python")
+    packages = ("torch", "torchgen", "functorch", *NEEDED_BY_TORCH)
+    return python_with(tmp_path_factory.mktemp("bare") / "venv", packages)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import free_port, until
 from tests.engines.connect_server import ConnectServer, connect_server
+from tests.engines.pythons import python_with
 
 from rankzero import (
     EngineError,
@@ -31,15 +33,11 @@ from rankzero.doctor.examine import examine
 
 WAIT = 90.0
 
+ARROW = ("pyarrow", "pandas", "numpy", "dateutil", "pytz", "six")
+"""Of which Spark's own Python parts need some for a stage of Spark Connect."""
+
 MESSAGE_LIMIT = 128 << 20
 """Bytes that one message of Spark Connect can have."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """A server with four slots."""
-    with connect_server(tmp_path_factory.mktemp("connect")) as started:
-        yield started
 
 
 @pytest.fixture
@@ -156,13 +154,16 @@ def test_arguments_and_results_larger_than_a_message(on_connect: Launcher) -> No
     assert back == data
 
 
-def test_cancelling_one_run_leaves_another_user_of_the_server_alone(on_connect: Launcher, tmp_path: Path) -> None:
+def test_cancelling_one_run_leaves_another_user_of_the_server_alone(
+    launcher: Launcher, server: ConnectServer, tmp_path: Path
+) -> None:
+    ann, bob = (launcher.options(engine=SparkConnectEngine(f"{server.url}/;user_id={name}")) for name in ("ann", "bob"))
     folder = tmp_path / "up"
     folder.mkdir()
-    handle = on_connect.submit(stand_still, str(folder))
+    handle = ann.submit(stand_still, str(folder))
     until(lambda: len(list(folder.iterdir())) == 2, WAIT, "two ranks")
     total: list[Any] = []
-    other = threading.Thread(target=lambda: total.extend(on_connect.run(reduce, 1.0)))
+    other = threading.Thread(target=lambda: total.extend(bob.run(reduce, 1.0)))
     other.start()
     handle.cancel()
     with pytest.raises(RunCancelledError):
@@ -199,6 +200,11 @@ def test_gpus_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
         on_connect.options(use_gpu=True).run(reduce, 1.0)
 
 
+def test_cores_that_tasks_do_not_get_are_refused(on_connect: Launcher) -> None:
+    with pytest.raises(InvalidJobError, match="a local master has no resource profiles: set it to 2"):
+        on_connect.options(cpus_per_process=2).run(reduce, 1.0)
+
+
 def test_dynamic_allocation_is_refused(launcher: Launcher, connect_session: Any) -> None:
     connect_session.conf.set("spark.sql.legacy.setCommandRejectsSparkCoreConfs", "false")
     connect_session.conf.set("spark.dynamicAllocation.enabled", "true")
@@ -233,6 +239,30 @@ def test_another_kind_of_server_is_refused(launcher: Launcher) -> None:
             launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
 
 
+def test_a_server_of_a_spark_without_barrier_stages_is_refused(launcher: Launcher) -> None:
+    import grpc
+    from pyspark.sql.connect.proto import AnalyzePlanRequest, AnalyzePlanResponse
+
+    def answer(request: AnalyzePlanRequest, _: Any) -> AnalyzePlanResponse:
+        version = AnalyzePlanResponse.SparkVersion(version="3.4.1")
+        return AnalyzePlanResponse(session_id=request.session_id, spark_version=version)
+
+    method = grpc.unary_unary_rpc_method_handler(
+        answer, AnalyzePlanRequest.FromString, AnalyzePlanResponse.SerializeToString
+    )
+    old = grpc.server(ThreadPoolExecutor(2))
+    old.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("spark.connect.SparkConnectService", {"AnalyzePlan": method})]
+    )
+    url = f"sc://127.0.0.1:{old.add_insecure_port('127.0.0.1:0')}"
+    old.start()
+    try:
+        with pytest.raises(EngineError, match="runs Spark 3.4.1; barrier stages of Spark Connect need 3.5 or newer"):
+            launcher.options(engine=SparkConnectEngine(url)).run(reduce, 1.0)
+    finally:
+        old.stop(None).wait()
+
+
 @pytest.mark.parametrize(
     "url", ["head:15002", "sc://", "sc://head:0", "sc://head:99999", "sc://head/path", "http://head", 3]
 )
@@ -258,18 +288,28 @@ def test_sessions_of_the_other_kind_are_refused(connect_session: Any) -> None:
         SparkConnectEngine(session=object())  # type: ignore[arg-type]
 
 
+def threads() -> str:
+    return os.environ["OMP_NUM_THREADS"]
+
+
 @pytest.mark.soak
-def test_a_server_that_is_killed_ends_the_run_with_a_typed_error(launcher: Launcher, tmp_path: Path) -> None:
-    folder = tmp_path / "up"
-    folder.mkdir()
-    with connect_server(tmp_path) as own:
-        on_it = launcher.options(engine=SparkConnectEngine(own.url), store=tmp_path / "store")
-        handle = on_it.submit(stand_still, str(folder))
-        until(lambda: len(list(folder.iterdir())) == 2, WAIT, "two ranks")
-        own.process.kill()
-        with pytest.raises(EngineError) as caught:
-            handle.result(WAIT)
-    assert caught.value.cause == "lost"
+def test_ranks_get_cores_of_their_own_where_the_cluster_has_profiles(launcher: Launcher, tmp_path: Path) -> None:
+    with connect_server(tmp_path, "local-cluster[2,2,1024]") as cluster:
+        on_cluster = launcher.options(engine=SparkConnectEngine(cluster.url), cpus_per_process=2)
+        assert on_cluster.run(threads) == "2"
+        with pytest.raises(InsufficientSlotsError, match="needs 3 task slots at once"):
+            on_cluster.options(num_processes=3).run(threads)
+
+
+@pytest.mark.soak
+def test_executors_without_torch(launcher: Launcher, tmp_path: Path) -> None:
+    python = python_with(tmp_path / "venv", ARROW)
+    with connect_server(tmp_path, python=python) as server:
+        with pytest.raises(EngineError, match=f"torch cannot be imported by {python}"):
+            launcher.options(engine=SparkConnectEngine(server.url)).run(threads)
+        found = examine(SparkConnectEngine(server.url), store=str(tmp_path))
+        assert not found.healthy
+        assert "torch cannot be imported" in str(found.findings)
 
 
 def test_the_doctor_examines_a_server(server: ConnectServer, tmp_path: Path) -> None:

@@ -119,12 +119,11 @@ def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatc
 
 
 def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: Path) -> None:
-    from rankzero.run.liveness import dead_after, interval_for
+    from rankzero.run.liveness import dead_after
 
-    assert dead_after(interval_for(600.0)) == 600.0
     run = RunDirectory(str(tmp_path))
-    run.write_status(RunStatus(interval=interval_for(600.0)))
-    assert dead_after(run.status().interval) == 600.0
+    run.write_status(RunStatus(patience=600.0))
+    assert dead_after(run.status()) == 600.0
 
 
 class Interrupted(SparkSubmitEngine):

@@ -78,6 +78,7 @@ def test_the_driver_runs_on_the_cluster_and_no_secret_is_in_a_file_or_command(
     assert [command for command in commands if SECRET.encode() in command] == []
     assert files_with(tmp_path, SECRET) == []
     assert files_with(cluster.logs, SECRET) == []
+    until((Path(handle.directory) / "report.html").exists, WAIT, "the report, of which the driver's zip has the page")
 
 
 def submit_and_die(master: str, store: Path, marker: str) -> None:

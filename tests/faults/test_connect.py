@@ -5,26 +5,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import until
-from tests.engines.connect_server import ConnectServer, connect_server
+from tests.conftest import free_port, until, wait_until_gone
+from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
+from rankzero.doctor.examine import examine
 from rankzero.run.directory import RunStatus
 
 WAIT = 120.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
-    """A server with four slots."""
-    with connect_server(tmp_path_factory.mktemp("connect")) as started:
-        yield started
 
 
 @pytest.fixture
@@ -102,6 +97,7 @@ def test_a_run_goes_on_when_every_process_of_its_client_is_killed(
     enough.touch()
     assert handle.result(WAIT) == [0, 0]
     assert "from step 0" in list(handle.logs(0))
+    until((store / "run" / "report.html").exists, WAIT, "the report, which the driver there writes")
 
 
 def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_path: Path) -> None:
@@ -143,6 +139,123 @@ def test_a_run_in_its_stage_is_cancelled(on_connect: Launcher, tmp_path: Path) -
     handle.cancel()
     with pytest.raises(RunCancelledError):
         handle.result(WAIT)
+
+
+@pytest.mark.soak
+def test_a_run_is_cancelled_while_its_stage_begins(on_connect: Launcher, tmp_path: Path) -> None:
+    handle = on_connect.submit(train, str(tmp_path), str(tmp_path / "never"))
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+
+
+@pytest.mark.soak
+def test_sparks_own_python_process_is_killed(on_connect: Launcher, server: ConnectServer, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), str(enough))
+    await_ranks(tmp_path)
+    until(handle.checkpoints, WAIT, "a checkpoint")
+    of_driver = psutil.Process(driver_of(handle)).ppid()
+    daemon = psutil.Process(of_driver).parent()
+    assert daemon
+    for worker in daemon.children():
+        if worker.pid != of_driver:
+            worker.kill()
+    await_ranks(tmp_path, attempt=1)
+    enough.touch()
+    assert handle.result(WAIT) == [1, 1]
+
+
+BREAK = 20.0
+"""Seconds: longer than a client of Spark Connect tries a request again."""
+
+
+@pytest.fixture
+def link(server: ConnectServer, tmp_path: Path) -> Iterator[Link]:
+    """Between client and server."""
+    made = Link(server, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.soak
+def test_a_run_in_its_stage_outlasts_its_clients_network(launcher: Launcher, link: Link, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    on_link = launcher.options(engine=SparkConnectEngine(link.url))
+    handle = on_link.submit(train, str(tmp_path), str(enough))
+    await_ranks(tmp_path)
+    driver = driver_of(handle)
+    link.cut()
+    time.sleep(BREAK)
+    link.mend()
+    # For the client to say to the server that it has given the stage up, if it had.
+    time.sleep(BREAK / 4)
+    assert handle.status().driver_pid == driver
+    enough.touch()
+    assert handle.result(WAIT) == [0, 0]
+
+
+@pytest.mark.soak
+def test_a_run_of_the_client_outlasts_a_break_of_its_way_to_the_server(
+    launcher: Launcher, link: Link, tmp_path: Path
+) -> None:
+    enough = tmp_path / "enough"
+    results: list[Any] = []
+    on_link = launcher.options(engine=SparkConnectEngine(link.url))
+    running = threading.Thread(target=lambda: results.append(on_link.run(train, str(tmp_path), str(enough))))
+    running.start()
+    await_ranks(tmp_path)
+    link.cut()
+    time.sleep(BREAK)
+    link.mend()
+    enough.touch()
+    running.join(WAIT)
+    assert results == [[0, 0]]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_server_that_restarts(launcher: Launcher, tmp_path: Path, marker: str, restarts: int) -> None:
+    enough, again, port = tmp_path / "enough", tmp_path / "again", free_port()
+    again.mkdir()
+    engine = SparkConnectEngine(f"sc://127.0.0.1:{port}")
+    on_it = launcher.options(engine=engine, run_id="run", max_restarts=restarts)
+    with connect_server(tmp_path, port=port) as first:
+        handle = on_it.submit(train, str(tmp_path), str(enough))
+        await_ranks(tmp_path)
+        until(handle.checkpoints, WAIT, "a checkpoint")
+        first.process.kill()
+        assert wait_until_gone(marker) == []
+        if not restarts:
+            with pytest.raises(EngineError) as caught:
+                handle.result(WAIT)
+            assert caught.value.cause == "lost"
+        enough.touch()
+    with connect_server(again, port=port):
+        if not restarts:
+            handle = on_it.submit(train, str(tmp_path), str(enough))
+        assert handle.result(WAIT) == [1, 1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_run_directory_on_an_object_store(
+    launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: bool
+) -> None:
+    """Driven by the client; where executors have no way to the store, what they write goes through it."""
+    with pytest.MonkeyPatch.context() as of_server:
+        if not seen:
+            of_server.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+        with connect_server(tmp_path) as own:
+            of_server.undo()
+            on_it = launcher.options(engine=SparkConnectEngine(own.url), store=bucket)
+            handle = on_it.submit(train, str(tmp_path))
+            assert handle.result(WAIT) == [0, 0]
+            assert "from step 0" in list(handle.logs(0))
+            assert handle.checkpoints()
+            found = examine(SparkConnectEngine(own.url), store=bucket)
+    (store,) = [finding for finding in found.findings if finding.about == "store"]
+    assert store.level == ("ok" if seen else "warning"), found
 
 
 # A warm server of the suite's is in the namespaces of the suite, and so are its forks.

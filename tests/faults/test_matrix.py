@@ -36,9 +36,11 @@ from rankzero import (
     RankZeroError,
     ResultError,
     RunHandle,
+    SparkConnectEngine,
     SparkEngine,
     WorkerFailedError,
 )
+from rankzero.engines.base import Engine
 from rankzero.submit import submission
 
 WAIT = 120.0
@@ -106,7 +108,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.target}, {self.moment}, {self.fault}: {self.outcome}"
+        where = " on Spark Connect" if self.engine == "connect" else ""
+        return f"{self.target}{where}, {self.moment}, {self.fault}: {self.outcome}"
 
 
 TARGETS = ("worker", "agent", "executor", "driver", "submitter", "channel", "store")
@@ -132,6 +135,8 @@ FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full", "cut", "deaf")
 """Besides signals: no space on the disk; connections reset; connections that stay and carry nothing."""
 
 SPARK: dict[str, Any] = {"engine": "spark", "bound": SPARK_NAMED}
+CONNECT: dict[str, Any] = {"engine": "connect", "ranks": 2, "by_hand": True}
+"""Driven in its own stage."""
 
 CELLS = [
     # A rank. Killed from outside it is worth another attempt; once it has committed nobody needs it.
@@ -175,6 +180,14 @@ CELLS = [
     Cell("executor", "committed", "SIGKILL", "unharmed", **SPARK, by_hand=True),
     Cell("executor", "training", "SIGTERM", "restart", "lost|preempted", **SPARK, by_hand=True),
     Cell("executor", "training", "SIGSTOP", "unharmed", ranks=2, engine="spark", bound=60.0, by_hand=True),
+    # What is the same in a stage that has the driver within, and what Spark tells of its death.
+    Cell("worker", "training", "SIGKILL", "restart", "killed", who=1, **CONNECT),
+    Cell("worker", "training", "SIGSTOP", "restart", "hang", bound=HUNG, who=1, **CONNECT),
+    Cell("worker", "committed", "SIGKILL", "unharmed", **CONNECT),
+    Cell("agent", "training", "SIGKILL", "restart", "lost", **CONNECT),
+    Cell("agent", "training", "SIGTERM", "restart", "preempted", **CONNECT),
+    Cell("driver", "training", "SIGKILL", "resubmit", "failed", bound=SPARK_NAMED, **CONNECT),
+    Cell("driver", "committed", "SIGKILL", "kept", "succeeded", bound=SPARK_NAMED, **CONNECT),
     # The driver: whoever is attached is told; the run id goes on where the last checkpoint was.
     Cell("driver", "rendezvous", "SIGKILL", "resubmit", "failed", by_hand=True),
     Cell("driver", "training", "SIGKILL", "resubmit", "failed", ranks=2),
@@ -253,12 +266,13 @@ def test_every_combination_is_a_cell_or_has_one_reason_why_not() -> None:
 class Stage:
     """One cell's run, and what is needed to hurt it."""
 
-    def __init__(self, cell: Cell, launcher: Launcher, folder: Path, store: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, cell: Cell, launcher: Launcher, folder: Path, store: Path, stack: ExitStack, engine: Engine | None
+    ) -> None:
         self.cell = cell
         self.folder = folder
         self.store = store
         self.directory = store / "run"
-        engine = SparkEngine(master="local-cluster[2,1,1024]") if cell.engine == "spark" else None
         self.launcher = launcher.options(num_processes=cell.ranks, store=store, run_id="run", engine=engine)
         self.stack = stack
         self.proxy: Proxy | None = None
@@ -275,7 +289,7 @@ class Stage:
     def start(self, **options: Any) -> RunHandle[Any]:
         """Submits the training, or runs it in a thread of this process."""
         self.launcher = self.launcher.options(**options)
-        if self.cell.target not in DRIVEN_HERE:
+        if self.cell.target not in DRIVEN_HERE or self.cell.engine == "connect":
             return self.launcher.submit(train, **self.arguments)
         if self.cell.target == "channel":
             self.proxy = Proxy(self.folder / "driver-port")
@@ -696,13 +710,18 @@ def test_cell(
     # Drivers, agents and JVMs carry the marker too, so that the fixture sees every process of the run.
     assert launcher.env
     monkeypatch.setenv("MARK", launcher.env["MARK"])
-    if cell.target in ("executor", "driver", "submitter"):
+    if cell.target in ("executor", "driver", "submitter") and cell.engine != "connect":
         request.getfixturevalue("own_warm_servers")
     folder = tmp_path / "folder"
     folder.mkdir()
     store = request.getfixturevalue("small_disk") if cell.target == "store" else tmp_path / "store"
+    engine: Engine | None = None
+    if cell.engine == "spark":
+        engine = SparkEngine(master="local-cluster[2,1,1024]")
+    elif cell.engine == "connect":
+        engine = SparkConnectEngine(request.getfixturevalue("server").url)
     with ExitStack() as stack:
-        OUTCOMES[cell.outcome](Stage(cell, launcher, folder, store, stack))
+        OUTCOMES[cell.outcome](Stage(cell, launcher, folder, store, stack, engine))
 
 
 assert HOLD_AT < STEPS - 1

@@ -134,6 +134,64 @@ def test_an_unmodified_script_of_accelerate(launcher: Launcher, tmp_path: Path) 
     assert launcher.run(str(tmp_path / "train.py")) == [2, 4, "DistributedDataParallel"]
 
 
+def accelerate_fit(lr: float, found: list[Any] | None = None) -> Any:
+    """What a notebook gives to notebook_launcher; its world goes into ``found``, since that returns nothing."""
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    rows = torch.arange(64.0).reshape(16, 4) / 64
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for [x] in loader:
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    world = [accelerator.num_processes, len(loader)]
+    if found is not None:
+        found += world
+    return world, accelerator.unwrap_model(model).weight.detach()
+
+
+@needs("accelerate")
+def test_the_function_of_a_notebook_launcher_and_the_call_of_it_in_a_rank(launcher: Launcher) -> None:
+    def cell(processes: int) -> Any:
+        from accelerate import notebook_launcher
+
+        found: list[Any] = []
+        notebook_launcher(accelerate_fit, (0.1, found), num_processes=processes)
+        return found
+
+    world, weight = launcher.run(accelerate_fit, 0.1)
+    assert world == [2, 4]
+    assert launcher.run(cell, 1) == [2, 4], "it calls the function, which finds the rank's world"
+    alone, other = launcher.options(num_processes=1).run(accelerate_fit, 0.1)
+    assert alone == [1, 8]
+    assert not weight.equal(other), "each rank had half of the rows"
+
+
+@needs("accelerate")
+def test_a_notebook_launcher_of_several_processes_makes_a_world_of_its_own_in_a_rank(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    def write_world(folder: Path) -> None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        (folder / f"{accelerator.process_index} of {accelerator.num_processes}").touch()
+
+    def cell(folder: Path) -> None:
+        from accelerate import notebook_launcher
+
+        notebook_launcher(write_world, (folder,), num_processes=2)
+
+    launcher.options(num_processes=1).run(cell, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("* of *")) == ["0 of 2", "1 of 2"]
+
+
 @needs("torchdata")
 def test_a_stateful_loader_of_torchdata_goes_on(launcher: Launcher) -> None:
     def train() -> Any:

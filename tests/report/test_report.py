@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.cli import main
 from rankzero.errors import RunNotFoundError
-from rankzero.report import facts, page, series
+from rankzero.job import Job
+from rankzero.report import facts, page, pages, series
 from rankzero.report.history import History
 from rankzero.report.server import ReportServer
 
@@ -338,3 +339,16 @@ def test_a_report_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> N
     (store / "run").mkdir(parents=True)
     (store / "run" / "report.html").mkdir()
     assert Launcher(store=store, run_id="run").run(os.getpid) > 0
+
+
+def test_who_may_not_see_a_run_finds_none(store: Path) -> None:
+    def may_see(job: Job) -> bool:
+        return job.run_id == "failed"
+
+    code, _, listed = pages.answer(str(store), "/", {}, may_see)
+    assert code == 200
+    assert [run["id"] for run in data_of(listed)["list"]] == ["failed"]
+    assert pages.answer(str(store), "/runs/failed", {}, may_see)[0] == 200
+    for path, query in (("/runs/restarted", {}), ("/runs/restarted.json", {}), ("/compare", {"run": ["restarted"]})):
+        code, _, text = pages.answer(str(store), path, query, may_see)
+        assert (code, text) == (404, f"no run lives in {store}/restarted")

@@ -192,6 +192,7 @@ from rankzero.submit.identity import identity_of
 {unrelated}
 
 RATES = {{"b": 2, "a": 1}}
+LAYERS = {count}
 
 @dataclass
 class Config:
@@ -206,6 +207,9 @@ def helper(depth):
     return helper(depth - 1) if depth else Model().size()
 
 def train(config):
+    class Net:
+        layers = LAYERS
+
     import torch
     return helper(3) * RATES["a"] * config.rate
 
@@ -217,7 +221,7 @@ def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> N
     environment = {"PYTHONPATH": ":".join(sys.path)}
 
     def run(**changes: object) -> str:
-        program = PROGRAM.format(**{"unrelated": "", "size": 1, **changes})
+        program = PROGRAM.format(**{"unrelated": "", "size": 1, "count": 2, **changes})
         command = [sys.executable, "-c", program]
         return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.strip()
 
@@ -227,6 +231,8 @@ def test_a_function_of_a_dag_file_or_notebook_counts_by_what_it_refers_to() -> N
     # Other lines move it in the file; another class of the file counts as far as it refers to it.
     assert run(unrelated="def other():\n    return 1\n\nX = 5") == before
     assert run(size=2) != before
+    # So does what the body of a class names.
+    assert run(count=3) != before
 
 
 def test_results_count_by_content_and_not_by_where_they_lie() -> None:

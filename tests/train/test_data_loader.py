@@ -122,6 +122,7 @@ def test_every_argument_is_kept(as_rank: Any) -> None:
     given: dict[str, Any] = {
         "num_workers": 2, "prefetch_factor": 5, "persistent_workers": True, "multiprocessing_context": "fork",
         "timeout": 7, "worker_init_fn": print, "collate_fn": list, "generator": generator, "in_order": False,
+        "pin_memory": True, "pin_memory_device": "cuda:1",
     }  # fmt: skip
     loader = rt.prepare_data_loader(DataLoader(Numbers(), 3, shuffle=True, **given))
     assert loader.batch_size == 3
@@ -369,6 +370,7 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_cpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_on_the_gpu() -> None:
     loader = rt.prepare_data_loader(DataLoader(TensorDataset(torch.arange(10.0)), 3, pin_memory=True))
+    assert all(values.is_pinned() for [values] in loader.loader), "before they are copied"
     batches = [values for [values] in loader]
     assert all(values.is_cuda for values in batches)
     assert torch.cat(batches).cpu().equal(torch.arange(10.0))

@@ -92,6 +92,51 @@ def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(launcher: L
         torch.testing.assert_close(found[name], expected)
 
 
+def add_up(model: Any, in_no_sync: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Gradients of four small batches, and how many reductions over ranks each of their backward passes made."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    buckets: list[int] = []
+    if hasattr(model, "register_comm_hook"):
+        model.register_comm_hook(
+            None, lambda state, bucket: buckets.append(bucket.index()) or allreduce_hook(None, bucket)
+        )
+    reductions = []
+    mine = rows().chunk(2, dim=1)[rt.get_context().rank]
+    for index, batch in enumerate(mine):
+        is_last = index == len(mine) - 1
+        with model.no_sync() if in_no_sync and not is_last else rt.accumulate(model, sync=is_last):
+            loss = model(batch).pow(2).mean() / len(mine)
+            buckets.clear()
+            with CommDebugMode() as traffic:
+                loss.backward()
+        scatters = [times for kind, times in traffic.get_comm_counts().items() if "reduce_scatter" in str(kind)]
+        reductions.append(len(buckets) + sum(scatters))
+    gradients = {name: parameter.grad for name, parameter in rt.unwrap_model(model).named_parameters()}
+    return {name: getattr(grad, "full_tensor", lambda g=grad: g)() for name, grad in gradients.items()}, reductions
+
+
+def test_batches_that_add_up_are_one_large_batch_and_reduced_once(launcher: Launcher) -> None:
+    def train() -> Any:
+        import rankzero.train as rt
+
+        return {
+            "no_sync of DDP": add_up(rt.prepare_model(build(0)), in_no_sync=True),
+            "DDP": add_up(rt.prepare_model(build(0)), in_no_sync=False),
+            "FSDP2": add_up(rt.prepare_model(build(0), "fsdp"), in_no_sync=False),
+        }
+
+    found = launcher.run(train)
+    whole = build(0)
+    whole(rows().flatten(0, 1)).pow(2).mean().backward()
+    for how, (gradients, reductions) in found.items():
+        assert reductions[:3] == [0, 0, 0], f"{how}: not before the last batch"
+        assert reductions[3] > 0, how
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad)
+
+
 def test_units_are_sharded_apart_and_compute_in_their_type(launcher: Launcher) -> None:
     def train() -> Any:
         import torch

@@ -13,6 +13,7 @@ from airflow_rankzero.connection.fields import (
     CLIENT,
     CLUSTER,
     CONN_FIELDS,
+    JOB,
     LOCAL,
     SPARK,
     read_count,
@@ -57,6 +58,7 @@ class Target:
         use_gpu: One GPU for each rank, where the task says nothing.
         processes_per_task: Ranks in one Spark task, where the task says nothing; None leaves it at one.
         deploy_mode: ``"client"``: a training's driver runs beside the Airflow task. ``"cluster"``: on the cluster.
+            ``"job"``: as a Kubernetes Job there.
         parameters: The end of a Spark Connect server's URL: user, token. May hold credentials.
     """
 
@@ -91,7 +93,8 @@ class Target:
 
         try:
             connection = BaseHook.get_connection(conn_id)
-        except AirflowNotFoundException as missing:
+        except (AirflowNotFoundException, ImportError) as missing:
+            # Outside of tasks, where the doctor looks, Airflow 3.1 imports what there is in tasks alone.
             raise InvalidJobError(
                 f"there is no connection conn_id={conn_id!r}: create one of type 'rankzero' or 'spark' "
                 f"(or AIRFLOW_CONN_{str(conn_id).upper()}), or leave conn_id out for an embedded local Spark"
@@ -137,7 +140,9 @@ class Target:
             return SparkConnectEngine(f"{self.master}{self.parameters}")
         merged = {**self.conf, **(conf or {})}
         mask_secrets(merged)
-        return (SparkSubmitEngine if self.deploy_mode == CLUSTER else SparkEngine)(master=self.master, conf=merged)
+        if self.deploy_mode == CLIENT:
+            return SparkEngine(master=self.master, conf=merged)
+        return SparkSubmitEngine(master=self.master, conf=merged, deploy_mode=self.deploy_mode)
 
     @property
     def is_connect(self) -> bool:
@@ -188,8 +193,8 @@ def _of_spark(connection: Connection, where: str) -> Target:
 
 
 def _deploy_mode(where: str, value: object) -> str:
-    if value not in (None, "", CLIENT, CLUSTER):
-        raise InvalidJobError(f"{where} has deploy mode {value!r}; choose {CLIENT!r} or {CLUSTER!r}")
+    if value not in (None, "", CLIENT, CLUSTER, JOB):
+        raise InvalidJobError(f"{where} has deploy mode {value!r}; choose {CLIENT!r}, {CLUSTER!r} or {JOB!r}")
     return str(value or CLIENT)
 
 

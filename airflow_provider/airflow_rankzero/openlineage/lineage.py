@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import store
+from rankzero.values.ref import ResultRef, map_refs
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 FACET_NAME = "rankzero_run"
 """Key of the run facet that holds world size, run directory and the first cause of a failure."""
 
+_METASTORE = "spark.hadoop.hive.metastore.uris"
 _PROVIDER = "airflow.providers.openlineage"
 _INJECTIONS = "airflow.providers.common.compat.openlineage.utils.spark"
 # Option of the section [openlineage], and the function that it asks for; the Spark provider uses the same two.
@@ -69,6 +72,51 @@ def _is_on(option: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a run reads.
+
+    Attributes:
+        files: Paths and URLs: of datasets, and of the results of other runs that were given as arguments.
+        queries: Names of tables, and queries, that Spark computes.
+        metastore: Address of the Hive metastore that knows the tables; None where the Spark configuration names none.
+    """
+
+    files: tuple[str, ...] = ()
+    queries: tuple[str, ...] = ()
+    metastore: str | None = None
+
+
+def inputs_of(arguments: Any, dataset: Any, spark_conf: Mapping[str, Any] | None) -> Inputs:
+    """What a training reads, as far as its arguments tell.
+
+    Args:
+        arguments: Of the function, in which a `ResultRef` may be anywhere.
+        dataset: The operator's.
+        spark_conf: The operator's.
+
+    Returns:
+        Nothing of it where that cannot be told: trouble with lineage stops no task.
+    """
+    from rankzero.submit import datasets
+
+    files: list[str] = []
+    queries: list[str] = []
+    try:
+        map_refs(arguments, lambda ref: files.append(ref.uri))
+        for source in dataset.values() if isinstance(dataset, Mapping) else [dataset] if dataset else []:
+            if isinstance(source, ResultRef):
+                files.append(source.uri)
+            elif datasets.is_path(source):
+                files.append(os.fspath(source))
+            else:
+                queries.append(source.strip())
+    except Exception:
+        logger.warning("the inputs of the training are not all known to OpenLineage", exc_info=True)
+    metastore = str((spark_conf or {}).get(_METASTORE, "")).partition(",")[0]
+    return Inputs(tuple(dict.fromkeys(files)), tuple(queries), metastore or None)
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What is known of a run when OpenLineage asks.
 
@@ -76,14 +124,14 @@ class RunFacts:
         world_size: Number of ranks; None before the templates are rendered.
         directory: Run directory, path or URL; None before it is there.
         result: Where rank 0's value lies; None before it is there, or if it is small enough for the status.
-        inputs: Where the results of other runs lie that were given as arguments.
+        inputs: What it reads.
         error: Why the run failed.
     """
 
     world_size: int | None = None
     directory: str | None = None
     result: str | None = None
-    inputs: Iterable[str] = ()
+    inputs: Inputs = Inputs()
     error: BaseException | None = None
 
 
@@ -94,8 +142,8 @@ def facets(facts: RunFacts) -> Any:
         facts: What is known by then.
 
     Returns:
-        An ``OperatorLineage``: the result as output, the results given as arguments as inputs, and a run facet
-        `FACET_NAME`. None without the OpenLineage provider.
+        An ``OperatorLineage``: the result as output; files, tables and results given as arguments as inputs; queries
+        as a job facet; and a run facet `FACET_NAME`. None without the OpenLineage provider.
     """
     if not is_installed():
         return None
@@ -115,10 +163,39 @@ def _build(facts: RunFacts) -> Any:
     # Not the standard facet `errorMessage`: Airflow puts its own in its place, with the traceback of the task.
     cause = None if facts.error is None else getattr(facts.error, "traceback", None) or str(facts.error)
     return OperatorLineage(
-        inputs=[Dataset(*dataset_name(uri)) for uri in facts.inputs],
+        inputs=[Dataset(*name) for name in _names_of(facts.inputs)],
+        job_facets=_sql_facet([query for query in facts.inputs.queries if _is_query(query)]),
         outputs=[Dataset(*dataset_name(facts.result))] if facts.result else [],
         run_facets={FACET_NAME: RankZeroRunFacet(facts.world_size, facts.directory, cause)},
     )
+
+
+def _names_of(inputs: Inputs) -> list[tuple[str, str]]:
+    tables = [table for query in inputs.queries for table in (_tables_in(query) if _is_query(query) else [query])]
+    # As OpenLineage names the tables of Hive; of other catalogs nothing tells where they are.
+    namespace = "hive://" + inputs.metastore.partition("://")[2] if inputs.metastore else "spark"
+    named = [*map(dataset_name, inputs.files), *((namespace, table.replace("`", "")) for table in tables)]
+    return list(dict.fromkeys(named))
+
+
+def _is_query(text: str) -> bool:
+    return any(character.isspace() for character in text)
+
+
+def _tables_in(query: str) -> list[str]:
+    """The tables that a query reads, by the parser that the provider brings along."""
+    from openlineage_sql import parse
+
+    found = parse([query], dialect="spark")
+    return [] if found is None else [table.qualified_name for table in found.in_tables]
+
+
+def _sql_facet(queries: list[str]) -> dict[str, Any]:
+    if not queries:
+        return {}
+    from openlineage.client.facet_v2 import sql_job
+
+    return {"sql": sql_job.SQLJobFacet(query=";\n".join(queries))}
 
 
 def dataset_name(uri: str) -> tuple[str, str]:

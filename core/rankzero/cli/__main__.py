@@ -2,4 +2,4 @@
 
 from rankzero.cli import main
 
-main()
+main(prog_name="rankzero")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import click
 
@@ -11,7 +13,7 @@ from rankzero.run.handle import RunHandle
 
 
 @click.command()
-@click.argument("directory")
+@click.argument("directory", shell_complete=words.directories)
 @click.option("--json", "as_json", is_flag=True, help="What was done, as one JSON object.")
 def cancel(directory: str, as_json: bool) -> None:
     """Ask a run to end. Returns at once; `status` tells when it has."""
@@ -28,7 +30,7 @@ def cancel(directory: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", shell_complete=words.directories)
 @click.option("--older-than", required=True, callback=words.seconds, metavar="TIME", help="Age of what goes: 30d, 12h.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, show what would be removed.")
 @click.option("--json", "as_json", is_flag=True, help="What was removed, as one JSON object.")
@@ -47,7 +49,9 @@ def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json
     else:
         for removed in collection.removed:
             since = words.moment(removed.since)
-            click.echo(f"{since}  {removed.state:<12}  {words.size(removed.size):>9}  {removed.directory}")
+            # A line of a terminal has no room for what was just typed.
+            name = os.path.basename(removed.directory) if sys.stdout.isatty() else removed.directory
+            click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {name}")
         done = "would remove" if dry_run else "removed"
         click.echo(
             f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from rankzero.cli import words
-from rankzero.run.directory import RunDirectory
+from rankzero.cli import table, words
+from rankzero.run import cost
+from rankzero.run.directory import STATES, RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.lines import split_rank
 from rankzero.run.listing import Listed, list_runs
@@ -20,14 +20,9 @@ from rankzero.run.listing import Listed, list_runs
 WATCH_INTERVAL = 2.0
 """Seconds between two looks at a store."""
 
-COLORS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "blue", "starting": "cyan"}
-
-_HEADS = ("run", "state", "ranks", "submitted", "took", "metrics")
-_METRICS = 4
-
 
 @click.command()
-@click.argument("directory")
+@click.argument("directory", shell_complete=words.directories)
 @click.option("--json", "as_json", is_flag=True, help="All facts, as one JSON object.")
 def status(directory: str, as_json: bool) -> None:
     """Show the state of a run."""
@@ -35,7 +30,8 @@ def status(directory: str, as_json: bool) -> None:
     job = RunDirectory(directory).job()
     found = handle.status()
     if as_json:
-        click.echo(json.dumps({"id": handle.id, "directory": handle.directory, **asdict(found)}))
+        used = _used(Listed(handle.directory, job, found))
+        click.echo(json.dumps({"id": handle.id, "directory": handle.directory, **asdict(found), "used": used}))
         return
     facts = {
         "run": handle.id,
@@ -46,6 +42,7 @@ def status(directory: str, as_json: bool) -> None:
         "engine": None if found.final else found.engine_url,
         "started": words.moment(found.started),
         "ended": words.moment(found.ended),
+        "used": str(cost.usage(job, found, time.time()) or ""),
         "checkpoint": found.checkpoint,
         "metrics": ", ".join(f"{name}={value}" for name, value in found.metrics.items()),
     }
@@ -59,7 +56,7 @@ def status(directory: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("directory")
+@click.argument("directory", shell_complete=words.directories)
 @click.option("--rank", type=click.IntRange(min=0), help="Only this rank's lines, as it wrote them.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
@@ -80,8 +77,14 @@ def _as_object(line: str, rank: int | None) -> str:
 
 
 @click.command()
-@click.argument("store")
-@click.option("--state", multiple=True, help="Only runs in this state; may be given several times.")
+@click.argument("store", shell_complete=words.directories)
+@click.option(
+    "--state",
+    multiple=True,
+    type=click.Choice(STATES),
+    metavar="STATE",
+    help=f"Only runs in this state: {', '.join(STATES)}; may be given several times.",
+)
 @click.option("--name", help="Only runs whose id or function holds this text.")
 @click.option("--label", multiple=True, callback=words.pairs, help="Only runs with this label, NAME=VALUE.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only runs submitted in the last 12h, 30d.")
@@ -109,64 +112,23 @@ def runs(
         ]
         return sorted(chosen, key=lambda one: one.job.created)
 
-    if as_json:
-        for one in found():
-            facts = {"id": one.job.run_id, "directory": one.directory, "name": one.job.name, "world": one.job.world}
-            facts |= {"created": one.job.created, "labels": one.job.labels}  # type: ignore[dict-item]
-            click.echo(json.dumps({**facts, **asdict(one.status)}))
-    elif sys.stdout.isatty():
-        _show_table(found, watch=watch)
-    else:
-        while True:
-            for line in _plain(found()):
-                click.echo(line)
-            if not watch:
-                break
-            time.sleep(WATCH_INTERVAL)
-
-
-def _row(one: Listed) -> tuple[str, ...]:
-    status = one.status
-    took = None if status.started is None else (status.ended or time.time()) - status.started
-    metrics = [f"{name}={value:.4g}" for name, value in status.metrics.items() if type(value) in (int, float)]
-    submitted = words.moment(one.job.created) or ""
-    shown = " ".join(metrics[:_METRICS])
-    return one.job.run_id, status.state, one.job.world, submitted, words.duration(took), shown
-
-
-def _plain(found: Sequence[Listed]) -> list[str]:
-    """Columns that a script can cut: separated by tabs."""
-    return ["\t".join(_HEADS), *("\t".join(_row(one)) for one in found)]
-
-
-def _show_table(found: Any, *, watch: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    if not watch:
-        console.print(_table(found()))
+    if sys.stdout.isatty() and not as_json:
+        table.show(found, WATCH_INTERVAL if watch else None)
         return
-    with Live(_table(found()), console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(WATCH_INTERVAL)
-                live.update(_table(found()), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    while True:
+        for line in map(_as_json, found()) if as_json else table.plain(found()):
+            click.echo(line)
+        if not watch:
+            break
+        time.sleep(WATCH_INTERVAL)
 
 
-def _table(found: Sequence[Listed]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _as_json(one: Listed) -> str:
+    job = one.job
+    facts = {"id": job.run_id, "directory": one.directory, "name": job.name, "world": job.world, "created": job.created}
+    return json.dumps({**facts, "labels": job.labels, **asdict(one.status), "used": _used(one)})
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for head in _HEADS:
-        table.add_column(head, overflow="fold" if head in ("run", "metrics") else "ellipsis", no_wrap=head == "state")
-    for one in found:
-        # Text: the name of a run is no markup.
-        cells = [Text(cell) for cell in _row(one)]
-        cells[1].stylize(COLORS.get(one.status.state, ""))
-        table.add_row(*cells)
-    return table
+
+def _used(one: Listed) -> dict[str, Any] | None:
+    found = cost.usage(one.job, one.status, time.time())
+    return None if found is None else asdict(found)

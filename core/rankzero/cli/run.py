@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
-import threading
-import time
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +19,6 @@ from rankzero.errors import (
     RunCancelledError,
     RunTimeoutError,
 )
-from rankzero.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -30,11 +27,6 @@ EXIT_CODES = {InvalidJobError: 2, EngineError: 3, RunTimeoutError: 4, HangError:
 """By error; the training's own failure is 1."""
 
 INTERRUPTED = 130
-
-PROGRESS_INTERVAL = 0.5
-"""Seconds between two looks at the status for the line of progress."""
-
-_SHOWN_METRICS = 5
 
 # What torchrun has for its own rendezvous, logs and monitors, which are rankzero's here.
 _IGNORED = (
@@ -77,10 +69,10 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 )
 @click.option(
     "--deploy-mode",
-    type=click.Choice(["client", "cluster"]),
+    type=click.Choice(["client", "cluster", "job"]),
     default="client",
     show_default=True,
-    help="Where the driver of the run is: here, or on the Spark cluster.",
+    help="Where the driver of the run is: here, on the Spark cluster, or there as a Kubernetes Job.",
 )
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("--env", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Variables for the ranks.")
@@ -101,23 +93,39 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
     "--json", "as_json", is_flag=True, help="At the end the run's state as one JSON object, on the last line."
 )
 @_ignored
-@click.argument("script")
+@click.argument("script", shell_complete=words.files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
     """Train SCRIPT on several ranks. What follows SCRIPT is its own command line.
 
     SCRIPT is a file, "module:function", or with -m a module. The ranks' lines go to standard output, each with its
-    rank; a line of progress to the terminal.
+    rank; their progress stands at the foot of the terminal.
 
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
     4 it took too long or hung; 130 cancelled.
     """
-    ctx.exit(_run(script, arguments, **options))
+    with _cancelled_by_signals():
+        code = _run(script, arguments, **options)
+    ctx.exit(code)
+
+
+@contextlib.contextmanager
+def _cancelled_by_signals() -> Iterator[None]:
+    """A terminal that is closed, and whoever stops a job, cancel the run as Ctrl-C does; not what ``nohup`` ignores."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    for number in heard:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
 
 
 def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool, **options: Any) -> int:
-    from rankzero.launcher import print_line
+    from rankzero.cli import foot
 
     handle: RunHandle[Any] | None = None
     try:
@@ -129,9 +137,9 @@ def _run(script: str, arguments: tuple[str, ...], *, detach: bool, as_json: bool
             handle = launcher.submit(train, *arguments)
             click.echo(json.dumps({"id": handle.id, "directory": handle.directory}) if as_json else handle.directory)
             return 0
-        with launcher.owned(train, arguments, {}) as handle, _progress(handle):
+        with launcher.owned(train, arguments, {}) as handle, foot.shown(handle) as show:
             for line in handle.lines(handle.log_starts(), follow=True, prefix=True):
-                print_line(line)
+                show(line)
         handle.result_ref()
         handle.acknowledge()
     except RankZeroError as error:
@@ -183,8 +191,8 @@ def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> A
     """The engine that ``--engine`` and ``--deploy-mode`` name. Raises InvalidJobError."""
     from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
 
-    if deploy_mode == "cluster":
-        return SparkSubmitEngine(master=name, conf=conf)
+    if deploy_mode != "client":
+        return SparkSubmitEngine(master=name, conf=conf, deploy_mode=deploy_mode)
 
     if name == "local":
         if conf:
@@ -225,37 +233,3 @@ def _counts(text: str, option: str) -> int | tuple[int, int] | str:
     if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
         raise InvalidJobError(f"{option} is {text!r}; it must be a number or MIN:MAX")
     return int(numbers[0]) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
-
-
-@contextmanager
-def _progress(handle: RunHandle[Any]) -> Iterator[None]:
-    """A line at the foot of a terminal: the state, the last metrics, the time; nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    ended = threading.Event()
-    began = time.monotonic()
-    console = Console(stderr=True)
-    with console.status("starting") as line:
-
-        def look() -> None:
-            while not ended.wait(PROGRESS_INTERVAL):
-                try:
-                    found = RunDirectory(handle.directory).status()
-                except Exception:
-                    continue
-                metrics = [
-                    f"{name} {value:.4g}" for name, value in found.metrics.items() if type(value) in (int, float)
-                ]
-                facts = [found.state, *metrics[:_SHOWN_METRICS], words.duration(time.monotonic() - began)]
-                line.update("  ".join(facts).replace("[", "\\["))
-
-        thread = threading.Thread(target=look, name="rankzero-progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join(PROGRESS_INTERVAL * 2)

@@ -6,20 +6,33 @@ import json
 
 import click
 
+from rankzero.cli import words
 from rankzero.run.handle import RunHandle
 
 
 @click.command()
-@click.argument("directory", nargs=-1, required=True)
+@click.argument("directory", nargs=-1, required=True, shell_complete=words.directories)
 @click.option("-o", "--output", default="report.html", show_default=True, help="The file to write; - for the output.")
+@click.option(
+    "--link",
+    callback=words.seconds,
+    metavar="TIME",
+    help="Write nothing: print a link to the report on the object store that works for 24h, 7d, without credentials.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The facts that the page shows, as JSON, instead of the page.")
-def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
+def report(directory: tuple[str, ...], output: str, link: float | None, as_json: bool) -> None:
     """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
 
     A run that has ended has it already, as report.html in its directory.
     """
+    from rankzero import store
     from rankzero.report import facts, page
 
+    if link is not None:
+        for one in directory:
+            address = store.presign(store.join(RunHandle.attach(one).directory, page.FILE), link)
+            click.echo(json.dumps({"directory": one, "link": address}) if as_json else address)
+        return
     runs = [facts.collect(RunHandle.attach(one)) for one in directory]
     text = json.dumps({"runs": runs}) + "\n" if as_json else page.render(runs)
     if as_json or output == "-":
@@ -31,7 +44,7 @@ def report(directory: tuple[str, ...], output: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", shell_complete=words.directories)
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
 @click.option("--no-token", is_flag=True, help="Answer whoever asks on this machine, such as a proxy with a login.")
 def serve(store: str, port: int, no_token: bool) -> None:
@@ -42,7 +55,7 @@ def serve(store: str, port: int, no_token: bool) -> None:
     from rankzero.report.server import ReportServer
 
     with ReportServer(store, port, "" if no_token else None) as server:
-        click.echo(f"the runs of {store} are shown at {server.url}  (Ctrl-C ends this)")
+        click.echo(f"the runs of {store}, until Ctrl-C, at\n{server.url}")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import re
 import time
 
 import click
+from click.shell_completion import CompletionItem
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -36,16 +37,6 @@ def moment(when: float | None) -> str | None:
     return None if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
-def duration(length: float | None) -> str:
-    """Seconds as ``12 s``, ``3 min 5 s`` or ``2 h 10 min``."""
-    if length is None:
-        return ""
-    if length < 60:
-        return f"{length:.3g} s"
-    minutes, rest = divmod(round(length), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def size(count: float) -> str:
     """Bytes as ``12 B`` or ``3.4 MiB``."""
     if count < _KILO:
@@ -55,3 +46,13 @@ def size(count: float) -> str:
         count /= _KILO
         power += 1
     return f"{count:.1f} {_UNITS[power - 1]}"
+
+
+def directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Has a shell complete the name of a directory."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Has a shell complete the name of a file."""
+    return [CompletionItem(incomplete, type="file")]

@@ -138,9 +138,11 @@ class Attempt:
                 "warm_start": self._job.warm_start,
                 "env": env,
             }
+            self._recorder.note_places(self._job.num_processes, held=True)
             group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
             self._follow(group)
         finally:
+            self._recorder.note_places(self._job.num_processes, held=False)
             self._server.close()
             self._committer.close(0.0)
             if self._scratch:
@@ -464,6 +466,7 @@ class Attempt:
                 self._say_at = now + policy.WAITING_INTERVAL
                 self._say_waiting()
             return
+        group.hold_on()
         bound = self._job.hang_timeout
         if bound is not None and (stacks := self._hang.look(now, bound)):
             raise verdict.hung(bound, stacks, self._run.directory)

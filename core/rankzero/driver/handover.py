@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.channel.auth import new_secret
 from rankzero.driver import policy
 from rankzero.driver.policy import Placement, Restarts
@@ -31,6 +32,13 @@ LOOK = 0.02
 
 END_PATIENCE = 2.0
 """Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
+
+SILENCE = 5.0
+"""Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is
+there. With the time for its answer less than followers of the run wait (`DRIVER_DEAD_AFTER`), who do not know why."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds for that answer."""
 
 _ENDED = "stage-ended"
 
@@ -99,6 +107,7 @@ class Handover:
         try:
             self._await_driver(group, deadline)
             self._let_go()
+            group.hold_on()
             self._follow(group)
         except DrivenElsewhere:
             raise
@@ -137,7 +146,7 @@ class Handover:
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
-        leave_at = math.inf
+        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, math.inf
         while time.monotonic() < leave_at:
             if self._inbox.interrupted:
                 logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
@@ -145,12 +154,31 @@ class Handover:
             self._look_at_end(group, TICK)
             if leave_at == math.inf and staged.OVER in os.listdir(self._folder):
                 leave_at = time.monotonic() + END_PATIENCE
+            elif time.monotonic() > look_at:
+                look_at = time.monotonic() + HEARTBEAT_INTERVAL
+                status = self._run.status()
+                if beat != status.heartbeat:
+                    beat, beat_at = status.heartbeat, time.monotonic()
+                elif not status.certain and time.monotonic() - beat_at > SILENCE and not self._server_answers():
+                    raise EngineError(
+                        f"the stage was lost, with the driver of the run in it: neither it nor {self._session.place} "
+                        "answers any more",
+                        cause=LOST,
+                    )
         raise DrivenElsewhere
+
+    def _server_answers(self) -> bool:
+        """True if what becomes of the stage will be heard from there."""
+        answers: list[bool] = []
+        return within(ANSWER_TIMEOUT, lambda: answers.append(self._session.is_usable())) and answers == [True]
 
     def _look_at_end(self, group: AgentGroup, timeout: float) -> None:
         with contextlib.suppress(queue.Empty):
             _, message = self._messages.get(timeout=timeout)
             if message["type"] == _ENDED:
+                if self.has_gone and message["error"] and not self._server_answers():
+                    logger.warning("the stage cannot be asked for any more; its driver is followed by its heartbeat")
+                    return
                 raise self._outcome(group, message["error"])
 
     def _outcome(self, group: AgentGroup, error: BaseException | None) -> Exception:

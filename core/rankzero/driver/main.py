@@ -23,12 +23,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
-from rankzero.driver import policy
+from rankzero.driver import policy, succession
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen, attempts_used, has_place_for
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
+from rankzero.driver.succession import Start
 from rankzero.driver.tables import Tables
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
@@ -40,6 +41,7 @@ from rankzero.errors import (
     HangError,
     RankZeroError,
     RunCancelledError,
+    RunNotFoundError,
     RunTimeoutError,
     StartTimeoutError,
     WorkerFailedError,
@@ -64,6 +66,9 @@ MANY_AGENTS = 256
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """Of a driver's own log."""
 
+_SIGNALLED = 128
+"""And the number of a signal: the exit code of a process that it has ended."""
+
 _DONE = "engine-done"
 _SAY = "engine-says"
 
@@ -80,9 +85,7 @@ class Driver:
         env: dict[str, str],
         *,
         leased: bool = False,
-        replaceable: bool = False,
-        first_attempt: int | None = None,
-        budget: Restarts | None = None,
+        start: Start | None = None,
         trackers: Mapping[str, Any] | None = None,
     ) -> None:
         """Reads what is to be run.
@@ -92,9 +95,7 @@ class Driver:
             engine: Where.
             env: The user's environment for the ranks.
             leased: True if the run ends when nobody follows it (`Job.orphan_timeout`), and outlives its caller.
-            replaceable: True if another process takes over should this one die.
-            first_attempt: Number of the next attempt; None for the job's.
-            budget: Of restarts, where some were used before; None for all of the job's.
+            start: Of a driver that another process follows should this one die; None for one that stands alone.
             trackers: What `rankzero.submit.trackers.pack` has made, or None.
         """
         self._run = run
@@ -102,13 +103,13 @@ class Driver:
         self._job = run.job()
         self._env = env
         self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
-        self._number = self._job.first_attempt if first_attempt is None else first_attempt
-        self._budget = budget or Restarts(self._job.max_restarts, self._job.max_preemptions)
+        self._start = start
+        self._number = start.attempt if start else self._job.first_attempt
+        self._budget = start.budget if start else Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
         self._leased = leased
         # What Spark computes for ranks comes by this session, and so to this process.
         self._hands_over = leased and not self._job.queries
-        self._replaceable = replaceable
         self._packed_trackers = trackers
         self._take_over()
         self._session: EngineSession | None = None
@@ -118,10 +119,12 @@ class Driver:
 
     def _take_over(self) -> None:
         """From now on this process writes the run directory."""
-        self._recorder = Recorder(
-            self._run, self._job.submission, self._number, self._mask, replaceable=self._replaceable
-        )
+        self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
+        # Driven in a stage it may have been before, which needs a disk.
+        with contextlib.suppress(RunNotFoundError):
+            if not self._run.is_remote:
+                self._recorder.carry_on(self._run.status())
         self._trackers = Trackers(self._run, self._packed_trackers)
 
     def run(self) -> None:
@@ -163,9 +166,16 @@ class Driver:
             # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
             self._close_session()
 
+    @property
+    def superseded(self) -> bool:
+        """True if the run has another driver by now, which this one found too late."""
+        return self._recorder.superseded
+
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
         hosts = HostRecord()
+        if self._start and self._start.lost:
+            self._note_restart(self._number, self._start.lost, 0.0)
         try:
             while True:
                 attempt: Attempt | None = None
@@ -193,6 +203,7 @@ class Driver:
                     if attempt and attempt.outcome:
                         # Success was certain before whatever came then.
                         return attempt
+                    self._leave_if_replaced()
                     after = self._budget.after(_restart_cause(error))
                     if after is None:
                         raise
@@ -244,11 +255,21 @@ class Driver:
     def _prepare_restart(self, pause: float) -> None:
         """Waits, and gives up a session that is broken."""
         self._pause(pause)
-        session = self._session
-        answers: list[bool] = []
-        # A JVM that was stopped does not answer at all.
-        if session and not (within(CLOSE_TIMEOUT, lambda: answers.append(session.is_usable())) and answers == [True]):
+        if self._is_broken():
             self._close_session()
+
+    def _is_broken(self) -> bool:
+        session, answers = self._session, list[bool]()
+        # A JVM that was stopped does not answer at all.
+        return session is not None and not (
+            within(CLOSE_TIMEOUT, lambda: answers.append(session.is_usable())) and answers == [True]
+        )
+
+    def _leave_if_replaced(self) -> None:
+        """Ends this process if its session has, as that of a pod which is shut down: the next one has another."""
+        if self._start and self._start.number is not None and self._is_broken():
+            logger.warning("the SparkContext of this driver has ended, and so does this driver")
+            os._exit(1)
 
     def _pause(self, seconds: float) -> None:
         """Waits within the reach of a cancel and of the run's timeout."""
@@ -447,7 +468,12 @@ def main() -> None:
 
 
 def drive(
-    run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
+    run: RunDirectory,
+    submission: int,
+    read_private: Callable[[], Mapping[str, Any]],
+    owner: int | None = None,
+    *,
+    replaceable: bool = False,
 ) -> NoReturn:
     """Drives a submission, as the only one, and ends this process.
 
@@ -456,6 +482,8 @@ def drive(
         submission: Which one.
         read_private: Gives `Request.private`.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
+        replaceable: Another process is started with the same arguments unless this one exits with 0. Then a signal
+            ends this one alone, and not the run.
     """
     from rankzero.engines.specs import engine_from_spec
 
@@ -465,23 +493,34 @@ def drive(
     job = run.job()
     if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
+    start = succession.first(job) if replaceable else None
     if not run.claim_driver(job.submission):
-        sys.exit(f"{run.directory} has a driver already")
+        if not replaceable:
+            sys.exit(f"{run.directory} has a driver already")
+        start = succession.take_place(run, job)
+        if start is None:
+            sys.exit()
     allow_open_files()
     private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
     trackers = private.get("trackers")
     # Where the modules of their classes are.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
-    driver = Driver(run, engine, private["env"], leased=owner is None, trackers=trackers)
+    driver = Driver(run, engine, private["env"], leased=owner is None, start=start, trackers=trackers)
+
+    def on_signal(number: int, _: object) -> None:
+        if replaceable:
+            os._exit(_SIGNALLED + number)
+        driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
+        signal.signal(number, on_signal)
     if owner is not None:
         _watch_owner(owner, job.owner, driver.inbox)
     code = 1
     try:
         driver.run()
-        code = 0
+        code = int(driver.superseded)
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
+from rankzero.driver.succession import Start
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
@@ -40,7 +41,7 @@ class Recorder:
     """
 
     def __init__(
-        self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None, *, replaceable: bool = False
+        self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None, start: Start | None = None
     ) -> None:
         """Writes nothing yet.
 
@@ -49,7 +50,7 @@ class Recorder:
             submission: Whose driver this is.
             attempt: The first one.
             mask: Of secrets.
-            replaceable: Another process takes over if this one dies, so readers go by the heartbeat alone.
+            start: Of a driver that another process follows if it dies, so readers go by the heartbeat alone.
         """
         self._run = run
         self.mask = mask or Mask()
@@ -66,10 +67,12 @@ class Recorder:
                 submission=submission,
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
-                driver_namespace=None if replaceable else process_namespace(),
+                driver_namespace=None if start else process_namespace(),
                 driver_start=process_start(os.getpid()),
                 interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
+                patience=start.patience if start else 0.0,
             ),
+            start.number if start else None,
         )
         self._started = time.monotonic()
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)
@@ -81,7 +84,7 @@ class Recorder:
 
     @property
     def superseded(self) -> bool:
-        """Another submission took this run over: this driver has lost the right to write."""
+        """Another submission or driver took this run over: this driver has lost the right to write."""
         return self._writer.superseded
 
     def update(self, **changes: Any) -> None:
@@ -92,6 +95,28 @@ class Recorder:
             self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
         if self._run.is_remote and not self._flusher.ident:
             self._flusher.start()
+
+    def carry_on(self, before: RunStatus) -> None:
+        """Keeps what another driver of this submission knew: when the ranks had started, how long they held places."""
+        if before.submission != self.status.submission:
+            return
+        held = before.held_seconds
+        if before.held_since is not None:
+            held += (before.world_size or self._run.job().num_processes) * max(
+                0.0, before.heartbeat - before.held_since
+            )
+        self._writer.note(started=before.started, held_seconds=held)
+
+    def note_places(self, ranks: int, *, held: bool) -> None:
+        """Counts for how long the ranks of an attempt hold their places, which is what a training costs.
+
+        Args:
+            ranks: Of the attempt.
+            held: True from now on, False no longer.
+        """
+        status, now = self.status, time.time()
+        before = 0.0 if status.held_since is None else max(0.0, now - status.held_since)
+        self._writer.note(held_seconds=status.held_seconds + ranks * before, held_since=now if held else None)
 
     def commit(self, result: ResultRef, value: list[Any], then: Callable[[], None]) -> None:
         """Writes that the run has succeeded, whatever becomes of this driver. It has not ended before `finish`.

@@ -17,6 +17,7 @@ from typing import Any
 from rankzero import store
 from rankzero.driver.main import Driver
 from rankzero.driver.policy import Restarts
+from rankzero.driver.succession import Start
 from rankzero.engines.staged import StageEngine
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files
@@ -60,17 +61,8 @@ def _drive(told: dict[str, Any]) -> None:
     engine = StageEngine(
         told["folder"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
     )
-    budget = Restarts(**told["budget"])
-    driver = Driver(
-        run,
-        engine,
-        told["env"],
-        leased=True,
-        replaceable=True,
-        first_attempt=told["first_attempt"],
-        budget=budget,
-        trackers=told["trackers"],
-    )
+    start = Start(told["first_attempt"], Restarts(**told["budget"]))
+    driver = Driver(run, engine, told["env"], leased=True, start=start, trackers=told["trackers"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     driver.run()

@@ -30,9 +30,16 @@ class StatusWriter:
     tried again with the next heartbeat.
     """
 
-    def __init__(self, run: RunDirectory, status: RunStatus) -> None:
-        """Nothing is written before the first `change`."""
+    def __init__(self, run: RunDirectory, status: RunStatus, number: int | None = None) -> None:
+        """Nothing is written before the first `change`.
+
+        Args:
+            run: The run.
+            status: To begin with.
+            number: Which driver of its submission this is, where others may follow.
+        """
         self._run = run
+        self._number = number
         self._changed = threading.Condition()
         self._wanted = self._tried = self._written = 0
         self._stopped = False
@@ -40,7 +47,7 @@ class StatusWriter:
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
-        """Another submission took this run over: this driver has lost the right to write."""
+        """Another submission or driver took this run over: this driver has lost the right to write."""
         self.problem: Exception | None = None
         """Why the last write failed."""
 
@@ -128,7 +135,8 @@ class StatusWriter:
         except RunNotFoundError:
             self.superseded = True
             return
-        self.superseded = current > self.status.submission
+        heir = self._number is not None and self._run.has_driver(self.status.submission, self._number + 1)
+        self.superseded = heir or current > self.status.submission
         if current < self.status.submission:
             # A submitter that was held up for so long has not yet seen that it was too late.
             self._run.restore(self.status.submission)

@@ -92,7 +92,7 @@ class Watch:
             self._next_look = now + (self._recorder.status.interval if self._run.is_remote else TICK)
             self._look()
         if self._recorder.superseded:
-            raise RunCancelledError("another submission of this run took over, since this driver seemed dead")
+            raise RunCancelledError("another driver of this run took over, since this one seemed dead")
         if self._is_requested:
             raise RunCancelledError(_ON_REQUEST, requested=True)
         if self._abandoned:

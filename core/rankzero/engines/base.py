@@ -208,6 +208,12 @@ class AgentGroup(abc.ABC):
         """True if all agents ended within ``timeout`` seconds."""
         return self._ended.wait(timeout)
 
+    def hold_on(self) -> None:  # noqa: B027 - most engines have no connection that may break and come back
+        """Sees to it that a connection to the engine that breaks for a while ends nothing.
+
+        From now on the agents, or the driver beside them, are heard of without the engine.
+        """
+
     @abc.abstractmethod
     def cancel(self) -> None:
         """Ends the agents without their help."""

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero.errors import RunNotFoundError
+from rankzero.job import Job
 from rankzero.report.history import History
+from rankzero.run.cost import usage
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
@@ -22,7 +24,7 @@ LINE_CHARACTERS = 2_000
 LOGGED_RANKS = 256
 """Ranks whose lines a report holds, the lowest ones: a file has to be opened for each."""
 
-_HIDDEN = ("files", "log_starts", "engine", "owner", "labels", "identity", "created")
+_HIDDEN = ("files", "log_starts", "engine", "owner", "labels", "prices", "identity", "created")
 _NO_RUN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -78,6 +80,7 @@ class Collector:
             "identity": job.identity,
             "engine_url": status.engine_url if not status.final else None,
             "result": status.result,
+            "used": used_of(job, status),
             "last": {name: value for name, value in status.metrics.items() if is_number(value)},
             "throughput": history.throughput(),
             "config": _config(vars(job), status),
@@ -98,6 +101,15 @@ class Collector:
             ],
             "logs": _logs(handle, job.num_processes),
         }
+
+
+def used_of(job: Job, status: RunStatus) -> dict[str, str]:
+    """What a run has used and about what it costs, for people: ``{"GPU-hours": "3.20", ...}``; empty before a place."""
+    found = usage(job, status, time.time())
+    if found is None:
+        return {}
+    amount, unit = found.amount.split()
+    return {f"{unit}ours": amount} | ({"estimated cost": found.price} if found.price else {})
 
 
 def _config(job: Mapping[str, Any], status: RunStatus) -> dict[str, Any]:

@@ -36,6 +36,7 @@
   const moment = (unix) => (unix ? new Date(unix * 1000).toLocaleString() : "");
   const color = (index) => `var(--c${index % COLORS})`;
   const duration = (run) => (run.started ? (run.ended || run.now) - run.started : NaN);
+  const used = (run) => Object.entries(run.used).map(([name, value]) => (name.endsWith("hours") ? `${value} ${name}` : value)).join(", ");
   const section = (title) => {
     const made = add(page, "section");
     add(made, "h2", {}, title);
@@ -164,6 +165,7 @@
     }
     const facts = [["took", seconds(duration(run))], ["attempts", run.attempt + 1], ["checkpoints", run.checkpoints.length]];
     if (run.result) facts.push(["result", bytes(run.result.size || 0)]);
+    for (const [name, value] of Object.entries(run.used)) facts.push([name, value]);
     for (const [name, value] of Object.entries(run.throughput)) facts.push([name.replaceAll("_", " "), number(value)]);
     for (const [name, value] of Object.entries(run.last).slice(0, 8)) facts.push([name, number(value)]);
     const tiles = add(page, "div", { class: "tiles" });
@@ -186,8 +188,8 @@
     }
     const differs = [...told.keys()].filter((name) => told.get(name).size > 1 && !["run_id", "driver", "checkpoints", "submission", "first_attempt", "fresh_since"].includes(name)).slice(0, 8);
     const cell = (value) => (typeof value === "number" ? value : value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
-    table(made, ["run", "state", "took", ...differs, ...metrics], runs.map((run) => [
-      run.id, run.state, seconds(duration(run)),
+    table(made, ["run", "state", "took", "used", ...differs, ...metrics], runs.map((run) => [
+      run.id, run.state, seconds(duration(run)), used(run),
       ...differs.map((name) => cell({ ...run.config, ...run.labels }[name])),
       ...metrics.map((name) => cell(run.last[name])),
     ]));
@@ -385,8 +387,8 @@
       const word = search.value.toLowerCase();
       const found = data.list.filter((one) => [one.id, one.name, one.state].join(" ").toLowerCase().includes(word));
       body.replaceChildren();
-      table(body, ["", "run", "state", "ranks", "submitted", "took", "metrics"], found.map((one) => [
-        "", one.id, one.state, one.world, moment(one.created), one.started ? seconds((one.ended || Date.now() / 1000) - one.started) : "",
+      table(body, ["", "run", "state", "ranks", "submitted", "took", "used", "metrics"], found.map((one) => [
+        "", one.id, one.state, one.world, moment(one.created), one.started ? seconds((one.ended || Date.now() / 1000) - one.started) : "", used(one),
         Object.entries(one.last).filter(([, value]) => typeof value === "number").slice(0, 4).map(([name, value]) => `${name} ${number(value)}`).join(", "),
       ]));
       [...body.querySelectorAll("tbody tr")].forEach((line, index) => {
@@ -398,13 +400,13 @@
           compare.toggleAttribute("disabled", chosen.size < 2);
         });
         line.cells[1].textContent = "";
-        add(line.cells[1], "a", { href: `/runs/${encodeURIComponent(id)}` }, id);
+        add(line.cells[1], "a", { href: `runs/${encodeURIComponent(id)}` }, id);
         line.cells[2].textContent = "";
         add(line.cells[2], "span", { class: `badge ${/^[a-z]+$/.test(state) ? state : ""}` }, state);
       });
       if (!found.length) add(body, "p", { class: "note" }, "No run.");
     };
-    compare.addEventListener("click", () => { location.href = `/compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; });
+    compare.addEventListener("click", () => { location.href = `compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; });
     search.addEventListener("input", draw);
     draw();
   };

@@ -6,7 +6,6 @@ import hmac
 import http
 import http.cookies
 import http.server
-import json
 import logging
 import re
 import secrets
@@ -14,10 +13,7 @@ import urllib.parse
 from typing import Any
 
 from rankzero import store
-from rankzero.errors import RankZeroError
-from rankzero.report import facts, page
-from rankzero.run.handle import RunHandle
-from rankzero.run.listing import list_runs
+from rankzero.report import pages
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +27,7 @@ _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
-    """Answers ``/`` with the list of runs, ``/runs/ID`` with a report, ``/runs/ID.json`` with its facts.
+    """Answers with what `rankzero.report.pages` has: the list of runs, reports, their facts.
 
     Other users of this machine can reach the address, too, so it answers only who knows a token: from the printed URL,
     and then by a cookie.
@@ -72,10 +68,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._knows_token(query):
             self._send(http.HTTPStatus.FORBIDDEN, "text/plain", "open the address that `rankzero serve` printed")
             return
-        try:
-            self._answer(parsed.path, query)
-        except (RankZeroError, OSError, ValueError) as error:
-            self._send(http.HTTPStatus.NOT_FOUND, "text/plain", str(error).splitlines()[0] if str(error) else "")
+        code, kind, text = pages.answer(self.server.location, parsed.path, query)
+        self._send(http.HTTPStatus(code), kind, text)
 
     def _knows_token(self, query: dict[str, list[str]]) -> bool:
         expected = self.server.token
@@ -88,50 +82,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         # Browsers tell ports of one host apart for nothing.
         return f"rankzero-{self.server.server_address[1]}"
 
-    def _answer(self, path: str, query: dict[str, list[str]]) -> None:
-        if path == "/":
-            self._send(http.HTTPStatus.OK, "text/html", page.render_list(self.server.location, self._listed()))
-        elif path == "/compare":
-            if "run" not in query:
-                raise ValueError("name runs: /compare?run=ID&run=ID")
-            self._send(http.HTTPStatus.OK, "text/html", page.render([self._run(one) for one in query["run"]]))
-        elif path.startswith("/runs/") and path.endswith(".json"):
-            name = path.removeprefix("/runs/").removesuffix(".json")
-            self._send(http.HTTPStatus.OK, "application/json", json.dumps(self._run(name)))
-        elif path.startswith("/runs/"):
-            self._send(http.HTTPStatus.OK, "text/html", page.render([self._run(path.removeprefix("/runs/"))]))
-        else:
-            self._send(http.HTTPStatus.NOT_FOUND, "text/plain", "there is no such page")
-
-    def _run(self, name: str) -> dict[str, Any]:
-        name = urllib.parse.unquote(name)
-        if not name or "/" in name or "\\" in name or name.startswith("."):
-            raise ValueError(f"{name!r} is no run id")
-        return facts.collect(RunHandle.attach(store.join(self.server.location, name)))
-
-    def _listed(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": one.job.run_id,
-                "name": one.job.name,
-                "state": one.status.state,
-                "world": one.job.world,
-                "created": one.job.created,
-                "started": one.status.started,
-                "ended": one.status.ended,
-                "last": one.status.metrics,
-            }
-            for one in sorted(list_runs(self.server.location), key=lambda one: -one.job.created)
-        ]
-
     def _send(self, code: http.HTTPStatus, kind: str, text: str) -> None:
         data = text.encode("utf-8", "replace")
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Referrer-Policy", "no-referrer")
+        for name, value in pages.HEADERS.items():
+            self.send_header(name, value)
         if code == http.HTTPStatus.OK and self.server.token:
             self.send_header("Set-Cookie", f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()

@@ -7,7 +7,7 @@
         payload.pkl   function or script and arguments
         job.json      what it asked for
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
-        driver        whose driver this is
+        driver        whose driver this is;  driver-1, driver-2, ...  those that took its place, one after the other
         stage-K/      where a driver in its own stage meets its tasks; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
@@ -53,6 +53,8 @@ LINES = "logs/lines"
 DATASETS = "datasets"
 """Rows that Spark has computed for the ranks, a folder for each dataset."""
 
+STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
+
 FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -67,6 +69,8 @@ class RunStatus:
         submission: How often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds after which it writes again.
+        patience: Seconds without a heartbeat before its driver counts as dead, where a cluster is yet to start one, or
+            starts another when it is lost; 0: as the interval says.
         written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
@@ -82,6 +86,8 @@ class RunStatus:
         checkpoint: Id of the newest committed checkpoint, or None.
         world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
         engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
+        held_seconds: For which ranks have held their places, all of them together, in the attempts that have ended.
+        held_since: Unix time since which those of the current attempt hold theirs; None between attempts.
     """
 
     state: str = "pending"
@@ -89,6 +95,7 @@ class RunStatus:
     submission: int = 0
     heartbeat: float = 0.0
     interval: float = HEARTBEAT_INTERVAL
+    patience: float = 0.0
     written: dict[str, list[int]] = field(default_factory=dict)
     driver_host: str | None = None
     driver_pid: int | None = None
@@ -103,6 +110,8 @@ class RunStatus:
     checkpoint: str | None = None
     engine_url: str | None = None
     world_size: int | None = None
+    held_seconds: float = 0.0
+    held_since: float | None = None
 
     @property
     def final(self) -> bool:
@@ -197,13 +206,16 @@ class RunDirectory:
         """Gives a claim back, and what was written for it. Raises OSError."""
         store.remove(self.submission_path(submission))
 
-    def claim_driver(self, submission: int) -> bool:
-        """True for the one driver of this submission."""
-        return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
+    def claim_driver(self, submission: int, number: int = 0) -> bool:
+        """True for the one driver of this submission; with a number, for the one that takes the place of lost ones."""
+        return store.create(self._driver_path(submission, number), secrets.token_hex(8).encode())
 
-    def has_driver(self, submission: int) -> bool:
+    def has_driver(self, submission: int, number: int = 0) -> bool:
         """True if a driver has claimed this submission."""
-        return store.exists(self.submission_path(submission, "driver"))
+        return store.exists(self._driver_path(submission, number))
+
+    def _driver_path(self, submission: int, number: int) -> str:
+        return self.submission_path(submission, f"driver-{number}" if number else "driver")
 
     def newest_claim(self) -> int:
         """Number of the newest submission that somebody claimed; -1 if there is none."""
@@ -214,14 +226,14 @@ class RunDirectory:
         for name, parts in files.items():
             store.write_parts(self.submission_path(submission, name), parts)
 
-    def write_submission(self, job: Job, interval: float = HEARTBEAT_INTERVAL) -> None:
+    def write_submission(self, job: Job, patience: float = 0.0) -> None:
         """Makes what `write_files` wrote the current submission; the last write does. Raises OSError.
 
         Whoever finds that a later submission was claimed meanwhile leaves its status and job as they are.
 
         Args:
             job: What was asked for.
-            interval: Of the heartbeats, until the driver says it itself.
+            patience: Seconds for which its driver may not have started.
         """
         if not (store.exists(self.path("token")) and self.token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
@@ -230,7 +242,7 @@ class RunDirectory:
             return
         # Before job.json: nobody may take an earlier submission's end for this one's.
         self.write_status(
-            RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission, interval=interval)
+            RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission, patience=patience)
         )
         store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())
         self.restore(job.submission)

@@ -16,7 +16,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from rankzero import store
 from rankzero.bounds import DRIVER_DEAD_AFTER, STORE_OUTAGE
-from rankzero.errors import EngineError, ResultError, RunCancelledError, RunNotFoundError, error_from_json
+from rankzero.errors import (
+    EngineError,
+    RankZeroError,
+    ResultError,
+    RunCancelledError,
+    RunNotFoundError,
+    error_from_json,
+)
 from rankzero.host.processes import process_namespace, process_state
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
@@ -140,8 +147,21 @@ class RunHandle(Generic[R]):
         """Unix time of the last submission."""
         return self._run.job().created
 
+    @property
+    def fresh_since(self) -> int:
+        """The first attempt of this training: another one may have had the run id before."""
+        return self._run.job().fresh_since
+
     def __repr__(self) -> str:
         return f"RunHandle({self.directory!r})"
+
+    def _repr_html_(self) -> str | None:
+        """The run in a notebook: its state, progress and curves."""
+        from rankzero.run.notebook import Card
+
+        with contextlib.suppress(RankZeroError, OSError):
+            return Card(self).html()
+        return None
 
     def status(self) -> RunStatus:
         """The run's state now.

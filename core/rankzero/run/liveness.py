@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER, HEARTBEAT_INTERVAL
+from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
 from rankzero.host.processes import STOPPED, process_namespace, process_state
 from rankzero.run.directory import RunStatus
 
@@ -33,19 +33,20 @@ class HeartbeatWatch:
             self._last, self._last_seen = status.heartbeat, time.monotonic()
         unchanged = time.monotonic() - max(self._last_seen, self._blind_until)
         age = time.time() - status.heartbeat if is_first and not _process_state(status) else 0.0
-        return driver_is_dead(age, unchanged, status.interval)
+        return driver_is_dead(age, unchanged, dead_after(status))
 
 
 def process_lives(status: RunStatus) -> bool | None:
     """True or False if the driver's process can be asked; None where only the heartbeat can tell."""
-    if time.time() - status.heartbeat > DRIVER_STALE_AFTER:
-        # It may live on without its driver: a notebook in which that was a thread.
-        return None
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return None
     state = _process_state(status)
-    # A stopped driver shows no heartbeat and has lost its agents by the time that counts.
-    return None if state in STOPPED else state is not None
+    if state is None:
+        return False
+    # It may live on without its driver: a notebook in which that was a thread. A stopped driver shows no heartbeat and
+    # has lost its agents by the time that counts.
+    is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER
+    return None if is_stale or state in STOPPED else True
 
 
 def _process_state(status: RunStatus) -> str | None:
@@ -59,22 +60,20 @@ _MISSED = 3
 """Heartbeats that a driver may miss."""
 
 
-def dead_after(interval: float) -> float:
-    """Seconds without a heartbeat after which a driver counts as dead that writes one every so many seconds."""
-    return max(DRIVER_DEAD_AFTER, _MISSED * interval)
+def dead_after(status: RunStatus) -> float:
+    """Seconds without a heartbeat after which the driver counts as dead that wrote this status.
+
+    Of one that a cluster is yet to start, or would start again, there is none for longer.
+    """
+    return max(DRIVER_DEAD_AFTER, _MISSED * status.interval, status.patience)
 
 
-def interval_for(patience: float) -> float:
-    """The interval of a driver that counts as dead after so many seconds: of one that a cluster is yet to start."""
-    return max(HEARTBEAT_INTERVAL, patience / _MISSED)
-
-
-def driver_is_dead(age: float, unchanged: float, interval: float) -> bool:
+def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:
     """True if a driver on another host has stopped.
 
     Args:
         age: Seconds since the last heartbeat, by the clocks of two hosts, which may differ by `CLOCK_SKEW`.
         unchanged: Seconds for which the reader has seen this very heartbeat.
-        interval: Seconds between two heartbeats, as the driver says.
+        bound: Seconds without a heartbeat that are too many.
     """
-    return unchanged > dead_after(interval) or age > dead_after(interval) + CLOCK_SKEW
+    return unchanged > bound or age > bound + CLOCK_SKEW

@@ -40,6 +40,32 @@ class OfTraining:
         return self._has_begun
 
 
+class RowKeeper:
+    """Keeps the reports of rank 0 as they come, every n-th and the last: a long training must not fill the memory."""
+
+    def __init__(self) -> None:
+        self._kept: list[dict[str, Any]] = []
+        self._last: dict[str, Any] | None = None
+        self._every, self._count = 1, 0
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Takes the next report of rank 0."""
+        # First, so that it is the first column; again, since a metric of the same name gives way.
+        self._last = {"report": 0} | event["metrics"] | {"report": self._count + 1, "time": event["time"]}
+        if self._count % self._every == 0:
+            self._kept.append(self._last)
+            if len(self._kept) > 2 * KEPT_ROWS:
+                self._kept, self._every = self._kept[::2], self._every * 2
+        self._count += 1
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Those that are kept, each with its number under ``report`` and its Unix time under ``time``."""
+        if self._last is None or self._kept[-1] is self._last:
+            return list(self._kept)
+        return [*self._kept, self._last]
+
+
 def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The reports of rank 0, each with its number under ``report`` and its Unix time under ``time``.
 
@@ -47,20 +73,13 @@ def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         events: Of a run, oldest first.
 
     Returns:
-        Every n-th report and the last one, however many there are: a long training must not fill the memory.
+        Every n-th report and the last one, however many there are: see `RowKeeper`.
     """
-    kept: list[dict[str, Any]] = []
-    every, last = 1, None
-    for number, event in enumerate(event for event in events if event["type"] == "metric" and event["rank"] == 0):
-        # First, so that it is the first column; again, since a metric of the same name gives way.
-        last = {"report": 0} | event["metrics"] | {"report": number + 1, "time": event["time"]}
-        if number % every == 0:
-            kept.append(last)
-            if len(kept) > 2 * KEPT_ROWS:
-                kept, every = kept[::2], every * 2
-    if last is not None and kept[-1] is not last:
-        kept.append(last)
-    return kept
+    keeper = RowKeeper()
+    for event in events:
+        if event["type"] == "metric" and event["rank"] == 0:
+            keeper.add(event)
+    return keeper.rows
 
 
 def evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
@@ -70,12 +89,12 @@ def evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]
 
 
-def throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """``{"steps_per_second": 12.5}`` or the like, from the first of `PROGRESS` that grew; empty if none did.
+def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PROGRESS) -> dict[str, float]:
+    """``{"steps_per_second": 12.5}`` or the like, from the first of ``counts`` that grew; empty if none did.
 
     Only the last stretch over which the count grew is measured: a training that began anew counts from its start.
     """
-    for name, many in PROGRESS.items():
+    for name, many in counts.items():
         counted = [row for row in rows if is_number(row.get(name))]
         first = len(counted) - 1
         while first > 0 and counted[first - 1][name] <= counted[first][name]:

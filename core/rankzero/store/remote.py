@@ -25,7 +25,10 @@ _REQUEST_TIMEOUT = 60.0
 
 _CONNECT_TIMEOUT = 5.0
 
-_REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403")
+_REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403", "HTTP status 411", "HTTP status 501")
+"""No right, or a server that does not know this kind of request."""
+
+_CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 
 
 class Client(Protocol):
@@ -66,7 +69,8 @@ class ArrowClient:
             options["region"] = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         else:
             options["region"] = fs.resolve_s3_region(path.partition("/")[0])
-        return ArrowClient(fs.S3FileSystem(**options), url, path)
+        with _without_trailing_checksums():
+            return ArrowClient(fs.S3FileSystem(**options), url, path)
 
     def _path(self, url: str) -> str:
         return self.path + url.removeprefix(self.url)
@@ -111,6 +115,23 @@ class FsspecClient:
         self.filesystem.rm_file(url)
 
 
+@contextlib.contextmanager
+def _without_trailing_checksums() -> Iterator[None]:
+    """Whoever sets up AWS's client in the block gets one that any server understands, unless the user has decided it.
+
+    Else it sends uploads in chunks with a checksum behind them and no length before them, which many a server that
+    speaks S3 refuses (Ceph 16: 411). What is written has a digest of ours.
+    """
+    if _CHECKSUMS in os.environ:
+        yield
+        return
+    os.environ[_CHECKSUMS] = "when_required"
+    try:
+        yield
+    finally:
+        os.environ.pop(_CHECKSUMS, None)
+
+
 def clients(url: str) -> Iterator[Client]:
     """The ways that this process has to the store of a URL, the faster first."""
     for of in (ArrowClient.of, FsspecClient.of):
@@ -128,7 +149,7 @@ def reach(directory: str, token: str) -> Client | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """True for the error of a store that will not take it later either: this process has no right to it."""
+    """True for the error of a store that will not take it later either: this process has no right to it, or no way."""
     return isinstance(error, PermissionError) or any(sign in str(error) for sign in _REFUSALS)
 
 

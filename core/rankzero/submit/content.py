@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rankzero.submit.imports import imports_of_code
+from rankzero.submit.imports import globals_of_classes, imports_of_code
 from rankzero.submit.modules import is_user_module_name
 from rankzero.submit.payload import TrainingPickler
 from rankzero.submit.sources import digest_of_script
@@ -159,10 +159,11 @@ class _ContentPickler(TrainingPickler):
 
     def _function(self, function: types.FunctionType) -> Any:
         self.needed |= imports_of_code(function.__code__, function.__globals__.get("__package__"))
-        names = cloudpickle.cloudpickle._extract_code_globals(function.__code__)
+        code = function.__code__
+        names = {*cloudpickle.cloudpickle._extract_code_globals(code), *globals_of_classes(code)}
         return (
             function.__qualname__,
-            _code_facts(function.__code__),
+            _code_facts(code),
             function.__defaults__,
             function.__kwdefaults__,
             vars(function),

@@ -74,8 +74,8 @@ def check(given: object) -> dict[str, Any]:
     for name, source in named.items():
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
-        is_path = isinstance(source, (str, os.PathLike)) and os.fspath(source)
-        if not (is_path or isinstance(source, ResultRef) or _is_frame(source)):
+        is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
+        if not (is_text or isinstance(source, ResultRef) or _is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is {source!r}; give a Spark DataFrame, the path of a table, or with a Spark engine "
                 "the name of a table or a query"
@@ -92,7 +92,7 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
             from rankzero.engines.spark.materialize import content_of
 
             found[name] = content_of(source)
-        elif _is_path(source):
+        elif is_path(source):
             found[name] = _of_path(source, name).digest
         else:
             found[name] = source
@@ -121,7 +121,7 @@ def collect(sources: Mapping[str, Any], engine: Engine, run: RunDirectory, job: 
                 from rankzero.engines.spark.materialize import materialize
 
                 manifests[name] = materialize(source, run.new_dataset(name), name, lambda text: logger.info("%s", text))
-            elif _is_path(source):
+            elif is_path(source):
                 manifests[name] = _of_path(source, name)
             else:
                 queries[name] = source
@@ -170,7 +170,8 @@ def _is_frame(source: object) -> bool:
     return type(source).__module__.startswith("pyspark.sql.") and hasattr(source, "mapInArrow")
 
 
-def _is_path(source: Any) -> bool:
+def is_path(source: Any) -> bool:
+    """False for the name of a table and for a query."""
     text = os.fspath(source)
     is_query = any(character.isspace() for character in text.strip()) and not os.path.exists(text)
     return not isinstance(source, str) or (not is_query and bool(_PATH.match(text) or os.path.exists(text)))
@@ -181,7 +182,7 @@ def _opened(source: Any, engine: Engine) -> Any:
     session = getattr(engine, "session", None)
     if isinstance(source, ResultRef):
         source = _table_of(source)
-    if _is_frame(source) or _is_path(source):
+    if _is_frame(source) or is_path(source):
         return source
     if session is None:
         return source.strip()

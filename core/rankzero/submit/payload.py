@@ -27,7 +27,7 @@ from typing import Any
 import cloudpickle
 
 from rankzero.errors import InvalidJobError
-from rankzero.submit.imports import imports_of_code
+from rankzero.submit.imports import globals_of_classes, imports_of_code
 from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_source
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve, search_path
@@ -222,7 +222,12 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             module = cloudpickle.cloudpickle._whichmodule(obj, obj.__qualname__)
         if isinstance(module, str) and self.travels(module) and _is_global(obj, module):
             self.needed.add(module)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
+            _, facts = reduced[2]
+            names = globals_of_classes(obj.__code__) & obj.__globals__.keys()
+            facts["__globals__"] |= {name: obj.__globals__[name] for name in sorted(names)}
+        return reduced
 
     def _note_imports(self, function: types.FunctionType) -> None:
         if hasattr(function, "_torchdynamo_orig_callable") and not _is_global(function, function.__module__):

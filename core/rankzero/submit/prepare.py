@@ -12,7 +12,6 @@ from typing import Any
 
 from rankzero import job as jobs
 from rankzero import store
-from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
@@ -130,7 +129,7 @@ def prepare(
         found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
         unless_started.callback(found.discard, before)
         job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
-        patience = job.start_timeout if engine.drives_elsewhere else DRIVER_DEAD_AFTER
+        patience = job.start_timeout if engine.drives_elsewhere else 0.0
         started = _submit(run, job, parts, request.code, found, patience)
         if started:
             unless_started.pop_all()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import CANCEL_TIMEOUT, DRIVER_DEAD_AFTER
+from rankzero.bounds import CANCEL_TIMEOUT
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
@@ -26,7 +26,7 @@ from rankzero.run.checkpoints import FOLDER
 from rankzero.run.detach import Caller
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.handle import RunHandle
-from rankzero.run.liveness import dead_after, interval_for
+from rankzero.run.liveness import dead_after
 from rankzero.run.reconcile import Decision, decide
 from rankzero.values.envelope import Part
 
@@ -108,10 +108,10 @@ def look(run: RunDirectory, identity: str, caller: Caller | None = None) -> Exis
 def _await_certainty(handle: RunHandle[object]) -> RunStatus:
     """The status, once the driver has shown a heartbeat, or counts as dead."""
     status = handle.status()
-    seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status.interval)
+    seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     tick = threading.Event()
     while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        if status.heartbeat != seen or time.time() - status.heartbeat < status.interval:
+        if status.heartbeat != seen or time.time() - status.heartbeat < max(status.interval, status.patience):
             break
         tick.wait(_LOOK)
         status = handle.status()
@@ -123,7 +123,7 @@ def submit(
     identity: str,
     make_job: Callable[[int, int, int], Job],
     files: dict[str, list[Part]],
-    patience: float = DRIVER_DEAD_AFTER,
+    patience: float = 0.0,
 ) -> bool:
     """Makes this the next submission of the run, unless the same training lives or waits to be delivered.
 
@@ -132,7 +132,7 @@ def submit(
         identity: Of the training.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         files: Payload, modules and their list, by name: the parts of each.
-        patience: Seconds for its driver to show its first heartbeat.
+        patience: Seconds for its driver to show its first heartbeat, if these are many.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.
@@ -168,7 +168,7 @@ def submit(
                     if existing:
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
-                    run.write_submission(make_job(number, first_attempt, fresh_since), interval_for(patience))
+                    run.write_submission(make_job(number, first_attempt, fresh_since), patience)
                 newest = run.newest_claim()
                 if newest == number:
                     return True

@@ -4,6 +4,7 @@ Lives here: `Tracker`, and those for MLflow, TensorBoard and the like, which imp
 May not live here: when they are called (`rankzero.driver.trackers`), and anything that decides about a run.
 """
 
+from rankzero.tracking.notify import Notice, Notify
 from rankzero.tracking.tracker import Tracker
 
-__all__ = ["Tracker"]
+__all__ = ["Notice", "Notify", "Tracker"]

@@ -37,14 +37,16 @@ def prepare_model(
         units: For ``"fsdp"``: what is gathered at once, as classes or a test of a module. None: the members of each
             `torch.nn.ModuleList`, and the classes that a Hugging Face model names in ``_no_split_modules``.
         mixed_precision: For ``"fsdp"``: type of parameters in forward and backward; gradients are reduced in float32.
-        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they win over what is set here.
+        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they win over what is set here. A
+            tensor-parallel model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, that of its replicas.
 
     Returns:
         The model to train with.
 
     Raises:
         TypeError: the model is wrapped already.
-        ValueError: an unknown strategy, or an argument that belongs to another one.
+        ValueError: an unknown strategy, an argument that belongs to another one, or a tensor-parallel model without
+            ``mesh``.
 
     Example:
         >>> import torch
@@ -60,6 +62,8 @@ def prepare_model(
         raise ValueError(f"units= and mixed_precision= belong to strategy='fsdp', not to {strategy!r}; see rt.autocast")
     if unwrap_model(model) is not model and not _is_compiled(model):
         raise TypeError(f"the model is wrapped already, in {type(model).__name__}; give the plain module")
+    if strategy and "mesh" not in kwargs and any(_is_part(parameter) for parameter in model.parameters()):
+        raise ValueError("the model is tensor-parallel: give strategy='fsdp' and mesh=, the mesh of its replicas")
     device = get_context().device
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
@@ -91,12 +95,29 @@ def _shard(
         model = model.to(device)
         # `fully_shard` takes each rank's own numbers for its shard.
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, src=0)
+            _broadcast(tensor.data, kwargs["mesh"])
     is_unit = _unit_test(model, units)
     for module in reversed([module for module in model.modules() if module is not model and is_unit(module)]):
         fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     return model
+
+
+def _broadcast(tensor: Any, mesh: Any) -> None:
+    """Gives every rank rank 0's numbers; of a tensor-parallel part, those of the same part in the mesh's first rank."""
+    import torch.distributed as dist
+
+    if not _is_part(tensor):
+        dist.broadcast(tensor, src=0)
+        return
+    for dimension in range(mesh.ndim):
+        group = mesh.get_group(dimension)
+        dist.broadcast(tensor.to_local(), src=dist.get_global_rank(group, 0), group=group)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """A DTensor, without an import of its module."""
+    return hasattr(tensor, "to_local")
 
 
 def _unit_test(model: nn.Module, units: Units | None) -> Callable[[nn.Module], bool]:

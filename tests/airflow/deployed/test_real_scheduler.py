@@ -29,6 +29,8 @@ def test_dag_file_function_trains_and_any_dag_pulls_its_result(airflow: Deployme
     assert "format: safetensors" in log
     # A nan, as a value and as a metric, is more than Airflow's XCom can hold.
     assert "ResultRef" in str(airflow.xcom("shipped", run_id, "diverge"))
+    # The button of a task leads to Airflow's own pages.
+    assert airflow.xcom("shipped", run_id, "train", "rankzero_report_url").startswith(f"{airflow.url}/rankzero/runs/")
     pulled = airflow.trigger("pulling", run_id=run_id)
     assert airflow.finish("pulling", pulled) == "success", airflow.log("pulling", pulled, "pull")
     assert airflow.xcom("pulling", pulled, "pull") == "85 nan"

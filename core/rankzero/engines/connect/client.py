@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 import uuid
 from typing import Any
 
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 REACH_TIMEOUT = 10.0
 """Seconds for a server to accept a TCP connection."""
 
+SERVER_LOOK = 0.5
+"""Seconds between two looks whether a server is there again."""
+
 FIRST_RETRIES = 3
 """Retries of the first request: 1 s, for a server that has just accepted a connection."""
 
@@ -24,6 +28,9 @@ RETRIES = 8
 MAX_BACKOFF = 2000
 """Milliseconds between two of the `RETRIES` of a request: 11 s in all, less than agents wait for their driver (15 s).
 pyspark itself would wait for a dead server for ten minutes."""
+
+PATIENT_RETRIES = 210
+"""Of a stage whose agents are heard of in other ways: 7 minutes, as long as a server keeps one without its client."""
 
 OLDEST = (3, 5)
 """The first Spark whose server runs barrier stages."""
@@ -49,31 +56,38 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def require_server(url: ServerUrl) -> None:
-    """Raises EngineError if nothing listens there."""
-    if not first_reachable([url.host], url.port, REACH_TIMEOUT):
-        raise EngineError(
-            f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or mend host and port",
-            cause=LOST,
-        )
+def require_server(url: ServerUrl, patience: float = 0.0) -> None:
+    """Raises EngineError if nothing listens there, for so many seconds."""
+    deadline = time.monotonic() + patience
+    while not first_reachable([url.host], url.port, REACH_TIMEOUT):
+        if time.monotonic() >= deadline:
+            raise EngineError(
+                f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or mend host and port",
+                cause=LOST,
+            )
+        time.sleep(SERVER_LOOK)
 
 
-def connect(url: ServerUrl) -> Any:
+def connect(url: ServerUrl, patience: float) -> Any:
     """A session of the server; its ``client`` is to be closed, which leaves the session to the next launch.
+
+    Args:
+        url: Of the server.
+        patience: Seconds for it to be there: one that answered when the run was submitted may be starting again.
 
     Raises:
         EngineError: no server, another kind of server, one that is too old, or one that refuses this user.
     """
     require_client()
-    require_server(url)
+    require_server(url, patience)
     from pyspark.sql.connect.session import SparkSession
 
     for session_id in (url.shared_session(), str(uuid.uuid4())):
         session = SparkSession(url.in_session(session_id))
-        _limit_retries(session.client, FIRST_RETRIES)
+        limit_retries(session.client, FIRST_RETRIES)
         try:
             require_version(str(session.version), str(url))
-            _limit_retries(session.client, RETRIES)
+            limit_retries(session.client, RETRIES)
             return session
         except Exception as error:
             session.client.close()
@@ -95,12 +109,11 @@ def require_version(version: str, place: str) -> None:
         raise EngineError(f"{place} runs Spark {version}; barrier stages of Spark Connect need 3.5 or newer")
 
 
-def _limit_retries(client: Any, count: int) -> None:
-    from pyspark.sql.connect.client import retries
-
+def limit_retries(client: Any, count: int) -> None:
+    """Has each request tried again so often when the connection breaks, those under way too."""
     # Spark 3.5 has its policy for good when the client is made.
-    if hasattr(client, "set_retry_policies"):
-        client.set_retry_policies([retries.DefaultPolicy(max_retries=count, max_backoff=MAX_BACKOFF)])
+    for policy in client.get_retry_policies() if hasattr(client, "get_retry_policies") else ():
+        policy.max_retries, policy.max_backoff = count, MAX_BACKOFF
 
 
 def settings_of(session: Any, names: list[str]) -> dict[str, str]:

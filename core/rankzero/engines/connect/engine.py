@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.engines.base import Engine
-from rankzero.engines.connect.client import connect, require_client, require_server, require_version
+from rankzero.engines.connect.client import REACH_TIMEOUT, connect, require_client, require_server, require_version
 from rankzero.engines.connect.server import DEFAULT_PORT, ServerUrl
 from rankzero.engines.connect.session import ConnectSession
 from rankzero.errors import InvalidJobError
@@ -90,7 +90,8 @@ class SparkConnectEngine(Engine):
         """Connects, and checks what the server says about slots and resources."""
         session = self.session
         if session is None:
-            session = connect(self._server)
+            # Its own error says more than that the engine did not answer in time.
+            session = connect(self._server, max(0.0, job.start_timeout - REACH_TIMEOUT))
         else:
             require_version(str(session.version), str(self._server))
         opened = ConnectSession(session, self._server, job, owned=self.session is None)

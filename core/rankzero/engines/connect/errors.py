@@ -9,7 +9,8 @@ from rankzero.errors import LOST, EngineError, RankZeroError
 
 _SERVER_LOST = (
     r"SESSION_CHANGED|SESSION_CLOSED|SESSION_NOT_FOUND|OPERATION_NOT_FOUND|OPERATION_ABANDONED|OPERATION_ALREADY_EXISTS|"
-    r"RESPONSE_ALREADY_RECEIVED|StatusCode\.UNAVAILABLE|failed to connect|Connection refused|Socket closed|GOAWAY"
+    r"RESPONSE_ALREADY_RECEIVED|StatusCode\.UNAVAILABLE|failed to connect|Connection refused|Socket closed|GOAWAY|"
+    r"NO_ACTIVE_SESSION"
 )
 UNREACHED = "no driver was found on port"
 _INTERRUPTED = r"OPERATION_CANCELED|OPERATION_CANCELLED"
@@ -26,10 +27,15 @@ def explain(text: str, server: str) -> RankZeroError:
             "submitted run, and that of a pipeline's step, is driven in its stage",
             cause=LOST,
         )
-    if re.search(_SERVER_LOST, text) and "rankzero agent" not in text:
+    if is_server_lost(text):
         return EngineError(
             f"the Spark Connect server {server} has ended, was restarted or cannot be reached: "
             f"{spark.first_lines(text)}",
             cause=LOST,
         )
     return spark.explain(text)
+
+
+def is_server_lost(text: str) -> bool:
+    """True if an exception says that the server, or the session there, is not the one that there was."""
+    return re.search(_SERVER_LOST, text) is not None and "rankzero agent" not in text

@@ -14,8 +14,9 @@ from typing import Any
 
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
-from rankzero.engines.connect.client import settings_of
-from rankzero.engines.connect.errors import explain
+from rankzero.engines.connect.client import PATIENT_RETRIES, RETRIES, limit_retries, require_server, settings_of
+from rankzero.engines.connect.errors import explain, is_server_lost
+from rankzero.engines.connect.profile import can_have_profiles, create_profile
 from rankzero.engines.connect.server import ServerUrl
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.conf import (
@@ -37,6 +38,7 @@ from rankzero.engines.spark.conf import (
 )
 from rankzero.engines.spark.context import agent_code
 from rankzero.engines.spark.materialize import materialize, open_query
+from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
 from rankzero.host.network import address_towards, is_loopback, own_addresses
@@ -70,10 +72,20 @@ class ConnectSession(EngineSession):
         self._server = server
         self._job = job
         self._owned = owned
+        self._is_lost = False
+
+    @functools.cached_property
+    def _own_settings(self) -> dict[str, str]:
+        return settings_of(self._session, _SETTINGS)
+
+    @functools.cached_property
+    def _resources(self) -> TaskResources | None:
+        return task_resources(self._job, self._own_settings.get(MASTER, ""), self._own_settings)
 
     @functools.cached_property
     def _settings(self) -> dict[str, str]:
-        return settings_of(self._session, _SETTINGS)
+        """Those of the server, as they are for the tasks of this job."""
+        return {**self._own_settings, **(self._resources.settings if self._resources else {})}
 
     @property
     def _is_local(self) -> bool:
@@ -88,7 +100,9 @@ class ConnectSession(EngineSession):
     def check(self) -> None:
         """Raises EngineError, InvalidJobError or InsufficientSlotsError for what Spark would refuse or hang on."""
         refuse_dynamic_allocation(self._settings.get(DYNAMIC_ALLOCATION))
-        require_task_cpus(self._job, self._settings.get(TASK_CPUS, "1"))
+        if self._resources and not can_have_profiles(self._session):
+            require_task_cpus(self._job, self._own_settings.get(TASK_CPUS, "1"))
+            require_task_gpus(self._job, self._own_settings.get(TASK_GPUS))
         if self._job.use_gpu:
             require_task_gpus(self._job, self._settings.get(TASK_GPUS))
         if self.most_slots is not None:
@@ -149,7 +163,20 @@ class ConnectSession(EngineSession):
             None,
             LOOPBACK if self._is_local else None,
         )
-        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, on_end)
+        self._limit_retries(RETRIES)
+        profile = create_profile(self._session, self._resources) if self._resources else None
+        patiently = functools.partial(self._limit_retries, PATIENT_RETRIES)
+
+        def ended(error: BaseException | None) -> None:
+            self._is_lost = self._is_lost or is_server_lost(str(error))
+            on_end(error)
+
+        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, ended, patiently, profile)
+
+    def _limit_retries(self, count: int) -> None:
+        # A caller's session has the patience that its user gave it.
+        if self._owned:
+            limit_retries(self._session.client, count)
 
     def read_table(
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
@@ -160,6 +187,11 @@ class ConnectSession(EngineSession):
     def is_usable(self) -> bool:
         """False if the server has ended the session, or has itself ended."""
         try:
+            if self._is_lost:
+                return False
+            if self._owned:
+                # A request would be tried again for as long as the stage is.
+                require_server(self._server)
             return bool(self._session.version)
         except Exception:
             return False
@@ -182,6 +214,8 @@ class ConnectGroup(AgentGroup):
         num_tasks: int,
         task: Callable[[Any], Any],
         on_end: OnEnd,
+        patiently: Callable[[], None],
+        profile: Any,
     ) -> None:
         super().__init__()
         self._session = session
@@ -189,6 +223,8 @@ class ConnectGroup(AgentGroup):
         self._num_tasks = num_tasks
         self._task = task
         self._on_end = on_end
+        self._patiently = patiently
+        self._profile = profile
         # Others run in this session, too.
         self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
         threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
@@ -199,11 +235,16 @@ class ConnectGroup(AgentGroup):
             # Of this thread alone.
             self._session.addTag(self._tag)
             tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
-            tasks.mapInArrow(self._task, "task long", barrier=True).collect()
+            with_profile = {"profile": self._profile} if self._profile else {}
+            tasks.mapInArrow(self._task, "task long", barrier=True, **with_profile).collect()
         except BaseException as caught:
             error = caught
         self._ended.set()
         self._on_end(error)
+
+    def hold_on(self) -> None:
+        """A client that gives its stage up has the server end it as soon as that can be reached again."""
+        self._patiently()
 
     def cancel(self) -> None:
         """Interrupts the stage; Spark kills the tasks, and with them go agents and ranks."""

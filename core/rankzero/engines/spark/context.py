@@ -96,6 +96,10 @@ def known(context: Any) -> KnownContext:
     return found
 
 
+_TRAVELS = (".py", ".html", ".css", ".js")
+"""Endings of the files that a driver in a cluster needs: its code, and the page of a run."""
+
+
 @functools.cache
 def agent_code(*, zipped: bool = True) -> bytes:
     """A pickle of the function `run_task`, and of a zip of the rankzero and cloudpickle packages.
@@ -133,7 +137,7 @@ def zipped_packages() -> bytes:
             base = os.path.dirname(os.path.abspath(str(package.__file__)))
             for directory, _, names in os.walk(base):
                 for name in sorted(names):
-                    if name.endswith(".py"):
+                    if name.endswith(_TRAVELS):
                         path = os.path.join(directory, name)
                         archive.write(path, os.path.relpath(path, os.path.dirname(base)))
     return buffer.getvalue()

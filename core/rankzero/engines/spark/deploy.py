@@ -116,14 +116,14 @@ def _standalone(conf: Mapping[str, str], what: Submitted, files: str, private: s
     # Its settings are on the command line of the driver, but for the cluster's own secret.
     secret = conf.get("spark.authenticate.secret")
     env = {PRIVATE_VARIABLE: private, **({"_SPARK_AUTH_SECRET": secret} if secret else {})}
-    return Deployment([*arguments, *_run(what, f"env:{PRIVATE_VARIABLE}")], _shown(conf), env, bare=True)
+    return Deployment([*arguments, *driver_arguments(what, f"env:{PRIVATE_VARIABLE}")], shown(conf), env, bare=True)
 
 
 def _yarn(conf: Mapping[str, str], what: Submitted, files: str, private: str) -> Deployment:
     # Configuration lies in the staging directory, which is the user's alone, as it always does on YARN.
     settings = {"spark.yarn.submit.waitAppCompletion": "false", **conf, PRIVATE_SETTING: private}
     arguments = ["--py-files", f"{files}/{CODE}", f"{files}/{PROGRAM}"]
-    return Deployment([*arguments, *_run(what, f"conf:{PRIVATE_SETTING}")], settings)
+    return Deployment([*arguments, *driver_arguments(what, f"conf:{PRIVATE_SETTING}")], settings)
 
 
 def _kubernetes(conf: Mapping[str, str], what: Submitted, name: str) -> Deployment:
@@ -131,20 +131,21 @@ def _kubernetes(conf: Mapping[str, str], what: Submitted, name: str) -> Deployme
     own = {key: value for key, value in conf.items() if key.startswith("spark.kubernetes.")}
     settings = {
         "spark.kubernetes.submission.waitAppCompletion": "false",
-        **_shown(conf),
+        **shown(conf),
         **own,
         "spark.kubernetes.driver.pod.name": name,
         f"spark.kubernetes.driver.secrets.{name}": SECRET_DIRECTORY,
     }
     inside = f"local://{SECRET_DIRECTORY}"
     arguments = ["--py-files", f"{inside}/{CODE}", f"{inside}/{PROGRAM}"]
-    return Deployment([*arguments, *_run(what, f"file:{SECRET_DIRECTORY}/{PRIVATE}")], settings)
+    return Deployment([*arguments, *driver_arguments(what, f"file:{SECRET_DIRECTORY}/{PRIVATE}")], settings)
 
 
-def _run(what: Submitted, private: str) -> list[str]:
+def driver_arguments(what: Submitted, private: str) -> list[str]:
+    """Of the program; ``private`` says where it finds what is secret."""
     return [what.directory, "--submission", str(what.submission), "--private", private]
 
 
-def _shown(conf: Mapping[str, str]) -> dict[str, str]:
+def shown(conf: Mapping[str, str]) -> dict[str, str]:
     """Without what may hold credentials, which the driver's SparkContext gets from what is private."""
     return {name: value for name, value in conf.items() if not (name.startswith(_LATE) or is_secret(name))}

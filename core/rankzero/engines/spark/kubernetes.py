@@ -1,4 +1,4 @@
-"""The Secret that brings a driver's pod on Kubernetes its program, rankzero, and what is private."""
+"""What is made on Kubernetes for a driver: the Secret with its program, rankzero and what is private; its Job."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def name_of(run_id: str) -> str:
 
 
 class Secret:
-    """A Secret of the driver's namespace, which ends with the driver's pod."""
+    """A Secret of the driver's namespace, which ends with the driver's pod, or its Job."""
 
     def __init__(self, master: str, conf: Mapping[str, str], name: str) -> None:
         self._name = name
-        self._namespace = conf.get("spark.kubernetes.namespace", "default")
-        self._api = _connect(master, conf)
+        self._namespace = _namespace_of(conf)
+        self._client = _connect(master, conf)
+        self._api = _kubernetes().client.CoreV1Api(self._client)
 
     @contextlib.contextmanager
     def created(self, data: Mapping[str, bytes]) -> Iterator[None]:
@@ -83,16 +84,77 @@ class Secret:
         """Makes the driver's pod its owner, so that Kubernetes removes it with the pod."""
         try:
             pod = self._api.read_namespaced_pod(self._name, self._namespace, _request_timeout=REQUEST_TIMEOUT)
-            owner = {"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": pod.metadata.uid}
-            body = {"metadata": {"ownerReferences": [owner]}}
+        except Exception as error:
+            self._stays(error)
+        else:
+            self._leave_to({"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": pod.metadata.uid})
+
+    def leave_to_job(self, manifest: Mapping[str, Any], earlier: str) -> None:
+        """Makes the Job of the driver, which becomes its owner; Jobs that came before it end.
+
+        Args:
+            manifest: The Job's, which has the name of the Secret.
+            earlier: A selector of labels of the Jobs before it: whatever they still do is in vain.
+
+        Raises:
+            EngineError: the API server does not take the Job.
+        """
+        api = _kubernetes().client.BatchV1Api(self._client)
+        try:
+            api.delete_collection_namespaced_job(
+                self._namespace,
+                label_selector=earlier,
+                propagation_policy="Background",
+                _request_timeout=REQUEST_TIMEOUT,
+            )
+        except Exception as error:
+            logger.warning("Jobs of earlier submissions end by themselves; they cannot be deleted: %s", _reason(error))
+        try:
+            job = api.create_namespaced_job(self._namespace, dict(manifest), _request_timeout=REQUEST_TIMEOUT)
+        except Exception as error:
+            raise EngineError(
+                f"the Job {self._name} cannot be made in namespace {self._namespace!r}: {_reason(error)}"
+            ) from error
+        self._leave_to({"apiVersion": "batch/v1", "kind": "Job", "name": self._name, "uid": job.metadata.uid})
+
+    def _leave_to(self, owner: Mapping[str, str]) -> None:
+        body = {"metadata": {"ownerReferences": [dict(owner)]}}
+        try:
             self._api.patch_namespaced_secret(self._name, self._namespace, body, _request_timeout=REQUEST_TIMEOUT)
         except Exception as error:
-            logger.warning("the Secret %s stays until somebody deletes it: %s", self._name, _reason(error))
+            self._stays(error)
+
+    def _stays(self, error: Exception) -> None:
+        logger.warning("the Secret %s stays until somebody deletes it: %s", self._name, _reason(error))
+
+
+def _namespace_of(conf: Mapping[str, str]) -> str:
+    """Where Spark makes its pods."""
+    return conf.get("spark.kubernetes.namespace", "default")
+
+
+def read_template(path: str | None) -> dict[str, Any]:
+    """The pod of a pod template file. Raises InvalidJobError if there is none in it."""
+    if path is None:
+        return {}
+    yaml: Any = importlib.import_module("yaml")
+    try:
+        with open(path) as file:
+            found = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InvalidJobError(f"the pod template {path!r} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidJobError(f"the pod template {path!r} holds no pod: give metadata and spec of one, as YAML")
+    return found
+
+
+def _kubernetes() -> Any:
+    return importlib.import_module("kubernetes")
 
 
 def _connect(master: str, conf: Mapping[str, str]) -> Any:
     """The API server of a master, as Spark itself would reach it."""
-    kubernetes: Any = importlib.import_module("kubernetes")
+    kubernetes = _kubernetes()
     settings = kubernetes.client.Configuration()
     config = kubernetes.config
     try:
@@ -111,7 +173,7 @@ def _connect(master: str, conf: Mapping[str, str]) -> Any:
             token = file.read().strip()
     if token:
         settings.api_key = {"authorization": f"Bearer {token}"}
-    return kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(settings))
+    return kubernetes.client.ApiClient(settings)
 
 
 def _reason(error: Exception) -> str:

@@ -11,15 +11,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.engines.spark import deploy
+from rankzero.engines.spark import deploy, kubernetes_job
 from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
 from rankzero.engines.spark.deploy import CODE, PRIVATE, PROGRAM, Deployment, Submitted
 from rankzero.engines.spark.engine import SparkEngine
 from rankzero.engines.spark.jvm import find_java
+from rankzero.engines.spark.kubernetes_job import JobOf
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLUSTER = "cluster"
+CLUSTER, JOB = "cluster", "job"
 
 SUBMIT_TIMEOUT = 180.0
 """Seconds for ``spark-submit`` to deliver a driver to its cluster: a JVM, an upload."""
@@ -53,7 +55,9 @@ class SparkSubmitEngine(SparkEngine):
         master: ``spark://host:port``, ``yarn`` or ``k8s://...``.
         conf: Spark configuration. What may hold credentials travels apart from the rest: see docs/clusters.md.
         session: Must be None: the session is the driver's.
-        deploy_mode: ``"cluster"``. With the driver beside the caller: `SparkEngine`.
+        deploy_mode: ``"cluster"``: `spark-submit` brings the driver there. ``"job"``: a Kubernetes Job, which needs no
+            Java here, and starts another pod if one is lost: the run goes on from its last checkpoint, as often as
+            ``max_restarts`` says. With the driver beside the caller: `SparkEngine`.
 
     Raises:
         InvalidJobError: another master, another mode, or conf that is not strings.
@@ -68,10 +72,10 @@ class SparkSubmitEngine(SparkEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.deploy_mode != CLUSTER:
+        if self.deploy_mode not in (CLUSTER, JOB):
             raise InvalidJobError(
-                f"deploy_mode is {self.deploy_mode!r}; it must be {CLUSTER!r}. SparkEngine(master=...) has its driver "
-                "beside the caller"
+                f"deploy_mode is {self.deploy_mode!r}; it must be {CLUSTER!r} or {JOB!r}. SparkEngine(master=...) has "
+                "its driver beside the caller"
             )
         if self.session is not None:
             raise InvalidJobError("a driver in the cluster has a session of its own: give master= and conf=")
@@ -79,6 +83,8 @@ class SparkSubmitEngine(SparkEngine):
             raise InvalidJobError(
                 f"master {self.master!r} is no cluster that could run a driver: use spark://host:port, yarn or k8s://..."
             )
+        if self.deploy_mode == JOB and not is_kubernetes(self.master):
+            raise InvalidJobError(f"deploy_mode {JOB!r} is for masters k8s://...; {self.master!r} has no Jobs")
 
     @property
     def drives_elsewhere(self) -> bool:
@@ -103,6 +109,9 @@ class SparkSubmitEngine(SparkEngine):
                 raise InvalidJobError(
                     "conf has no spark.kubernetes.container.image: name an image with Spark and torch"
                 )
+            if self.deploy_mode == JOB:
+                self._manifest("", Submitted("", 0, job.name), job)
+                self._files_of_job()
 
     def check_store(self, root: str) -> None:
         """Refuses a store that the cluster cannot see."""
@@ -118,9 +127,13 @@ class SparkSubmitEngine(SparkEngine):
         """Submits the driver; returns when the cluster has accepted it, some ten seconds."""
         job, master = run.job(), self.master or ""
         what = Submitted(run.directory, job.submission, f"rankzero {job.name}")
-        word = deploy.pack({**private, "token": run.token()})
         files = {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}
         bound = min(SUBMIT_TIMEOUT, job.start_timeout)
+        private = {**private, "token": run.token()}
+        if self.deploy_mode == JOB:
+            self._start_job(run, what, files, private)
+            return
+        word = deploy.pack(private)
         if is_kubernetes(master):
             from rankzero.engines.spark import kubernetes
 
@@ -135,12 +148,45 @@ class SparkSubmitEngine(SparkEngine):
             deployment = deploy.deployment(master, self._settings(), what, directory, word)
             self._spark_submit(run, what, deployment, bound)
 
+    @property
+    def _needs_java(self) -> bool:
+        return self.deploy_mode != JOB
+
     def _settings(self) -> dict[str, str]:
         return {**spark_defaults(), **self.conf}
 
+    def _start_job(
+        self, run: RunDirectory, what: Submitted, files: Mapping[str, bytes], private: Mapping[str, Any]
+    ) -> None:
+        from rankzero.engines.spark import kubernetes
+
+        job, settings = run.job(), self._settings()
+        name = kubernetes.name_of(job.run_id)
+        conf = {**private["engine"]["conf"], **kubernetes_job.inside(settings)}
+        word = deploy.pack({**private, "engine": {**private["engine"], "conf": conf}})
+        secret = kubernetes.Secret(self.master or "", settings, name)
+        with secret.created({**files, PRIVATE: word.encode(), **self._files_of_job()}):
+            secret.leave_to_job(self._manifest(name, what, job), kubernetes_job.earlier(what))
+
+    def _manifest(self, name: str, what: Submitted, job: Job) -> dict[str, Any]:
+        from rankzero.engines.spark.kubernetes import read_template
+
+        template = read_template(self._settings().get(kubernetes_job.TEMPLATE))
+        return kubernetes_job.manifest(JobOf(name, what, job.max_restarts), self._settings(), template)
+
+    def _files_of_job(self) -> dict[str, bytes]:
+        """What spark-submit would take along: settings, and the pod template of executors."""
+        settings, files = self._settings(), {}
+        if path := settings.get(kubernetes_job.EXECUTOR_TEMPLATE):
+            try:
+                files[kubernetes_job.EXECUTORS] = Path(path).read_bytes()
+            except OSError as error:
+                raise InvalidJobError(f"the pod template of executors cannot be read: {error}") from error
+        return {**files, kubernetes_job.PROPERTIES: _lines(kubernetes_job.properties(settings)).encode()}
+
     def _spark_submit(self, run: RunDirectory, what: Submitted, deployment: Deployment, bound: float) -> None:
         with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(run) as log:
-            properties.writelines(f"{name} {_escaped(value)}\n" for name, value in deployment.conf.items())
+            properties.write(_lines(deployment.conf))
             properties.flush()
             command = [*_submit_command(bare=deployment.bare), "--master", self.master or "", "--deploy-mode", CLUSTER]
             command += ["--name", what.name, "--properties-file", properties.name, *deployment.arguments]
@@ -201,6 +247,11 @@ def _log_of(run: RunDirectory) -> IO[bytes]:
     if run.is_remote:
         return tempfile.TemporaryFile()
     return open(run.path("driver.log"), "a+b")
+
+
+def _lines(conf: Mapping[str, str]) -> str:
+    """A file of properties."""
+    return "".join(f"{name} {_escaped(value)}\n" for name, value in conf.items())
 
 
 def _escaped(value: str) -> str:

@@ -1,0 +1,60 @@
+"""Where the page *Trainings* of Airflow's web server is. What it shows is in `pages_app`, which that server loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from airflow_rankzero import config
+from airflow_rankzero._compat import conf
+from rankzero import store
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+PREFIX = "/rankzero"
+"""Where the pages are, below the address of Airflow."""
+
+ROUTE = "trainings"
+"""Where Airflow's navigation shows them."""
+
+
+def address_of(directory: str) -> str | None:
+    """Where a web browser finds the report of a run among these pages.
+
+    Args:
+        directory: Path or URL of the run directory.
+
+    Returns:
+        None for a run of another store, and where ``[api] base_url`` is not set.
+    """
+    root, _, name = store.normalize(directory).rpartition("/")
+    base = _base_url()
+    if not base or root != store.normalize(config.store_or_default()):
+        return None
+    return f"{base}{PREFIX}/runs/{quote(name)}"
+
+
+def external_views() -> list[dict[str, Any]]:
+    """What Airflow's navigation is given."""
+    href = f"{urlsplit(_base_url()).path}{PREFIX}/"
+    return [{"name": "Trainings", "href": href, "destination": "nav", "category": "browse", "url_route": ROUTE}]
+
+
+def _base_url() -> str:
+    return str(conf.get("api", "base_url", fallback="") or "").rstrip("/")
+
+
+class LazyApp:
+    """The ASGI application, made with the first request: a plugin is loaded in every task's process, too."""
+
+    def __init__(self) -> None:
+        self._app: Callable[..., Awaitable[None]] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers one request."""
+        if self._app is None:
+            from airflow_rankzero.pages_app import app
+
+            self._app = app
+        await self._app(scope, receive, send)

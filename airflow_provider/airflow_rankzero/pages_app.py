@@ -1,0 +1,55 @@
+"""The page *Trainings*: the runs of the configured store, and the report of each. Read only.
+
+Airflow's own login guards it: who is not logged in gets nothing, and others see the runs of the DAGs whose task logs
+they may read. A run that belongs to no DAG is for those who may read the logs of all.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from airflow.api_fastapi.app import get_auth_manager
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+from airflow.api_fastapi.core_api.security import get_user
+from airflow.models.dag import DagModel
+from fastapi import Depends, FastAPI, Request, Response
+
+from airflow_rankzero import config
+from rankzero import store
+from rankzero.job import Job
+from rankzero.report import pages
+
+app = FastAPI(title="rankzero", openapi_url=None)
+
+
+# No coroutine: it reads a store and asks a database, in a thread of FastAPI's.
+@app.get("/{path:path}", response_model=None)
+def show(request: Request, path: str, user: Annotated[Any, Depends(get_user)]) -> Response:
+    """Answers one request of somebody who is logged in."""
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
+    location = store.normalize(config.store_or_default())
+    code, kind, text = pages.answer(location, f"/{path}", query, _Access(user).may_see)
+    return Response(text.encode("utf-8", "replace"), code, dict(pages.HEADERS), f"{kind}; charset=utf-8")
+
+
+class _Access:
+    """Which runs a user may see."""
+
+    def __init__(self, user: Any) -> None:
+        self._user = user
+        self._known: dict[str | None, bool] = {}
+
+    def may_see(self, job: Job) -> bool:
+        dag_id = job.labels.get("dag_id")
+        if dag_id not in self._known:
+            self._known[dag_id] = self._may_read_logs(dag_id)
+        return self._known[dag_id]
+
+    def _may_read_logs(self, dag_id: str | None) -> bool:
+        details = DagDetails(id=dag_id)
+        # Airflow 3.2 and later.
+        if dag_id is not None and hasattr(DagModel, "get_team_name"):
+            details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
+        return get_auth_manager().is_authorized_dag(
+            method="GET", access_entity=DagAccessEntity.TASK_LOGS, details=details, user=self._user
+        )

@@ -1,0 +1,122 @@
+"""What a run has used, GPU-hours or core-hours, and about what that costs by the prices of its submitter.
+
+A rank counts from the moment its attempt is launched until that has ended: for so long its place is nobody else's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.errors import InvalidJobError
+from rankzero.job import Job
+from rankzero.run.directory import RunStatus
+
+PRICES_VARIABLE = "RANKZERO_PRICES"
+"""What an hour costs, for example ``gpu=2.49,core=0.04,currency=EUR``."""
+
+_HOUR = 3600.0
+_CENTS = 0.1
+"""Below this two digits after the point tell nothing."""
+_NUMBERS = ("gpu", "core")
+_CURRENCY = "currency"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a run has used until now.
+
+    Attributes:
+        hours: Of GPUs, or of cores where it has none.
+        resource: ``"gpu"`` or ``"core"``. A rank without ``cpus_per_process`` counts as one core.
+        cost: By the submitter's prices; None where they have none for this.
+        currency: Of the cost; may be empty.
+    """
+
+    hours: float
+    resource: str
+    cost: float | None = None
+    currency: str = ""
+
+    def __str__(self) -> str:
+        """``3.20 GPU-hours, about 7.97 EUR``."""
+        return f"{self.amount}ours{self.price and f', about {self.price}'}"
+
+    @property
+    def amount(self) -> str:
+        """``3.20 GPU-h``."""
+        return f"{_few_digits(self.hours)} {'GPU' if self.resource == 'gpu' else 'core'}-h"
+
+    @property
+    def price(self) -> str:
+        """``7.97 EUR``; empty without a price."""
+        if self.cost is None:
+            return ""
+        return f"{_few_digits(self.cost)} {self.currency}".rstrip()
+
+
+def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
+    """What the last submission of a run has used; None before it had a place.
+
+    Args:
+        job: What was asked for.
+        status: Its state.
+        now: Unix time.
+    """
+    seconds = status.held_seconds
+    if status.held_since is not None:
+        # Of a driver that has died nobody knows more than its last heartbeat.
+        until = (status.ended or status.heartbeat) if status.final else now
+        seconds += (status.world_size or job.num_processes) * max(0.0, until - status.held_since)
+    if not seconds:
+        return None
+    resource = "gpu" if job.use_gpu else "core"
+    hours = seconds / _HOUR * (1 if job.use_gpu else job.cpus_per_process or 1)
+    price = job.prices.get(resource)
+    return Usage(hours, resource, None if price is None else hours * price, str(job.prices.get(_CURRENCY, "")))
+
+
+def prices_from_environment() -> dict[str, Any]:
+    """The prices in `PRICES_VARIABLE`. Raises InvalidJobError as `read_prices`."""
+    return read_prices(os.environ.get(PRICES_VARIABLE, ""))
+
+
+def read_prices(text: str) -> dict[str, Any]:
+    """Prices of an hour, from text.
+
+    Args:
+        text: ``NAME=VALUE``, separated by commas: numbers for ``gpu`` and ``core``, any word for ``currency``.
+
+    Raises:
+        InvalidJobError: it says something else.
+
+    Example:
+        >>> read_prices("gpu=2.49, core=0.04, currency=EUR")
+        {'gpu': 2.49, 'core': 0.04, 'currency': 'EUR'}
+    """
+    prices: dict[str, Any] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if name in _NUMBERS and (number := _positive(value)) is not None:
+            prices[name] = number
+        elif name == _CURRENCY and value:
+            prices[name] = value
+        else:
+            raise InvalidJobError(
+                f"{PRICES_VARIABLE} has {pair!r}; give what an hour costs, such as gpu=2.49,core=0.04,currency=EUR"
+            )
+    return prices
+
+
+def _few_digits(number: float) -> str:
+    return f"{number:.2f}" if number >= _CENTS or not number else f"{number:.2g}"
+
+
+def _positive(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None

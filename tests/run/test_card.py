@@ -1,0 +1,106 @@
+"""How far a run is, what it has used, and the card that a notebook shows of it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher, RunHandle
+from rankzero.run import card, cost
+from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.progress import Progress, RankProgress
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def train(steps: int) -> None:
+    import rankzero.train as rt
+
+    rank = rt.get_context().rank
+    for step in range(1, steps + 1 - rank):
+        rt.report({"step": step, "total_steps": 10, "loss": 1 / step, HOSTILE: 1.0})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[None]:
+    """Two ranks, of which rank 1 has done a step less."""
+    store = tmp_path_factory.mktemp("card")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(cost.PRICES_VARIABLE, "core=36000, currency=EUR")
+        Launcher(2, store=store, run_id="priced").run(train, 8)
+    return RunHandle.attach(store / "priced")
+
+
+def test_progress_is_that_of_each_rank_and_the_slowest_decides(run: RunHandle[None]) -> None:
+    progress = Progress(run)
+    progress.read(run.status())
+    assert {rank: found.done for rank, found in progress.ranks.items()} == {0: 8, 1: 7}
+    assert (progress.unit, progress.total, progress.slowest) == ("steps", 10, 1)
+    rate = progress.ranks[1].rate
+    assert rate
+    assert progress.seconds_left == pytest.approx(3 / rate)
+    # What was read once is not counted again.
+    progress.read(run.status())
+    assert [row["report"] for row in progress.rows] == list(range(1, 9))
+
+
+def test_nothing_of_a_run_is_markup_in_its_card(run: RunHandle[None]) -> None:
+    error = {"type": HOSTILE, "message": HOSTILE}
+    failed = card.Facts(HOSTILE, HOSTILE, "2", HOSTILE, RunStatus(state="failed", error=error), 0.0, used=HOSTILE)
+    for shown in (run._repr_html_(), card.render(failed)):
+        assert shown is not None
+        assert "alert(1)" in shown
+        assert set(re.findall(r"</?([a-z]+)", shown)) <= {"div", "b", "span", "svg", "polyline", "pre"}
+        assert not re.search(r"<[^>]*\son\w+=", shown)
+
+
+def test_what_a_run_used_is_counted_from_launch_to_end(run: RunHandle[None]) -> None:
+    status, job = run.status(), RunDirectory(run.directory).job()
+    assert status.held_since is None
+    assert status.started is not None
+    assert status.ended is not None
+    # Both ranks, from before the interpreter until they have ended.
+    assert 2 * (status.ended - status.started) <= status.held_seconds <= 2 * (status.ended - job.created)
+    used = cost.usage(job, status, status.ended)
+    assert used is not None
+    assert used.cost == pytest.approx(10 * status.held_seconds)
+    assert str(used).endswith(" EUR")
+    assert "core-hours, about" in str(used)
+
+
+def test_a_run_that_lives_is_charged_until_now(run: RunHandle[None]) -> None:
+    job = replace(RunDirectory(run.directory).job(), use_gpu=True, prices={"gpu": 2.0})
+    living = RunStatus(state="running", held_seconds=3600.0, held_since=1000.0, heartbeat=2800.0)
+    used = cost.usage(job, living, 4600.0)
+    assert used is not None
+    assert (used.hours, used.resource, used.cost) == (3.0, "gpu", 6.0)
+    # Its driver has died: nobody knows of more than the last heartbeat.
+    dead = cost.usage(job, replace(living, state="failed"), 99999.0)
+    assert dead is not None
+    assert dead.hours == 2.0
+    assert cost.usage(job, RunStatus(), 4600.0) is None
+
+
+@pytest.mark.parametrize("text", ["gpu", "gpu=cheap", "tpu=3", "gpu=-1", "currency="])
+def test_prices_that_say_something_else_are_refused_before_a_start(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cost.PRICES_VARIABLE, text)
+    with pytest.raises(InvalidJobError, match=re.escape(repr(text))):
+        Launcher(1, store=tmp_path).run(print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_ranks_the_slowest_and_the_fastest_are_named() -> None:
+    ranks = {rank: RankProgress(100 - rank % 7, 2.0) for rank in range(64)}
+    assert card.describe_ranks(ranks) == "94 (rank 6) to 100 (rank 0)"
+    assert card.describe_ranks({0: ranks[0], 1: ranks[1]}) == "0: 100, 1: 99"
+
+
+def test_a_long_error_keeps_its_first_lines_and_its_last() -> None:
+    error = {"type": "WorkerFailedError", "message": "\n".join(f"line {number}." for number in range(500))}
+    shown = card.render(card.Facts("a", "train", "2", "/runs/a", RunStatus(state="failed", error=error), 0.0))
+    assert "line 0." in shown
+    assert "line 499." in shown
+    assert "line 250." not in shown
