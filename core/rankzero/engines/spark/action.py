@@ -18,6 +18,8 @@ PROGRESS_INTERVAL = 10.0
 
 _LOOK = 0.1
 
+_FULL = ("No space left on device", "Disk quota exceeded")
+
 
 def context_of(frame: Any) -> Any:
     """The SparkContext of a DataFrame; None of Spark Connect's, which has none."""
@@ -88,6 +90,8 @@ def _explained(error: BaseException, where: str) -> Exception:
             f"Spark's executors do not see the store that {where} was to be written to, or may not write there: "
             f"give a store that they and this process see: {first_lines(text)}"
         )
+    if full := next((line.strip() for line in text.splitlines() if any(word in line for word in _FULL)), None):
+        return EngineError(f"there is no room where Spark writes {where}, or on its local disks: {full}")
     return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
 
 
