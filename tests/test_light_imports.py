@@ -17,6 +17,11 @@ def test_import_rankzero_loads_nothing_heavy() -> None:
     assert loaded_after("import rankzero").isdisjoint(HEAVY)
 
 
+def test_trackers_load_their_libraries_when_they_are_used() -> None:
+    loaded = loaded_after("from rankzero.tracking import *")
+    assert loaded.isdisjoint({*HEAVY, "mlflow", "tensorboard", "opentelemetry", "wandb"})
+
+
 def test_every_public_name_is_there() -> None:
     import rankzero
 

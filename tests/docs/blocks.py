@@ -27,7 +27,7 @@ CODE = {"python", "console", "bash", "yaml", "ini", "dockerfile"}
 NOT_RUN = {
     "a cluster": 3,
     "an installation": 4,
-    "a server": 1,
+    "a server": 2,
     "Optuna": 1,
 }
 """How many blocks are not run, and what they would need."""

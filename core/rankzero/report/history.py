@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankzero.report.series import MAX_POINTS, Curve, budget
-from rankzero.run.reports import PROGRESS, OfTraining, is_number, throughput
+from rankzero.run.reports import PROGRESS, STEP_NAMES, OfTraining, is_number, throughput
 
 MAX_METRICS = 60
 """Curves that a report draws; the names of the others are listed."""
@@ -28,9 +28,6 @@ TEXT = 2_000
 
 SLOWER = 1.2
 """A rank that takes so many times as long between two reports as the median rank is named as the straggler."""
-
-STEP_NAMES = ("step", "global_step", "iteration", "epoch")
-"""Metrics that are steps: the first that was reported is a curve's other axis."""
 
 _MARKS = ("checkpoint", "failure", "restart", "waiting", "world", "left-out", "engine", "state")
 _USAGE = ("cpu", "memory", "received", "sent")

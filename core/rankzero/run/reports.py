@@ -15,6 +15,9 @@ KEPT_ROWS = 200
 PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
 """Metrics that count work done, and many of it: the first that was reported gives the throughput."""
 
+STEP_NAMES = ("step", "global_step", "iteration", "epoch")
+"""Metrics that are steps: the first that was reported is a curve's other axis."""
+
 TABLE_COLUMNS = 8
 CURVE_WIDTH = 40
 _BARS = "▁▂▃▄▅▆▇█"

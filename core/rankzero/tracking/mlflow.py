@@ -1,0 +1,168 @@
+"""`MLflow`: each training is a run there, which goes on when the training does."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rankzero.run.directory import RunDirectory
+from rankzero.tracking.rows import Rows
+from rankzero.tracking.tracker import Tracker, require
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from rankzero.run.directory import RunStatus
+    from rankzero.run.handle import RunHandle
+
+EXPERIMENT = "rankzero"
+
+MAX_PARAMS, MAX_METRICS = 100, 1000
+"""Most of them in one request of MLflow's."""
+
+MAX_TEXT = 4000
+"""Characters of a tag; the server takes 5,000 or more."""
+
+TRAINING = "rankzero.training"
+"""Tag by which a training that goes on is found."""
+
+DIRECTORY = "rankzero.directory"
+
+_STATES = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+_NO_NAME = re.compile(r"[^\w .:/-]")
+
+
+@dataclass(eq=False)
+class MLflow(Tracker):
+    """Makes each training a run of MLflow: its arguments as params, what ranks report as metrics, how it ended.
+
+    A training that is restarted, retried or resumed goes on in the same run of MLflow. Tags tell the run's id,
+    directory, attempt, world size, identity and code version, and its labels.
+
+    Attributes:
+        uri: Of the tracking server. None: ``$MLFLOW_TRACKING_URI`` where the run is driven, which also has what
+            MLflow needs to log in: ``$MLFLOW_TRACKING_TOKEN`` and the like.
+        experiment: Its name; made if there is none.
+        ranks: Whose reports; None for all. Those of another rank than 0 are named ``loss/rank-3``.
+        tags: More of them.
+
+    Example:
+        >>> from rankzero import Launcher
+        >>> launcher = Launcher(2, trackers=[MLflow("http://mlflow:5000", experiment="digits")])  # doctest: +SKIP
+    """
+
+    uri: str | None = None
+    experiment: str = EXPERIMENT
+    ranks: Collection[int] | None = (0,)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    is_idempotent = True
+
+    def check(self) -> None:
+        """Raises InvalidJobError if MLflow is not installed."""
+        require("mlflow", "mlflow", self)
+
+    def begin(self, run: RunHandle[Any]) -> None:
+        """Finds the run of this training, or makes it."""
+        from mlflow.entities import Param
+
+        self._client = client = client_of(self.uri)
+        experiment = experiment_of(client, self.experiment)
+        training = training_of(run.directory)
+        self._id = find_run(client, [experiment], TRAINING, training)
+        if self._id is None:
+            tags = {TRAINING: training, DIRECTORY: run.directory, **_tags_of(run), **self.tags}
+            made = client.create_run(experiment, int(run.created * 1000), _cut(tags), run_name=run.id)
+            self._id = made.info.run_id
+        else:
+            client.update_run(self._id, status="RUNNING")
+        params = [Param(_name(name), str(value)) for name, value in run.params.items()]
+        for some in _batches(params, MAX_PARAMS):
+            client.log_batch(self._id, params=some)
+        self._rows = Rows(self.ranks)
+
+    def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
+        """Logs what ranks reported, many reports in one request."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(_name(name if row.rank == 0 else f"{name}/rank-{row.rank}"), value, int(row.time * 1000), row.step)
+            for row in self._rows.of(events)
+            for name, value in row.metrics.items()
+        ]
+        for some in _batches(metrics, MAX_METRICS):
+            self._client.log_batch(self._id, metrics=some)
+        for event in events:
+            if event["type"] == "state" and event["state"] == "running":
+                self._tag({"rankzero.attempt": event["attempt"], "rankzero.world_size": run.world_size})
+
+    def end(self, run: RunHandle[Any], status: RunStatus) -> None:
+        """Ends the run, unless it goes on."""
+        if status.final:
+            if status.error:
+                self._tag({"rankzero.error": status.error.get("message", "")})
+            ended = None if status.ended is None else int(status.ended * 1000)
+            self._client.set_terminated(self._id, _STATES[status.state], ended)
+
+    def _tag(self, tags: Mapping[str, Any]) -> None:
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self._id, tags=[RunTag(name, value) for name, value in _cut(tags).items()])
+
+
+def client_of(uri: str | None) -> MlflowClient:
+    """A client of this tracking server, which also has the registry."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def experiment_of(client: MlflowClient, name: str) -> str:
+    """The id of an experiment, which is made if there is none."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:
+            # Another run has been faster.
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
+
+
+def find_run(client: MlflowClient, experiments: list[str], tag: str, value: str) -> str | None:
+    """The id of the newest run with this tag, or None."""
+    quoted = value.replace("'", "")
+    found = client.search_runs(experiments, f"tags.`{tag}` = '{quoted}'", max_results=1)
+    return str(found[0].info.run_id) if found else None
+
+
+def training_of(directory: str) -> str:
+    """What stands for the training that a run directory holds now: another one under its run id is another one."""
+    since = RunDirectory(directory).job().fresh_since
+    return hashlib.sha256(f"{directory}#{since}".encode()).hexdigest()[:32]
+
+
+def _tags_of(run: RunHandle[Any]) -> dict[str, Any]:
+    own = {"run_id": run.id, "identity": run.identity, "code_version": run.code_version}
+    known = {f"rankzero.{name}": value for name, value in own.items() if value}
+    return {**known, **run.labels}
+
+
+def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
+    return {_name(name): str(value)[:MAX_TEXT] for name, value in tags.items()}
+
+
+def _name(name: str) -> str:
+    """As MLflow takes it."""
+    return "/".join(part for part in _NO_NAME.sub("_", name).split("/") if part.strip(".")) or "_"
+
+
+def _batches(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[first : first + size] for first in range(0, len(items), size)]

@@ -1,0 +1,203 @@
+"""Results as versions of a model in MLflow's registry, and the gate that a new champion has to pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rankzero import store
+from rankzero.errors import InvalidJobError, ResultError
+from rankzero.tracking.mlflow import DIRECTORY, EXPERIMENT, client_of, experiment_of, find_run
+from rankzero.values.ref import ResultRef
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+CHAMPION = "champion"
+
+_FOLDER = "model"
+_REF = "result.json"
+_DIGEST = "rankzero.digest"
+_METRIC = "metric."
+_COPY_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A version of a registered model.
+
+    Attributes:
+        name: The model's.
+        version: Its number.
+        is_champion: True if the alias stands for it.
+        beaten: The metric of the version that had the alias before; None if none had it, or it has no such metric.
+    """
+
+    name: str
+    version: str
+    is_champion: bool
+    beaten: float | None = None
+
+
+def register_model(
+    ref: ResultRef,
+    name: str,
+    metrics: Mapping[str, float],
+    *,
+    metric: str,
+    mode: Literal["min", "max"] = "max",
+    alias: str = CHAMPION,
+    uri: str | None = None,
+) -> ModelVersion:
+    """Makes a result a version of a model in MLflow's registry, and its champion if it is better than the one there.
+
+    The file of the result is copied to MLflow's artifacts, so it outlives the run directory; below the run that
+    `MLflow` has made of the training, if there is one. The same result again, by a pipeline's retry, is no second
+    version. The comparison is not atomic: two that register at the same time may both find the old champion.
+
+    Args:
+        ref: The result.
+        name: Of the registered model; made if there is none.
+        metrics: What was measured of it, kept as tags ``metric.NAME``.
+        metric: The name of the one that decides.
+        mode: ``"max"`` or ``"min"``: whether more or less of it is better.
+        alias: The champion's.
+        uri: Of the tracking server; None: ``$MLFLOW_TRACKING_URI``.
+
+    Returns:
+        The version, and whether it has the alias now. It gets it if no version has it, if that one has no such metric,
+        or if this one is better; ``nan`` never is.
+
+    Raises:
+        InvalidJobError: ``metrics`` lacks the metric that decides.
+        ResultError: the result does not exist.
+        mlflow.exceptions.MlflowException: the server's.
+
+    Example:
+        >>> made = register_model(ref, "digits", {"accuracy": 0.97}, metric="accuracy")  # doctest: +SKIP
+        >>> made.is_champion  # doctest: +SKIP
+        True
+    """
+    if metric not in metrics:
+        raise InvalidJobError(
+            f"metric is {metric!r}, and metrics has {', '.join(metrics) or 'none'}: give what decides"
+        )
+    if mode not in ("min", "max"):
+        raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
+    client = client_of(uri)
+    version = _version_of(client, name, ref) or _make_version(client, name, ref, metrics)
+    champion = _champion(client, name, alias)
+    if champion is not None and str(champion.version) == version:
+        return ModelVersion(name, version, True)
+    before = float(champion.tags.get(f"{_METRIC}{metric}", "nan")) if champion else math.nan
+    wins = _is_better(float(metrics[metric]), before, mode)
+    if wins:
+        client.set_registered_model_alias(name, alias, version)
+    return ModelVersion(name, version, wins, None if math.isnan(before) else before)
+
+
+def load_model(name: str, alias: str = CHAMPION, *, uri: str | None = None) -> Any:
+    """The value of the version that has the alias: what `ResultRef.load` of the registered result gives.
+
+    What is no plain value or dict of tensors is unpickled, and may run code of whoever registered it.
+
+    Args:
+        name: Of the registered model.
+        alias: Which version.
+        uri: Of the tracking server; None: ``$MLFLOW_TRACKING_URI``.
+
+    Raises:
+        ResultError: the version was not made by `register_model`, or its file was changed.
+        mlflow.exceptions.MlflowException: there is no such model or alias.
+
+    Example:
+        >>> weights = load_model("digits")  # doctest: +SKIP
+    """
+    client = client_of(uri)
+    version = client.get_model_version_by_alias(name, alias)
+    if _DIGEST not in version.tags:
+        raise ResultError(f"version {version.version} of {name} was not made by register_model")
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as scratch:
+        folder = client.download_artifacts(version.run_id, _folder(version.tags[_DIGEST]), scratch)
+        with open(os.path.join(folder, _REF)) as file:
+            ref = ResultRef.from_json(json.load(file))
+        if ref.digest != version.tags[_DIGEST]:
+            raise ResultError(f"version {version.version} of {name} is not the result that was registered")
+        return ref.load_from(os.path.join(folder, _file(ref)))
+
+
+def _champion(client: MlflowClient, name: str, alias: str) -> Any:
+    """The version that has the alias; None if none has."""
+    aliases = client.get_registered_model(name).aliases
+    return client.get_model_version(name, aliases[alias]) if alias in aliases else None
+
+
+def _is_better(value: float, before: float, mode: str) -> bool:
+    if math.isnan(value) or math.isnan(before):
+        return not math.isnan(value)
+    return value > before if mode == "max" else value < before
+
+
+def _version_of(client: MlflowClient, name: str, ref: ResultRef) -> str | None:
+    """The version that this result is already."""
+    quoted = name.replace("'", "")
+    found = client.search_model_versions(f"name = '{quoted}' and tags.`{_DIGEST}` = '{ref.digest}'", max_results=1)
+    return str(found[0].version) if found else None
+
+
+def _make_version(client: MlflowClient, name: str, ref: ResultRef, metrics: Mapping[str, float]) -> str:
+    from mlflow.exceptions import MlflowException
+
+    run = _run_of(client, ref)
+    folder = _folder(ref.digest)
+    _copy(client, run, folder, ref)
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    tags = {_DIGEST: ref.digest, "rankzero.uri": ref.uri, "rankzero.format": ref.format}
+    tags |= {f"{_METRIC}{key}": repr(float(value)) for key, value in metrics.items()}
+    source = f"{client.get_run(run).info.artifact_uri}/{folder}"
+    return str(client.create_model_version(name, source, run, tags).version)
+
+
+def _run_of(client: MlflowClient, ref: ResultRef) -> str:
+    """The run of the training that has made the result; one of its own if that was not tracked."""
+    # RUN_DIRECTORY/result/FILE
+    directory = ref.uri.rsplit("/", 2)[0]
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    if found := find_run(client, experiments, DIRECTORY, directory):
+        return found
+    made = client.create_run(experiment_of(client, EXPERIMENT), tags={DIRECTORY: directory})
+    client.set_terminated(made.info.run_id)
+    return str(made.info.run_id)
+
+
+def _copy(client: MlflowClient, run: str, folder: str, ref: ResultRef) -> None:
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as scratch:
+        path = os.path.join(scratch, _file(ref))
+        try:
+            with store.open_read(ref.uri) as source, open(path, "wb") as target:
+                shutil.copyfileobj(source, target, _COPY_CHUNK)
+        except FileNotFoundError:
+            raise ResultError(f"the result {ref.uri} does not exist; was its run directory deleted?") from None
+        client.log_artifact(run, path, folder)
+        path = os.path.join(scratch, _REF)
+        with open(path, "w") as file:
+            json.dump(ref.to_json(), file)
+        client.log_artifact(run, path, folder)
+
+
+def _folder(digest: str) -> str:
+    return f"{_FOLDER}-{digest.rpartition(':')[2][:16]}"
+
+
+def _file(ref: ResultRef) -> str:
+    return f"value.{ref.format}"

@@ -1,0 +1,54 @@
+"""`Rows`: what ranks reported, as metrics at a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankzero.run.reports import STEP_NAMES, is_number
+
+
+@dataclass(frozen=True)
+class Row:
+    """One report of a rank.
+
+    Attributes:
+        rank: Whose.
+        step: The first of ``step``, ``global_step``, ``iteration``, ``epoch`` that it has, else its number.
+        time: Unix time.
+        metrics: Its numbers without the steps, ``nan`` and ``inf`` among them.
+    """
+
+    rank: int
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+class Rows:
+    """Counts reports, for those that have no step.
+
+    Args:
+        ranks: Whose reports; None for all.
+    """
+
+    def __init__(self, ranks: Collection[int] | None) -> None:
+        self._ranks = ranks
+        self._reports: Counter[int] = Counter()
+
+    def of(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+        """The reports among the next events."""
+        for event in events:
+            if event["type"] != "metric" or (self._ranks is not None and event["rank"] not in self._ranks):
+                continue
+            rank, found = event["rank"], event["metrics"]
+            self._reports[rank] += 1
+            step = next((found[name] for name in STEP_NAMES if is_number(found.get(name))), self._reports[rank])
+            metrics = {
+                name: float(value)
+                for name, value in found.items()
+                if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in STEP_NAMES
+            }
+            yield Row(rank, int(step), event["time"], metrics)

@@ -1,0 +1,84 @@
+"""`WandB`: each training is a run of Weights & Biases, written offline into the run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rankzero import store
+from rankzero.run.directory import RunDirectory
+from rankzero.tracking.folder import Folder
+from rankzero.tracking.rows import Rows
+from rankzero.tracking.tracker import Tracker, require
+
+if TYPE_CHECKING:
+    from rankzero.run.directory import RunStatus
+    from rankzero.run.handle import RunHandle
+
+FOLDER = "wandb"
+
+
+@dataclass(eq=False)
+class WandB(Tracker):
+    """Writes an offline run of Weights & Biases into the folder ``wandb`` of the run directory.
+
+    ``wandb sync RUN_DIRECTORY/wandb/offline-run-*`` brings it to a server; nothing else leaves the host. The config has
+    the arguments. A training that is resumed is written again from its beginning, under the same id.
+
+    Attributes:
+        project: Its name.
+        ranks: Whose reports; None for all. Those of another rank than 0 are named ``loss/rank-3``.
+
+    Example:
+        >>> from rankzero import Launcher
+        >>> launcher = Launcher(2, trackers=[WandB("digits")])
+    """
+
+    project: str = "rankzero"
+    ranks: Collection[int] | None = (0,)
+
+    # What is there is written anew when the training is resumed.
+    is_idempotent = True
+
+    def check(self) -> None:
+        """Raises InvalidJobError if wandb is not installed."""
+        require("wandb", "wandb", self)
+
+    def begin(self, run: RunHandle[Any]) -> None:
+        """Begins anew."""
+        import wandb
+
+        job = RunDirectory(run.directory).job()
+        self._folder = Folder(store.join(run.directory, FOLDER))
+        self._rows = Rows(self.ranks)
+        self._run = wandb.init(
+            project=self.project,
+            id=hashlib.sha256(f"{run.directory}#{job.fresh_since}".encode()).hexdigest()[:16],
+            name=run.id,
+            config=run.params,
+            tags=[f"{name}:{value}"[:64] for name, value in run.labels.items()],
+            # It makes a folder of that name itself.
+            dir=os.path.dirname(self._folder.path),
+            mode="offline",
+            reinit="create_new",
+            # Of the ranks' output and host the run directory knows more than this process.
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
+        """Writes what ranks reported."""
+        for row in self._rows.of(events):
+            named = {name if row.rank == 0 else f"{name}/rank-{row.rank}": value for name, value in row.metrics.items()}
+            self._run.log({**named, "step": row.step, "_timestamp": row.time})
+        self._folder.upload()
+
+    def end(self, run: RunHandle[Any], status: RunStatus) -> None:
+        """Closes the files."""
+        try:
+            self._run.finish(exit_code=0 if status.state == "succeeded" else 1)
+        finally:
+            self._folder.close()

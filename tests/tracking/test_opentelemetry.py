@@ -1,0 +1,107 @@
+"""OpenTelemetry: what arrives at a receiver that speaks OTLP over HTTP, by OpenTelemetry's own messages."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from rankzero import InvalidJobError, Launcher
+from rankzero.tracking import OpenTelemetry
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+
+
+class Receiver(ThreadingHTTPServer):
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.spans: list[Any] = []
+        self.metrics: dict[str, Any] = {}
+        self.logins: set[str | None] = set()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        self.server.logins.add(self.headers.get("x-team"))
+        if self.path == "/v1/traces":
+            for found in ExportTraceServiceRequest.FromString(body).resource_spans:
+                self.server.spans += [span for scope in found.scope_spans for span in scope.spans]
+        elif self.path == "/v1/metrics":
+            for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+                for scope in of_resource.scope_metrics:
+                    self.server.metrics |= {metric.name: metric for metric in scope.metrics}
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in of.attributes}
+
+
+def test_a_trace_and_metrics_of_a_restarted_run(
+    receiver: Receiver, tmp_path: Path, training: Callable[..., Any]
+) -> None:
+    tracker = OpenTelemetry(receiver.url, headers={"x-team": "vision"})
+    launcher = Launcher(2, store=tmp_path, run_id="one", max_restarts=1, trackers=[tracker], labels={"dag": "digits"})
+    launcher.run(training, 0.5)
+    assert receiver.logins == {"vision"}
+    spans = {span.name: span for span in receiver.spans}
+    assert set(spans) == {"run train", "attempt 0", "attempt 1"}
+    run, killed, succeeded = spans["run train"], spans["attempt 0"], spans["attempt 1"]
+    assert attributes(run)["rankzero.run_id"] == "one"
+    assert attributes(run)["rankzero.label.dag"] == "digits"
+    assert killed.parent_span_id == succeeded.parent_span_id == run.span_id
+    assert killed.trace_id == run.trace_id
+    assert attributes(killed)["rankzero.outcome"] == "killed"
+    assert killed.status.code == 2
+    assert "rank 1" in killed.status.message
+    assert (succeeded.status.code, run.status.code) == (0, 0)
+    assert run.start_time_unix_nano <= killed.start_time_unix_nano < killed.end_time_unix_nano
+    assert killed.end_time_unix_nano <= succeeded.start_time_unix_nano < run.end_time_unix_nano
+    assert {"failure", "restart"} <= {event.name for event in run.events}
+    ended = receiver.metrics["rankzero.attempts.ended"].sum.data_points
+    assert {attributes(point)["outcome"]: point.as_int for point in ended} == {"killed": 1, "succeeded": 1}
+    assert receiver.metrics["rankzero.attempts"].sum.data_points[0].as_int == 2
+    assert attributes(receiver.metrics["rankzero.runs.ended"].sum.data_points[0]) == {"state": "succeeded"}
+    assert receiver.metrics["rankzero.start.duration"].histogram.data_points[0].count == 2
+    hours = receiver.metrics["rankzero.rank.hours"].sum.data_points[0].as_double
+    seconds = sum(span.end_time_unix_nano - span.start_time_unix_nano for span in (killed, succeeded)) / 1e9
+    assert 0 < hours * 3600 < 2 * seconds
+    assert "rankzero.gpu.hours" not in receiver.metrics, "there was none"
+
+
+def test_without_the_exporter_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(InvalidJobError, match="pip install 'rankzero.opentelemetry.'"):
+        OpenTelemetry().check()

@@ -1,0 +1,39 @@
+"""Arguments as people see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rankzero.submit.params import MAX_PARAMS, MAX_TEXT, params_of
+
+
+def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...
+
+
+def test_a_functions_arguments_by_name_with_defaults() -> None:
+    found = params_of(train, (0.1, 8, 16), {"model": {"depth": 2, "head": {"kind": "mlp"}}, "seed": 1}, {})
+    assert found == {"lr": 0.1, "layers.0": 8, "layers.1": 16, "model.depth": 2, "model.head.kind": "mlp", "seed": 1}
+    assert params_of(train, (0.1,), {}, {}) == {"lr": 0.1, "model": None}
+    assert params_of(train, (), {"lr": object(), "sizes": [1, 2]}, {}) == {
+        "lr": "object",
+        "model": None,
+        "sizes": "[1, 2]",
+    }
+    assert params_of(print, ("a",), {}, {})["args.0"] == "a"
+
+
+def test_a_command_line() -> None:
+    line = ("--lr", 0.1, "--size=3", "--fast", "--out", "there", "more")
+    assert params_of(Path(__file__), line, {}, {}) == {
+        "lr": "0.1", "size": "3", "fast": True, "out": "there", "args.0": "more",
+    }  # fmt: skip
+
+
+def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
+    given = {"api_key": "geheim-1", "url": "http://geheim-2@host", "text": "x" * 9999}
+    found = params_of(train, (1,), {**given, **{f"p{n}": n for n in range(999)}}, {"MY_TOKEN": "geheim-2"})
+    assert found["api_key"] == "***"
+    assert found["url"] == "http://***@host"
+    assert len(found["text"]) == MAX_TEXT
+    assert len(found) == MAX_PARAMS
