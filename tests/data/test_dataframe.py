@@ -4,6 +4,7 @@ import glob
 import itertools
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +244,25 @@ def test_an_interrupt_while_spark_computes_leaves_nothing(session: Any, tmp_path
     tracker = session.sparkContext.statusTracker()
     until(lambda: not tracker.getActiveStageIds(), 10, "the end of Spark's stage")
     until(lambda: "rankzero-data" not in {thread.name for thread in threading.enumerate()}, 30, "the end of the thread")
+
+
+def test_what_spark_begins_after_the_interrupt_ends_as_well(session: Any) -> None:
+    interrupted = threading.Event()
+
+    def begin_late() -> None:
+        # Planning a query takes its time.
+        interrupted.wait(30)
+        time.sleep(0.5)
+        session.sparkContext.parallelize(range(2), 2).foreach(lambda _: time.sleep(600))
+
+    def check() -> None:
+        interrupted.set()
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        action.action(begin_late, session.range(1), "it", say, check)
+    until(lambda: "rankzero-data" not in {thread.name for thread in threading.enumerate()}, 30, "the end of the thread")
+    assert not session.sparkContext.statusTracker().getActiveStageIds()
 
 
 @pytest.fixture(scope="module")

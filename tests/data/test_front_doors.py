@@ -67,7 +67,8 @@ def count() -> int:
 
 
 def test_dagster_takes_a_path_and_an_object(numbers: str, tmp_path: Path, session: Any) -> None:
-    import dagster as dg
+    # A row of the matrix of versions has Spark alone.
+    dg = pytest.importorskip("dagster")
 
     from dagster_rankzero import TorchDistributorResource
 

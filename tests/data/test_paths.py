@@ -135,7 +135,7 @@ def test_any_partitioning_any_worlds_every_row_once(
     assert len(seen) - len(set(seen)) <= sum(worlds)
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), (4, 1), (1003, 5)])
+@pytest.mark.parametrize("worlds", [(2, 3), (4, 1), (5, 2)])
 def test_without_padding_no_row_comes_twice(parquet: Path, tmp_path: Path, worlds: tuple[int, int]) -> None:
     manifest = manifest_of_path(str(parquet), "train")
     seen, repeated = [], []

@@ -70,6 +70,19 @@ def test_a_submission_whose_driver_died_early_does_not_hide_the_rows_of_those_be
     assert session.asked == 1
 
 
+def test_what_a_driver_had_begun_to_compute_when_it_died_goes(tmp_path: Path) -> None:
+    run, session = RunDirectory(str(tmp_path / "r")), Session()
+    frame = made(run.new_dataset("eval"), "frame")
+    submit(run, JOB, {"eval": frame})
+    # It is killed here. Another submitter is at work already.
+    store.make_directory(run.new_dataset("train", 0))
+    coming = run.new_dataset("eval")
+    store.make_directory(coming)
+    found = read(run, replace(JOB, submission=1, first_attempt=1), session, {"eval": frame})
+    folders = {run.path("datasets", name) for name in store.list_names(run.path("datasets"))}
+    assert folders == {frame.folder, found["train"].folder, coming}
+
+
 def test_another_training_under_the_same_id_gets_its_own_rows(tmp_path: Path) -> None:
     run, session = RunDirectory(str(tmp_path / "r")), Session()
     before = read(run, JOB, session)

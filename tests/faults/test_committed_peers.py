@@ -73,3 +73,21 @@ def test_an_agent_whose_ranks_have_committed_is_no_loss(launcher: Launcher, tmp_
         finally:
             (tmp_path / "go").touch()
         assert value.result(WAIT) == "whole"
+
+
+def stay(folder: str) -> None:
+    """Rank 0 stays until it is asked to exit; the others leave at once, and heed no signal."""
+    if os.environ["RANK"] == "0":
+        Path(folder, "here").touch()
+        while True:
+            time.sleep(0.05)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def test_a_lost_driver_ends_ranks_that_have_committed_at_once(launcher: Launcher, tmp_path: Path, marker: str) -> None:
+    handle = launcher.options(run_id="run", stop_grace=GRACE).submit(stay, str(tmp_path))
+    until(lambda: any(event["type"] == "returned" for event in handle.events()), 120.0, "the end of rank 1")
+    until((tmp_path / "here").exists, WAIT, "rank 0")
+    time.sleep(SETTLED)
+    os.kill(handle.status().driver_pid or 0, signal.SIGKILL)
+    assert wait_until_gone(marker, WAIT) == []

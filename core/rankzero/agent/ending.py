@@ -55,6 +55,7 @@ class Ending:
         self.is_early = False
         self.is_orphaned = False
         self.kill_at: float | None = None
+        self._released: list[Rank] = []
 
     @property
     def is_complete(self) -> bool:
@@ -83,6 +84,13 @@ class Ending:
             return
         self.is_orphaned = True
         self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
+
+    def release(self) -> None:
+        """Nobody hears of these ranks any more: those that have committed need not wait for their peers."""
+        for rank in self._ranks:
+            if rank.outcome == "commit" and rank not in self._released:
+                self._released.append(rank)
+                rank.tell({"type": "end"})
 
     def await_exits(self) -> None:
         """All ranks have ended: lets them run their exit handlers, and rank 0 go; within the grace if there is one."""

@@ -107,6 +107,8 @@ class Agent:
         self._look(self._time_left())
         now = time.monotonic()
         self._ending.kill_overdue(now)
+        if self._lost or self._ending.is_orphaned:
+            self._ending.release()
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             for rank in self._ranks:

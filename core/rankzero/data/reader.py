@@ -173,7 +173,9 @@ class Reader:
         import pyarrow as pa
 
         stored = [name for name in self.columns if name not in file.partition]
-        with open_file(file.location) as source:
+        # Of a local file what is decoded is not copied before.
+        opened = open_file(file.location) if store.is_url(file.location) else pa.memory_map(file.location)
+        with opened as source:
             if self._manifest.format == ARROW:
                 return pa.ipc.open_file(source).get_batch(group)
             import pyarrow.parquet as pq

@@ -44,7 +44,7 @@ class Tables:
                 if name in before:
                     known[name] = before[name]
                     continue
-                folder = self._run.new_dataset(name)
+                folder = self._run.new_dataset(name, self._job.submission)
                 known[name] = made[name] = self._session.read_table(query, folder, name, say, self._check)
                 known[name].check_rows(name, self._job.num_processes)
             data = to_bytes(known)
@@ -99,7 +99,8 @@ class Tables:
 
     def _remove_replaced(self, now: dict[str, Manifest]) -> None:
         kept = {manifest.folder for manifest in now.values()}
-        for number in range(self._job.submission):
-            for manifest in self._of(number).values():
-                if manifest.folder and manifest.folder not in kept:
-                    store.remove(manifest.folder)
+        manifests = [manifest for number in range(self._job.submission) for manifest in self._of(number).values()]
+        # Of drivers that died meanwhile there is no manifest.
+        begun = self._run.datasets_before(self._job.submission)
+        for folder in {*begun, *(manifest.folder for manifest in manifests if manifest.folder)} - kept:
+            store.remove(folder)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass, field, fields
@@ -151,9 +152,21 @@ class RunDirectory:
         """A location inside of one submission."""
         return self.path("submissions", str(submission), *parts)
 
-    def new_dataset(self, name: str) -> str:
-        """A location for the rows of a dataset that nobody else uses."""
-        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}")
+    def new_dataset(self, name: str, submission: int | None = None) -> str:
+        """A location for the rows of a dataset that nobody else uses.
+
+        Args:
+            name: Of the dataset.
+            submission: Whose driver computes it; None if a submitter does, before there is one.
+        """
+        suffix = "" if submission is None else f".{submission}"
+        return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}{suffix}")
+
+    def datasets_before(self, submission: int) -> list[str]:
+        """Locations that drivers of earlier submissions have used; some may have died there."""
+        names = store.list_names(self.path(DATASETS))
+        found = [(name, re.fullmatch(r".*-[0-9a-f]{8}\.(\d+)", name)) for name in names]
+        return [self.path(DATASETS, name) for name, of in found if of and int(of[1]) < submission]
 
     def claim(self, submission: int) -> bool:
         """True for the one caller that may write this submission. Raises OSError."""

@@ -18,6 +18,8 @@ PROGRESS_INTERVAL = 10.0
 
 _LOOK = 0.1
 
+_FULL = ("No space left on device", "Disk quota exceeded")
+
 
 def context_of(frame: Any) -> Any:
     """The SparkContext of a DataFrame; None of Spark Connect's, which has none."""
@@ -70,7 +72,8 @@ def action(
                 say_at = now + PROGRESS_INTERVAL
                 say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
     except BaseException:
-        _cancel(frame, tag)
+        # Again and again: what Spark has not begun by now it would begin afterwards, and nobody would end it.
+        threading.Thread(target=_cancel_until, args=(done, frame, tag), name="rankzero-cancel", daemon=True).start()
         done.wait(PROGRESS_INTERVAL)
         raise
     if failed:
@@ -87,37 +90,38 @@ def _explained(error: BaseException, where: str) -> Exception:
             f"Spark's executors do not see the store that {where} was to be written to, or may not write there: "
             f"give a store that they and this process see: {first_lines(text)}"
         )
+    if full := next((line.strip() for line in text.splitlines() if any(word in line for word in _FULL)), None):
+        return EngineError(f"there is no room where Spark writes {where}, or on its local disks: {full}")
     return EngineError(f"Spark could not compute {where}: {first_lines(text)}")
 
 
 @contextlib.contextmanager
 def _tagged(frame: Any, tag: str) -> Iterator[None]:
     """Names the jobs of this thread, so that they can be ended."""
-    session = frame.sparkSession
-    if not _has_tags(frame):
-        session.sparkContext.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
+    if context := context_of(frame):
+        # Not by a tag, which interrupts no task: one that waits for its Python would be left to Spark's own patience.
+        context.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
         yield
         return
-    session.addTag(tag)
+    frame.sparkSession.addTag(tag)
     try:
         yield
     finally:
-        session.removeTag(tag)
+        frame.sparkSession.removeTag(tag)
+
+
+def _cancel_until(done: threading.Event, frame: Any, tag: str) -> None:
+    while not done.is_set():
+        _cancel(frame, tag)
+        done.wait(_LOOK)
 
 
 def _cancel(frame: Any, tag: str) -> None:
     with contextlib.suppress(Exception):
-        if _has_tags(frame):
-            frame.sparkSession.interruptTag(tag)
+        if context := context_of(frame):
+            context.cancelJobGroup(tag)
         else:
-            frame.sparkSession.sparkContext.cancelJobGroup(tag)
-
-
-def _has_tags(frame: Any) -> bool:
-    """False of Spark 3.5's own sessions: they have the methods as well, which raise unless it is Spark Connect."""
-    import pyspark
-
-    return context_of(frame) is None or not pyspark.__version__.startswith("3.")
+            frame.sparkSession.interruptTag(tag)
 
 
 def _progress(frame: Any) -> str:

@@ -1,0 +1,99 @@
+"""A Spark that computes a dataset, and what can happen to it meanwhile: nothing is lost, nothing is left behind."""
+
+import glob
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import until
+
+import rankzero.train as rt
+from rankzero import Launcher, RunHandle, SparkEngine
+from rankzero.engines.spark.materialize import materialize
+from rankzero.errors import EngineError, RunCancelledError
+
+WAIT = 120.0
+
+STUCK = "SELECT id FROM range(0, 4, 1, 4) WHERE id = 0 OR java_method('java.lang.Thread', 'sleep', 600000L) IS NULL"
+"""One of its tasks writes its rows at once, and the others sleep."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("mounts need root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_is_a_typed_error_and_is_as_empty_as_before(session: Any, small_disk: Path) -> None:
+    with pytest.raises(EngineError, match="no room where Spark writes .*No space left on device"):
+        materialize(session.range(2_000_000), str(small_disk / "rows"), "train", lambda _: None)
+    assert os.listdir(small_disk) == []
+
+
+def ids() -> list[int]:
+    mine = [number for batch in rt.get_dataset_shard().iter_batches(10) for number in batch["id"].tolist()]
+    return sorted(number for part in rt.all_gather_object(mine) for number in part)
+
+
+def submitted(store: Path, query: str, master: str = "local[2]") -> RunHandle[Any]:
+    launcher = Launcher(2, engine=SparkEngine(master=master), dataset=query, store=store, run_id="q")
+    return launcher.submit(ids)
+
+
+def await_files(store: Path) -> None:
+    until(lambda: glob.glob(f"{store}/q/datasets/*/part-*"), WAIT, "the first file of Spark's")
+
+
+def processes_of(handle: RunHandle[Any]) -> list[psutil.Process]:
+    """The driver and its JVMs, with which their Python ends. A warm server belongs to the whole suite."""
+    driver = psutil.Process(handle.status().driver_pid)
+    return [driver, *(each for each in driver.children(recursive=True) if each.name() == "java")]
+
+
+def test_a_cancel_while_the_drivers_own_spark_computes_leaves_nothing(tmp_path: Path) -> None:
+    handle = submitted(tmp_path, STUCK)
+    await_files(tmp_path)
+    processes = processes_of(handle)
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+    assert os.listdir(tmp_path / "q" / "datasets") == []
+    assert not psutil.wait_procs(processes, 10)[1]
+
+
+@pytest.mark.soak
+def test_the_rows_of_a_driver_that_is_killed_are_computed_anew(tmp_path: Path) -> None:
+    handle = submitted(tmp_path, STUCK)
+    await_files(tmp_path)
+    processes = processes_of(handle)
+    processes[0].kill()
+    assert not psutil.wait_procs(processes, 30)[1]
+    [left] = os.listdir(tmp_path / "q" / "datasets")
+    assert submitted(tmp_path, "SELECT id FROM range(0, 100, 1, 3)").result(WAIT) == list(range(100))
+    assert left not in os.listdir(tmp_path / "q" / "datasets")
+
+
+@pytest.mark.soak
+def test_an_executor_that_is_killed_costs_no_row(tmp_path: Path) -> None:
+    slow = "id % 100 != 0 OR java_method('java.lang.Thread', 'sleep', 2000L) != ''"
+    handle = submitted(tmp_path, f"SELECT id FROM range(0, 800, 1, 8) WHERE {slow}", "local-cluster[2,1,1024]")
+    await_files(tmp_path)
+    executors = [each for each in processes_of(handle) if "CoarseGrainedExecutorBackend" in " ".join(each.cmdline())]
+    assert len(executors) == 2
+    os.kill(executors[0].pid, signal.SIGKILL)
+    expected = [number for number in range(800) if number % 100]
+    assert [number for number in handle.result(2 * WAIT) if number % 100] == expected
+    # What the dead one had begun is in no manifest, and not in the folder.
+    [folder] = glob.glob(f"{tmp_path}/q/datasets/*")
+    files = glob.glob(f"{folder}/*.arrow")
+    assert len({os.path.basename(file)[:11] for file in files}) == len(files) == 8
