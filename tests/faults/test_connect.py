@@ -109,6 +109,32 @@ def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_p
     assert handle.result(WAIT) == [1, 1]
 
 
+@pytest.mark.soak
+def test_trackers_are_called_by_the_driver_in_the_stage_alone(on_connect: Launcher, tmp_path: Path) -> None:
+    from rankzero.tracking import Tracker
+
+    class Notes(Tracker):
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+        def note(self, what: str) -> None:
+            with open(self.path, "a") as file:
+                file.write(f"{os.getpid()} {what}\n")
+
+        def begin(self, run: Any) -> None:
+            self.note("begin")
+
+        def end(self, run: Any, status: Any) -> None:
+            self.note(status.state)
+
+    notes = tmp_path / "notes"
+    handle = on_connect.options(trackers=[Notes(notes)], num_processes=1).submit(float, "0.5")
+    assert handle.result(timeout=120) == 0.5
+    until(lambda: notes.exists() and len(notes.read_text().splitlines()) == 2, 60, "the tracker has ended")
+    pid = handle.status().driver_pid
+    assert notes.read_text().splitlines() == [f"{pid} begin", f"{pid} succeeded"]
+
+
 def test_a_stage_that_is_lost_starts_again_with_its_driver(on_connect: Launcher, tmp_path: Path) -> None:
     enough = tmp_path / "enough"
     handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), str(enough))
