@@ -45,9 +45,10 @@ test-matrix: setup
 	.venv/bin/python scripts/test_matrix.py $(ROWS)
 
 # The suite with another Python, in a venv of its own: make test-python PYTHON=3.13. TESTS may name files.
+# Of the PATH, since Spark's workers are its python3 where nobody names one.
 test-python:
 	PYTHON=$(PYTHON) VENV=.venv-$(PYTHON) ./scripts/setup.sh
-	.venv-$(PYTHON)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TESTS)
+	PATH="$(CURDIR)/.venv-$(PYTHON)/bin:$$PATH" .venv-$(PYTHON)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TESTS)
 
 # constraints/3.12.txt and 3.13.txt, from 3.11.txt.
 locks: setup

@@ -1,6 +1,7 @@
 """`prepare_model` and `prepare_data_loader` beside the same training written by hand, with DDP and with FSDP2.
 
-Accelerate is measured, too, where it is installed. The sides take turns in the same two ranks.
+Accelerate is measured, too, where it is installed, and Ray Train in workers of its own: `ray_training.py`. The sides
+take turns in the same two ranks.
 
     python benchmarks/training.py [launches]
 """
@@ -8,11 +9,14 @@ Accelerate is measured, too, where it is installed. The sides take turns in the 
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from measure import Report
@@ -22,7 +26,6 @@ import rankzero.train as rt
 from rankzero import Launcher
 
 RANKS = 2
-LAUNCHES = int(sys.argv[1]) if sys.argv[1:] else 5
 WIDTH = 512
 ROWS = 64 * 16 * RANKS
 
@@ -147,14 +150,29 @@ def fsdp() -> Turns:
     return take_turns(sides, turns=12, steps=1)
 
 
-def main() -> None:
+def in_ray() -> Turns:
+    """Seconds of an epoch in Ray Train's workers; none where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        print("Ray Train is left out: ray is not installed")
+        return {}
+    command = [sys.executable, str(Path(__file__).parent / "ray_training.py")]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    taken: Turns = json.loads(done.stdout.splitlines()[-1])
+    return taken
+
+
+def main(launches: int) -> None:
     report = Report("training", f"Epochs of a small model, {RANKS} ranks")
-    found: dict[str, Turns] = {"DDP": defaultdict(list), "FSDP2": defaultdict(list)}
+    found: dict[str, Turns] = defaultdict(lambda: defaultdict(list))
     with_accelerate = importlib.util.find_spec("accelerate") is not None
     with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store:
         launcher = Launcher(RANKS, store=store)
-        for _ in range(LAUNCHES):
-            for what, taken in (("DDP", launcher.run(ddp, with_accelerate)), ("FSDP2", launcher.run(fsdp))):
+        for _ in range(launches):
+            for what, taken in (
+                ("DDP", launcher.run(ddp, with_accelerate)),
+                ("FSDP2", launcher.run(fsdp)),
+                ("DDP in Ray's workers", in_ray()),
+            ):
                 for side, seconds in taken.items():
                     found[what][side] += seconds
     for what, sides in found.items():
@@ -169,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if sys.argv[1:] else 5)

@@ -99,6 +99,8 @@ def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago
             running = replace(status, state="running", ended=None, result=None, heartbeat=beat, driver_pid=gone.pid)
             directory.write_status(running)
             assert "failed" in rankzero("status", run.directory).stdout, age
+            # Its last heartbeat is the end that is known.
+            assert RunHandle.attach(run.directory).status().ended == beat
     finally:
         directory.write_status(status)
 

@@ -98,8 +98,10 @@ def history(path: Path) -> Iterator[dict[str, Any]]:
                 }
 
 
-def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="make test-frameworks")
+def test_an_offline_run_of_wandb(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    wandb = pytest.importorskip("wandb", reason="make test-frameworks")
+    # Its service is this process's, with which it would end.
+    request.addfinalizer(wandb.teardown)
     (tmp_path / "marker").touch()
     launcher = Launcher(1, store=tmp_path, run_id="one", trackers=[WandB("digits")], labels={"dag": "digits"})
     launcher.run(fail_first, str(tmp_path / "marker"))

@@ -80,8 +80,10 @@ def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(launcher: L
 
         again = rt.prepare_model(build(7), strategy)
         optimizer = torch.optim.AdamW(again.parameters(), lr=0.9)
+        given = list(weights), {name: list(part) for name, part in moments.items()}
         rt.load_full_state_dict(again, weights)
         rt.load_full_optimizer_state_dict(again, optimizer, moments)
+        assert given == (list(weights), {name: list(part) for name, part in moments.items()}), "they stay as they were"
         step(again, optimizer, second, clip=0.1)
         return rt.full_state_dict(again)
 

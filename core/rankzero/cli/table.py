@@ -76,9 +76,9 @@ def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
 
 def _took(one: Listed) -> str:
     status = one.status
-    # A driver that has died has noted no end.
-    ended = status.ended or (status.heartbeat if status.final else time.time())
-    return "" if status.started is None else duration(round(max(0.0, ended - status.started), 1))
+    if status.started is None:
+        return ""
+    return duration(round(max(0.0, (status.ended or time.time()) - status.started), 1))
 
 
 def _used(one: Listed) -> tuple[Any, ...]:

@@ -185,7 +185,7 @@ class RunHandle(Generic[R]):
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
         text = f"the driver of run {self.id} ({who}) died without ending the run"
         error = EngineError("\n".join([text, *self._driver_log_tail()]))
-        return replace(status, state="failed", error=error.to_json())
+        return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
 
     def _driver_log_tail(self) -> list[str]:
         with contextlib.suppress(OSError):

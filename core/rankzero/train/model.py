@@ -205,7 +205,8 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     ensure_process_group()
-    set_model_state_dict(model, state, options=_options(loading=True))
+    # torch gives the names in its dict those of the wrapped module.
+    set_model_state_dict(model, dict(state), options=_options(loading=True))
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
