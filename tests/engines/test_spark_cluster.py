@@ -14,7 +14,7 @@ from tests import servers
 from tests.conftest import restore_signal_handlers, signal_handlers, until
 from tests.engines.conftest import Standalone
 
-from rankzero import InvalidJobError, Launcher, SparkEngine
+from rankzero import InvalidJobError, Launcher, SparkEngine, SparkSubmitEngine, StartTimeoutError
 from rankzero.driver import policy
 
 WAIT = 120.0
@@ -162,3 +162,27 @@ def test_an_elastic_run_goes_on_with_what_a_lost_worker_leaves(
     servers.stop([cluster.workers[-1]])
     thread.join(WAIT)
     assert values == [[6, 4]]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("deploy_mode", ["client", "cluster"])
+def test_a_job_is_given_cores_and_gpus_on_a_standalone_cluster(
+    launcher: Launcher, standalone: str, deploy_mode: str
+) -> None:
+    conf = {
+        "spark.executor.memory": "512m",
+        "spark.driver.memory": "512m",
+        "spark.executor.cores": "1" if deploy_mode == "cluster" else "2",
+        "spark.executor.resource.gpu.amount": "1",
+        "spark.pyspark.python": sys.executable,
+        "spark.ui.enabled": "false",
+    }
+    asked = {"use_gpu": True, "backend": "gloo", "cpus_per_process": int(conf["spark.executor.cores"])}
+    engine = (SparkSubmitEngine if deploy_mode == "cluster" else SparkEngine)(standalone, conf=conf)
+    found, _, _ = launcher.options(engine=engine, **asked).submit(gpus).result(timeout=WAIT)
+    assert all(visible in ("3", "GPU-5a1b") for _, _, visible, _ in found)
+    # More than the cluster can ever give is no silent wait.
+    many = launcher.options(engine=engine, **asked, num_processes=9, start_timeout=60.0, run_id="many")
+    handle = many.submit(gpus)
+    with pytest.raises(StartTimeoutError, match="9 task slots|did not answer"):
+        handle.result(timeout=2 * WAIT)
