@@ -67,11 +67,10 @@ def anchors(page: str) -> frozenset[str]:
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading. Raises AssertionError if GitHub and the site have two for it."""
+    """The anchor of a heading; empty if GitHub and the site have two for it, so that no link may lead there."""
     plain = re.sub(r"[^\w\s-]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)).strip().lower()
     of_github, of_site = plain.replace(" ", "-"), re.sub(r"[-\s]+", "-", plain)
-    assert of_github == of_site, f"{heading!r} has two anchors: {of_github} on GitHub, {of_site} on the site"
-    return of_site
+    return of_site if of_github == of_site else ""
 
 
 def links(page: str) -> list[str]:
