@@ -600,6 +600,7 @@ def exit_when_asked() -> None:
     import time
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print("listens")
     while True:
         time.sleep(0.05)
 
@@ -612,6 +613,7 @@ def save_and_return_when_asked() -> int:
 
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    print("listens")
     while not asked:
         time.sleep(0.05)
     rt.report({}, checkpoint={"step": 3})
@@ -623,16 +625,16 @@ def save_and_return_when_asked() -> int:
     [
         exit_when_asked,
         save_and_return_when_asked,
-        ["bash", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done"],
+        ["bash", "-c", "trap 'exit 0' TERM; echo listens; while :; do sleep 0.05; done"],
     ],
 )
 def test_a_polite_end_of_a_stopped_run_is_no_success(launcher: Launcher, train: Any) -> None:
-    launcher = launcher.options(timeout=1.0, run_id="polite", stop_grace=20.0)
-    with pytest.raises(RunTimeoutError):
-        launcher.run(train)
-    run = launcher.find()
-    assert run is not None
-    assert len(run.checkpoints()) == (train is save_and_return_when_asked)
+    handle = launcher.options(run_id="polite", stop_grace=20.0).submit(train)
+    until(lambda: sum("listens" in line for line in handle.logs()) == 2, WAIT, "both ranks")
+    handle.cancel()
+    with pytest.raises(RunCancelledError):
+        handle.result(WAIT)
+    assert len(handle.checkpoints()) == (train is save_and_return_when_asked)
 
 
 def test_a_value_that_was_returned_before_a_cancel_is_the_result(launcher: Launcher, tmp_path: Path) -> None:
