@@ -38,6 +38,27 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
+_IN_URL = re.compile(r"(?P<user>://[^/@:\s]*:)[^/@\s]+(?=@)|(?P<option>[?&;](?P<name>[^=?&;\s]+)=)[^?&;\s'\"]+")
+_SIGNATURE = re.compile(r"(.*[._-])?sig(nature)?", re.IGNORECASE)
+
+
+def mask_urls(text: str) -> str:
+    """A text without the passwords, tokens and signatures of URLs in it, those of JDBC too.
+
+    Example:
+        >>> mask_urls("postgresql://ann:geheim@db/a?sslmode=require&sslpassword=geheim")
+        'postgresql://ann:***@db/a?sslmode=require&sslpassword=***'
+    """
+
+    def masked(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name is None:
+            return found["user"] + MASK
+        return found["option"] + MASK if is_secret(name) or _SIGNATURE.fullmatch(name) else found[0]
+
+    return _IN_URL.sub(masked, text)
+
+
 class Mask:
     """Replaces secrets by ``***``.
 
