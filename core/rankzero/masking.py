@@ -38,25 +38,25 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
-_IN_URL = re.compile(r"(?P<user>://[^/@:\s]*:)[^/@\s]+(?=@)|(?P<option>[?&;](?P<name>[^=?&;\s]+)=)[^?&;\s'\"]+")
-_SIGNATURE = re.compile(r"(.*[._-])?sig(nature)?", re.IGNORECASE)
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+@")
+_SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)[^&;\s'\"]+")
+_SIGNATURE = re.compile(r"(.*-)?sig(nature)?", re.IGNORECASE)
+"""Of a presigned address: of Azure's, AWS's and Google's."""
 
 
-def mask_urls(text: str) -> str:
-    """A text without the passwords, tokens and signatures of URLs in it, those of JDBC too.
+def without_credentials(text: str) -> str:
+    """The text without the passwords and tokens of the addresses in it.
 
     Example:
-        >>> mask_urls("postgresql://ann:geheim@db/a?sslmode=require&sslpassword=geheim")
-        'postgresql://ann:***@db/a?sslmode=require&sslpassword=***'
+        >>> without_credentials("jdbc:postgresql://db/x?user=me&password=geheim and s3://me:geheim@host/runs")
+        'jdbc:postgresql://db/x?user=me&password=*** and s3://me:***@host/runs'
     """
+    text = _PASSWORD.sub(rf"\1{MASK}@", text)
 
     def masked(found: re.Match[str]) -> str:
-        name = found["name"]
-        if name is None:
-            return found["user"] + MASK
-        return found["option"] + MASK if is_secret(name) or _SIGNATURE.fullmatch(name) else found[0]
+        return f"{found[1]}{MASK}" if is_secret(found[2]) or _SIGNATURE.fullmatch(found[2]) else found[0]
 
-    return _IN_URL.sub(masked, text)
+    return _SETTING.sub(masked, text)
 
 
 class Mask:

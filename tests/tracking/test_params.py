@@ -23,6 +23,19 @@ def test_a_functions_arguments_by_name_with_defaults() -> None:
     assert params_of(print, ("a",), {}, {})["args.0"] == "a"
 
 
+def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() -> None:
+    given = {
+        "db": "jdbc:postgresql://db/x?user=me&password=geheim-1",
+        "token": "geheim-2",
+        "hook": "http://h/geheim-2/x",
+    }
+    found = params_of(train, ("s3://me:geheim@3@host/runs",), given, {})
+    assert found == {
+        "lr": "s3://me:***@host/runs", "model": None, "db": "jdbc:postgresql://db/x?user=me&password=***",
+        "token": "***", "hook": "http://h/***/x",
+    }  # fmt: skip
+
+
 def test_a_command_line() -> None:
     line = ("--lr", 0.1, "--size=3", "--fast", "--out", "there", "more")
     assert params_of(Path(__file__), line, {}, {}) == {

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankzero.masking import MASK, Mask, is_secret, mask_urls, secrets_of
+from rankzero.masking import MASK, Mask, is_secret, secrets_of, without_credentials
 from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.values.ref import ResultRef
 
@@ -31,7 +31,7 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
         train: As for `Launcher.run`.
         args: Positional arguments, or the rest of the command line.
         kwargs: Keyword arguments.
-        env: The ranks' variables, whose secrets are masked.
+        env: The ranks' variables. Their secrets are masked, as are those of the arguments and of addresses in them.
 
     Returns:
         Values by name; of a mapping among the arguments each by ``argument.key``.
@@ -46,9 +46,10 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
         named = dict(_of_line([str(word) for word in (*training.line, *args)]))
     else:
         named = _bound(training, args, kwargs)
-    mask = Mask(secrets_of(env))
-    found = {name: _plain(name, value, mask) for name, value in _flat(named, "", _DEPTH)}
-    return dict(itertools.islice(found.items(), MAX_PARAMS))
+    flat = dict(_flat(named, "", _DEPTH))
+    # What one argument is given as a secret may be part of another.
+    mask = Mask(secrets_of(env) + secrets_of(flat))
+    return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
 
 
 def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,4 +105,4 @@ def _plain(name: str, value: Any, mask: Mask) -> Any:
         return value.uri
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
         value = str(list(value[:MAX_TEXT]))
-    return mask_urls(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
+    return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
