@@ -77,11 +77,11 @@ def _is_removed(folder: Path) -> bool:
 
 def _place() -> Path:
     """Where one may stand: below this process's own, of which the second version has only what lies beside it."""
-    own = {}
+    own: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
     if "memory" in own:
         return MOUNT / "memory" / own["memory"]
-    path = MOUNT / own.get("", "")
-    return path.parent if path != MOUNT else path
+    beside = MOUNT / own.get("", "")
+    return beside.parent if beside != MOUNT else beside
