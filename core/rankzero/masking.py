@@ -38,6 +38,27 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+@")
+_SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)[^&;\s'\"]+")
+_SIGNATURE = re.compile(r"(.*-)?sig(nature)?", re.IGNORECASE)
+"""Of a presigned address: of Azure's, AWS's and Google's."""
+
+
+def without_credentials(text: str) -> str:
+    """The text without the passwords and tokens of the addresses in it.
+
+    Example:
+        >>> without_credentials("jdbc:postgresql://db/x?user=me&password=geheim and s3://me:geheim@host/runs")
+        'jdbc:postgresql://db/x?user=me&password=*** and s3://me:***@host/runs'
+    """
+    text = _PASSWORD.sub(rf"\1{MASK}@", text)
+
+    def masked(found: re.Match[str]) -> str:
+        return f"{found[1]}{MASK}" if is_secret(found[2]) or _SIGNATURE.fullmatch(found[2]) else found[0]
+
+    return _SETTING.sub(masked, text)
+
+
 class Mask:
     """Replaces secrets by ``***``.
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.conftest import ROOT, restore_signal_handlers, signal_handlers
+from tests.conftest import ROOT, restore_signal_handlers, signal_handlers, until
 from tests.docs.pages import PAGES, Block
 from tests.docs.pages import blocks as blocks_of
 
+from rankzero import RunHandle
 from rankzero.cli import main
+from rankzero.host.processes import process_state
 
 CODE = {"python", "console", "bash", "yaml", "ini", "dockerfile"}
 """Languages of what can be run; everything else is output or a diagram."""
@@ -105,6 +107,8 @@ def _console(block: Block, *_: object) -> None:
             # The command's process is its own, but here.
             restore_signal_handlers(before)
             assert done.exit_code == 0, f"{line}\n{done.output}"
+            if "--detach" in arguments:
+                _await_detached(done.output.split()[-1])
         elif program == "export":
             variables |= dict(argument.split("=", 1) for argument in arguments)
         elif program == "python":
@@ -113,6 +117,16 @@ def _console(block: Block, *_: object) -> None:
         else:
             # What stands beside ours to be compared with it.
             assert program == "torchrun", f"{program} is not run: mark the block"
+
+
+def _await_detached(directory: str) -> None:
+    """It outlives the block, not the test."""
+    handle = RunHandle.attach(directory)
+    handle.result_ref(WAIT)
+    status = handle.status()
+    assert status.driver_pid is not None
+    pid, start = status.driver_pid, status.driver_start
+    until(lambda: process_state(pid, start) is None, WAIT, "the driver of a detached run has ended")
 
 
 def _bash(block: Block, found: Mapping[str, Any], *_: object) -> None:

@@ -23,6 +23,19 @@ def test_a_functions_arguments_by_name_with_defaults() -> None:
     assert params_of(print, ("a",), {}, {})["args.0"] == "a"
 
 
+def test_no_password_of_an_address_and_no_secret_of_another_argument_is_shown() -> None:
+    given = {
+        "db": "jdbc:postgresql://db/x?user=me&password=geheim-1",
+        "token": "geheim-2",
+        "hook": "http://h/geheim-2/x",
+    }
+    found = params_of(train, ("s3://me:geheim@3@host/runs",), given, {})
+    assert found == {
+        "lr": "s3://me:***@host/runs", "model": None, "db": "jdbc:postgresql://db/x?user=me&password=***",
+        "token": "***", "hook": "http://h/***/x",
+    }  # fmt: skip
+
+
 def test_a_command_line() -> None:
     line = ("--lr", 0.1, "--size=3", "--fast", "--out", "there", "more")
     assert params_of(Path(__file__), line, {}, {}) == {
@@ -37,3 +50,27 @@ def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
     assert found["url"] == "http://***@host"
     assert len(found["text"]) == MAX_TEXT
     assert len(found) == MAX_PARAMS
+
+
+def test_a_command_line_as_hydra_has_it_and_urls_show_no_secrets() -> None:
+    line = (
+        "db.password=geheim",
+        "+model.lr=0.1",
+        "day=1/part-0",
+        "-Dfs.secret.key=geheim",
+        "--",
+        "http://ann:geheim@h/x",
+    )
+    assert params_of(Path(__file__), line, {}, {}) == {
+        "db.password": "***", "model.lr": "0.1", "day": "1/part-0", "Dfs.secret.key": "***",
+        "args.0": "--", "args.1": "http://ann:***@h/x",
+    }  # fmt: skip
+    urls = {
+        "jdbc:postgresql://h/db?user=ann&password=geheim&ssl=true": "jdbc:postgresql://h/db?user=ann&password=***&ssl=true",
+        "jdbc:sqlserver://h:1433;user=ann;password=geheim": "jdbc:sqlserver://h:1433;user=ann;password=***",
+        "https://a.blob.core.windows.net/c?sv=1&sig=geheim": "https://a.blob.core.windows.net/c?sv=1&sig=***",
+        "http://h:8080/a@b?design=1": "http://h:8080/a@b?design=1",
+    }
+    for given, shown in urls.items():
+        assert params_of(train, (1,), {"url": given, "urls": [given]}, {})["url"] == shown
+        assert params_of(train, (1,), {"urls": [given]}, {})["urls"] == str([shown])

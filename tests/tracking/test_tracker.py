@@ -50,7 +50,7 @@ class Broken(Tracker):
         self.token, self.url = token, url
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
-        raise OSError(f"no answer from {self.url} with {self.token}")
+        raise OSError(f"no answer from {self.url} or {os.environ.get('SERVER')} with {self.token}")
 
 
 class Hanging(Tracker):
@@ -132,15 +132,18 @@ def test_a_resumed_training_is_told_once_or_from_its_beginning(tmp_path: Path) -
 
 
 def test_what_a_tracker_raises_is_one_line_without_its_secrets(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = tmp_path / "notes"
+    monkeypatch.setenv("SERVER_TOKEN", "of-the-server")
+    monkeypatch.setenv("SERVER", "http://you:of-yours@host/of-the-server")
     broken = Broken(SECRET, "http://me:word-of-mine@host/")
     with caplog.at_level(logging.WARNING):
         assert Launcher(1, store=tmp_path, trackers=[broken, Notes(notes)]).run(train, 1) == "done"
     assert noted(notes)[-1]["end"] == "succeeded"
     (line,) = [record.message for record in caplog.records if "misses" in record.message]
-    assert line == "Broken misses what happens in the run: OSError: no answer from http://me:***@host/ with ***"
+    cause = "OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
+    assert line == f"Broken misses what happens in the run: {cause}"
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_result(

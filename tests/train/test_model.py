@@ -1,5 +1,6 @@
 """Models in parallel: the same weights as one process would get, gathered whole and loaded again."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import rankzero.train as rt
 from rankzero import Launcher, ResultError
+from rankzero.testing import run_inline
 
 
 @pytest.fixture
@@ -92,6 +94,34 @@ def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(launcher: L
     assert list(found) == list(alone()), "by the names of the plain module"
     for name, expected in alone().items():
         torch.testing.assert_close(found[name], expected)
+
+
+def load_state(momentum: float, has_gradients: bool) -> None:
+    optimizers = []
+    for rate in (0.5, 0.1):
+        model = rt.prepare_model(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+        if rate == 0.5 or has_gradients:
+            model(torch.ones(1, 2)).sum().backward()
+        if rate == 0.5:
+            optimizer.step()
+            state = rt.full_optimizer_state_dict(model, optimizer)
+        optimizers.append(optimizer)
+    rt.load_full_optimizer_state_dict(model, optimizer, state)
+    assert [parameter.grad is not None for parameter in model.parameters()] == [has_gradients] * 2
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    first, second = (list(one.state_dict()["state"].values()) for one in optimizers)
+    for mine, other in zip(first, second, strict=True):
+        if momentum:
+            assert torch.equal(mine["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_an_optimizer_gets_its_state_with_and_without_tensors_and_gradients() -> None:
+    def train() -> None:
+        for momentum, has_gradients in itertools.product((0.0, 0.9), (False, True)):
+            load_state(momentum, has_gradients)
+
+    run_inline(train, world_size=2)
 
 
 def add_up(model: Any, in_no_sync: bool) -> tuple[dict[str, torch.Tensor], list[int]]:

@@ -92,7 +92,7 @@ def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: p
     writer = CheckpointWriter(parts, 1, 0, 1, print)
     part = {"file": "rank-0.json", "format": "json", "size": 2, "sha256": ""}
     facts: dict[str, Any] = {"id": "0000-000000", "attempt": 0, "metrics": {}, "world_size": 1, "sharded": False}
-    facts |= {"parts": {"0": part}, "formats": ["json"]}
+    facts |= {"parts": {"0": part}, "formats": ["json"], "tables": []}
     writer.committed(facts)
     assert writer.last
     busy = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 import pickle
-import re
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.masking import Mask, secrets_of
+from rankzero.masking import Mask, secrets_of, without_credentials
 from rankzero.run import growing, pieces
 from rankzero.run.directory import EVENTS, RunDirectory
 from rankzero.run.growing import Position
@@ -30,9 +30,6 @@ LONGEST_PAUSE = 60.0
 
 FLUSH_TIMEOUT = 10.0
 """Seconds that trackers have after the end of a run, all together."""
-
-
-_PASSWORD = re.compile(r"://[^/@:]*:([^/@]+)@")
 
 
 class Trackers:
@@ -134,12 +131,7 @@ class _Feed(threading.Thread):
     def _note(self, error: Exception) -> None:
         self._failures += 1
         if self._failures == 1:
-            text = _mask_of(self._tracker).text(f"{type(error).__name__}: {error}")
+            # A library may have found its address in the environment, and name it.
+            mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
+            text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
             logger.warning("%s misses what happens in the run: %s", self.what, text)
-
-
-def _mask_of(tracker: Tracker | None) -> Mask:
-    """Of what is secret in a tracker's attributes: by their names, and the passwords of URLs."""
-    known = vars(tracker) if tracker else {}
-    passwords = [found[1] for value in known.values() if isinstance(value, str) and (found := _PASSWORD.search(value))]
-    return Mask(secrets_of(known) + passwords)

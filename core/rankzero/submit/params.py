@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankzero.masking import MASK, Mask, is_secret, secrets_of
+from rankzero.masking import MASK, Mask, is_secret, secrets_of, without_credentials
 from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.values.ref import ResultRef
 
@@ -19,6 +20,9 @@ MAX_TEXT = 500
 
 _DEPTH = 4
 
+_ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
+"""A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
+
 
 def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of a call, with the defaults of those that were not given.
@@ -27,7 +31,7 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
         train: As for `Launcher.run`.
         args: Positional arguments, or the rest of the command line.
         kwargs: Keyword arguments.
-        env: The ranks' variables, whose secrets are masked.
+        env: The ranks' variables. Their secrets are masked, as are those of the arguments and of addresses in them.
 
     Returns:
         Values by name; of a mapping among the arguments each by ``argument.key``.
@@ -42,9 +46,10 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
         named = dict(_of_line([str(word) for word in (*training.line, *args)]))
     else:
         named = _bound(training, args, kwargs)
-    mask = Mask(secrets_of(env))
-    found = {name: _plain(name, value, mask) for name, value in _flat(named, "", _DEPTH)}
-    return dict(itertools.islice(found.items(), MAX_PARAMS))
+    flat = dict(_flat(named, "", _DEPTH))
+    # What one argument is given as a secret may be part of another.
+    mask = Mask(secrets_of(env) + secrets_of(flat))
+    return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
 
 
 def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,17 +70,16 @@ def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
 
 
 def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """``--name value``, ``--name=value`` and ``--flag`` by their names; the rest by their positions."""
+    """``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by their names; the rest by their positions."""
     number, index = 0, 0
     while index < len(words):
         word, after = words[index], words[index + 1 : index + 2]
         index += 1
-        if not word.startswith("--") or word == "--":
+        if assigned := _ASSIGNED.fullmatch(word):
+            yield assigned["long"] or assigned["name"], assigned["value"]
+        elif not word.startswith("--") or word == "--":
             yield f"args.{number}", word
             number += 1
-        elif "=" in word:
-            name, _, value = word[2:].partition("=")
-            yield name, value
         elif after and not after[0].startswith("--"):
             yield word[2:], after[0]
             index += 1
@@ -101,4 +105,4 @@ def _plain(name: str, value: Any, mask: Mask) -> Any:
         return value.uri
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
         value = str(list(value[:MAX_TEXT]))
-    return mask.text(value)[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
+    return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__

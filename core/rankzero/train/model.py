@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
-from rankzero.train.process_group import ensure_process_group
+from rankzero.train.process_group import broadcast_object, ensure_process_group
 
 if TYPE_CHECKING:
     import torch
@@ -212,15 +212,36 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Sets the state of an optimizer from what `full_optimizer_state_dict` gave. Called by every rank.
 
+    Gradients stay as they are.
+
     Args:
         model: Whose parameters it trains.
         optimizer: Made after `prepare_model`.
         state: Rank 0's counts; other ranks may give an empty dict.
     """
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     ensure_process_group()
-    set_optimizer_state_dict(model, optimizer, state, options=_options(loading=True))
+    # Plain SGD has settings and no tensors, of which torch would distribute the shards.
+    settings = broadcast_object(None if any(state.get("state", {}).values()) else state)
+    with _without_gradients(optimizer):
+        if settings is None:
+            set_optimizer_state_dict(model, optimizer, state, options=_options(loading=True))
+        else:
+            set_optimizer_state_dict(model, optimizer, settings, options=StateDictOptions())
+
+
+@contextlib.contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """For torch makes the tensors that it loads into by a step without any, and where there are some it makes none."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _options(*, loading: bool = False) -> Any:
