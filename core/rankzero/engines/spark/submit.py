@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -168,7 +169,11 @@ class SparkSubmitEngine(SparkEngine):
         word = deploy.pack({**private, "engine": {**private["engine"], "conf": conf}})
         secret = kubernetes.Secret(self.master or "", settings, name)
         with secret.created({**files, PRIVATE: word.encode(), **self._files_of_job()}):
-            secret.leave_to_job(self._manifest(name, what, job), kubernetes_job.earlier(what))
+            secret.leave_to_job(
+                self._manifest(name, what, job),
+                kubernetes_job.selector_of(what),
+                functools.partial(kubernetes_job.is_earlier, what),
+            )
 
     def _manifest(self, name: str, what: Submitted, job: Job) -> dict[str, Any]:
         from rankzero.engines.spark.kubernetes import read_template
