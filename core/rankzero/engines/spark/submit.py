@@ -100,6 +100,8 @@ class SparkSubmitEngine(SparkEngine):
     def check(self, job: Job) -> None:
         """Refuses what a `SparkEngine` refuses, and a cluster that cannot be submitted to from here."""
         super().check(job)
+        if is_standalone(self.master or ""):
+            deploy.refuse_paths_of_executors(self._settings())
         if is_kubernetes(self.master or ""):
             from rankzero.engines.spark import kubernetes
 
