@@ -54,13 +54,13 @@ test-python:
 locks: setup
 	./scripts/lock.sh
 
-# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel, OpenLineage, and MLflow with
-# its server, TensorBoard and W&B: they are installed beside .venv, not into it.
+# Lightning, Hugging Face, Accelerate, DeepSpeed and torchdata in ranks, a notebook's kernel, Delta tables, OpenLineage,
+# and MLflow with its server, TensorBoard and W&B: they are installed beside .venv, not into it.
 # By the name of the folder the launcher knows that they are installed, and do not travel.
 FRAMEWORKS = .frameworks/site-packages
 test-frameworks: setup
 	.venv/bin/python -m pip install --quiet --constraint $(LOCK) --target $(FRAMEWORKS) \
-		lightning transformers accelerate torchdata optuna ipykernel nbclient
+		lightning transformers accelerate torchdata optuna ipykernel nbclient deltalake
 	.venv/bin/python -m pip install --quiet --target .frameworks/build setuptools wheel
 	PYTHONPATH=.frameworks/build DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target $(FRAMEWORKS) deepspeed einops hjson msgpack ninja py-cpuinfo

@@ -1,8 +1,10 @@
 """The `rankzero` command, as people type it, on a run directory of a real run."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ from tests.conftest import until
 
 from rankzero import Launcher, RunHandle
 from rankzero.cli import main
+from rankzero.errors import RunNotFoundError
+from rankzero.report import pages
 from rankzero.run.directory import RunDirectory
 
 MONTH = 30 * 86400.0
@@ -103,6 +107,41 @@ def test_a_run_whose_driver_has_died_on_this_machine_has_failed_however_long_ago
             assert RunHandle.attach(run.directory).status().ended == beat
     finally:
         directory.write_status(status)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("job.json", {"prices": None}),
+        ("job.json", {"prices": {"core": "dear"}}),
+        ("job.json", {"labels": ["a"]}),
+        ("job.json", {"created": "today"}),
+        ("job.json", {"created": 1e300}),
+        ("job.json", {"cpus_per_process": "2"}),
+        ("job.json", {"run_id": 5}),
+        ("status.json", {"held_seconds": "long"}),
+        ("status.json", {"held_since": "today"}),
+        ("status.json", {"started": "today"}),
+        ("status.json", {"ended": []}),
+        ("status.json", {"error": {"message": 5}}),
+    ],
+)
+def test_what_somebody_else_has_written_hides_no_other_run(
+    run: RunHandle[float], tmp_path: Path, name: str, facts: dict[str, object]
+) -> None:
+    shutil.copytree(run.directory, tmp_path / "first")
+    shutil.copytree(run.directory, tmp_path / "strange")
+    path = tmp_path / "strange" / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    for form in ([], ["--json"]):
+        assert "first" in rankzero("runs", str(tmp_path), *form).stdout
+        done = rankzero("status", str(tmp_path / "strange"), *form)
+        assert done.exit_code == 0 or (isinstance(done.exception, SystemExit) and done.stderr.startswith("Error: "))
+    code, _, page = pages.answer(str(tmp_path), "/", {}, lambda job: not job.labels.get("dag_id"))
+    assert code == 200
+    assert '"id":"first"' in page
+    with contextlib.suppress(RunNotFoundError):
+        RunHandle.attach(tmp_path / "strange")._repr_html_()
 
 
 def test_what_a_run_has_used_is_in_status_and_runs(run: RunHandle[float]) -> None:

@@ -40,7 +40,8 @@ class _Access:
         self._known: dict[str | None, bool] = {}
 
     def may_see(self, job: Job) -> bool:
-        dag_id = job.labels.get("dag_id")
+        label = job.labels.get("dag_id")
+        dag_id = label if isinstance(label, str) else None
         if dag_id not in self._known:
             self._known[dag_id] = self._may_read_logs(dag_id)
         return self._known[dag_id]

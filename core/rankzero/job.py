@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -152,11 +152,37 @@ class Job:
         """The job from `to_json`. Raises RunNotFoundError if this version cannot read it."""
         try:
             facts = json.loads(data)
+            if found := strange(facts, {name: kind for name, kind in _KINDS.items() if name in facts}):
+                raise ValueError(found)
             known = {field.name for field in dataclasses.fields(Job)}
             # A later version may know more of a run that lives; it is the same run.
             return Job(**{name: value for name, value in facts.items() if name in known})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
+
+
+# What readers look into.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "run_id": str,
+    "name": str,
+    "created": (int, float),
+    "cpus_per_process": (int, type(None)),
+    "params": dict,
+    "labels": dict,
+    "prices": dict,
+    "engine": dict,
+}
+
+
+def strange(facts: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> str | None:
+    """The first of the facts that is of another kind, as a sentence; None if there is none.
+
+    Args:
+        facts: From a file that anybody may have written.
+        kinds: By name; one that is missing is None.
+    """
+    found = (name for name, kind in kinds.items() if not isinstance(facts.get(name), kind))
+    return next((f"{name} is {facts.get(name)!r:.100}" for name in found), None)
 
 
 def new_run_id(name: str) -> str:

@@ -39,7 +39,9 @@ def is_secret(name: str) -> bool:
 
 
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+@")
-_SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)[^&;\s]+")
+_SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)[^&;\s'\"]+")
+_SIGNATURE = re.compile(r"(.*-)?sig(nature)?", re.IGNORECASE)
+"""Of a presigned address: of Azure's, AWS's and Google's."""
 
 
 def without_credentials(text: str) -> str:
@@ -50,7 +52,11 @@ def without_credentials(text: str) -> str:
         'jdbc:postgresql://db/x?user=me&password=*** and s3://me:***@host/runs'
     """
     text = _PASSWORD.sub(rf"\1{MASK}@", text)
-    return _SETTING.sub(lambda found: f"{found[1]}{MASK}" if is_secret(found[2]) else found[0], text)
+
+    def masked(found: re.Match[str]) -> str:
+        return f"{found[1]}{MASK}" if is_secret(found[2]) or _SIGNATURE.fullmatch(found[2]) else found[0]
+
+    return _SETTING.sub(masked, text)
 
 
 class Mask:

@@ -165,6 +165,17 @@ def test_rows_of_all_ranks_do_not_belong_to_a_checkpoint_of_rank_0(launcher: Lau
         launcher.run(_whole)
 
 
+def _whole_beside_a_rank_without_rows() -> Table:
+    table = rt.write_rows([{"id": [1]}] if rt.get_context().rank == 0 else [])
+    rt.report({}, checkpoint={"step": 1})
+    rt.barrier()
+    return table
+
+
+def test_a_checkpoint_of_rank_0_is_taken_where_the_others_had_no_row_to_write(launcher: Launcher) -> None:
+    assert launcher.run(_whole_beside_a_rank_without_rows).to_arrow().count_rows() == 1
+
+
 def _score_behind_a_cursor_of_rank_0() -> None:
     shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
     rt.barrier()

@@ -47,6 +47,11 @@ def made(folder: str, digest: str) -> Manifest:
 def read(run: RunDirectory, job: Job, session: Any, known: dict[str, Manifest] | None = None) -> dict[str, Manifest]:
     """What the ranks of this submission would find."""
     submit(run, job, known)
+    return drive(run, job, session, known)
+
+
+def drive(run: RunDirectory, job: Job, session: Any, known: dict[str, Manifest] | None = None) -> dict[str, Manifest]:
+    """What they find by one of its drivers."""
     if known:
         location = run.submission_path(job.submission, FILE)
         job = replace(job, files={FILE: {"location": location}})
@@ -92,3 +97,21 @@ def test_another_training_under_the_same_id_gets_its_own_rows(tmp_path: Path) ->
     found = read(run, replace(fresh, submission=2, first_attempt=2), session)
     assert found["train"].digest == "db.others 2"
     assert not store.exists(str(before["train"].folder))
+
+
+def test_a_driver_that_takes_a_lost_ones_place_finds_the_rows_of_that_one(tmp_path: Path) -> None:
+    run, session = RunDirectory(str(tmp_path / "r")), Session()
+    frame = made(run.new_dataset("eval"), "frame")
+    before = read(run, JOB, session, {"eval": frame})
+    assert drive(run, JOB, session, {"eval": frame}) == before
+    assert session.asked == 1
+
+
+def test_rows_stay_for_a_submitter_that_knows_the_store_by_another_path(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to("store")
+    session = Session()
+    before = read(RunDirectory(str(tmp_path / "store" / "r")), JOB, session)
+    found = read(RunDirectory(str(tmp_path / "link" / "r")), replace(JOB, submission=1, first_attempt=1), session)
+    assert found == before
+    assert store.exists(found["train"].files[0].location)

@@ -1,6 +1,8 @@
 """What ranks run on executors that have torch alone: nothing of the suite is imported there."""
 
+import importlib
 import importlib.util
+import os
 import sys
 import time
 from typing import Any
@@ -15,6 +17,21 @@ def what_is_there() -> dict[str, Any]:
 
     found = [name for name in NOT_THERE if importlib.util.find_spec(name)]
     return {"python": sys.executable, "found": found, "rankzero": own.__file__}
+
+
+def from_the_environment(name: str) -> list[dict[str, Any]]:
+    """Each rank's interpreter, directory, and the value of a module that only its environment has."""
+    import torch
+    import torch.distributed as dist
+
+    import rankzero as own
+
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    value = importlib.import_module(name).VALUE
+    found = {"python": sys.executable, "value": value, "sum": total.item(), "rankzero": own.__file__}
+    return list(rt.all_gather_object({**found, "directory": os.getcwd()}))
 
 
 def train_digits(epochs: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class KubernetesApi(ThreadingHTTPServer):
-    """Objects by the path they were made at; ``refused`` are kinds that it takes none of."""
+    """Objects by the path they were made at; ``refused`` are kinds that it takes none of, ``unanswered`` those that it
+    takes without a word."""
 
     daemon_threads = True
 
@@ -21,6 +21,7 @@ class KubernetesApi(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, dict[str, Any]] = {}
         self.refused: set[str] = set()
+        self.unanswered: set[str] = set()
 
     @property
     def master(self) -> str:
@@ -65,11 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
         path = f"{self._path()}/{body['metadata']['name']}"
         body["metadata"]["uid"] = f"uid-{len(self.server.objects)}"
         self.server.objects[path] = body
+        if self._path().split("/")[-1] in self.server.unanswered:
+            self._answer(504, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 504})
+            return
         self._answer(201, body)
 
     def do_GET(self) -> None:
         found = self.server.objects.get(self._path())
-        if found is None:
+        if selector := parse_qs(urlsplit(self.path).query).get("labelSelector"):
+            inside = [each for path, each in self.server.objects.items() if path.rpartition("/")[0] == self._path()]
+            items = [each for each in inside if _selects(selector[0], each["metadata"].get("labels", {}))]
+            self._answer(200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
+        elif found is None:
             self._missing()
         else:
             self._answer(200, found)
@@ -87,17 +95,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self.server.objects.pop(self._path(), None)
-        selector = parse_qs(urlsplit(self.path).query).get("labelSelector")
-        for path in [path for path in self.server.objects if selector and path.rpartition("/")[0] == self._path()]:
-            if _selects(selector[0], self.server.objects[path]["metadata"].get("labels", {})):
-                del self.server.objects[path]
         self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
 
 
 def _selects(selector: str, labels: dict[str, str]) -> bool:
-    """As Kubernetes reads ``a=1,b!=2``."""
-    found = [re.fullmatch(r"([^!=]+)(!?=)(.*)", part) for part in selector.split(",")]
-    return all(part and (labels.get(part[1]) == part[3]) == (part[2] == "=") for part in found)
+    """As Kubernetes reads ``a=1,b=2``."""
+    return all(labels.get(part.partition("=")[0]) == part.partition("=")[2] for part in selector.split(","))
 
 
 @contextlib.contextmanager

@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers
 from tests.engines.bare_trainings import fail_once, hvd_loop, ray_loop, train_digits, what_is_there
-from tests.engines.pythons import python_with
+from tests.engines.pythons import TORCH, python_with
 
 from rankzero import Launcher, SparkEngine
-
-NEEDED_BY_TORCH = ("filelock", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "setuptools")
 
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python with torch and what torch itself needs."""
-    packages = ("torch", "torchgen", "functorch", *NEEDED_BY_TORCH)
-    return python_with(tmp_path_factory.mktemp("bare") / "venv", packages)
+    return python_with(tmp_path_factory.mktemp("bare") / "venv", TORCH)
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,20 @@ def test_a_store_that_the_cluster_cannot_see_is_refused(master: str, root: str, 
         Launcher(2, engine=SparkSubmitEngine(master), store=root).submit(len, "abc")
 
 
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ({"spark.pyspark.python": "./environment/bin/python"}, "set spark.pyspark.driver.python"),
+        ({"spark.archives": "/shared/a.zip,env.tar.gz#environment"}, "spark.archives has 'env.tar.gz#environment'"),
+    ],
+)
+def test_paths_that_a_driver_on_a_standalone_cluster_would_not_find_are_refused(
+    tmp_path: Path, conf: dict[str, str], words: str
+) -> None:
+    with pytest.raises(InvalidJobError, match=words):
+        Launcher(2, engine=SparkSubmitEngine("spark://head:7077", conf=conf), store=tmp_path).submit(len, "abc")
+
+
 def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_RANKZERO_PRIVATE", deploy.pack({"env": {}, "engine": {"conf": {}}, "token": "its own"}))
     program = "from rankzero.driver.cluster import main; main()"

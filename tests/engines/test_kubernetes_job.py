@@ -17,7 +17,8 @@ from tests.engines.kubernetes_api import KubernetesApi, kubernetes_api
 
 from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkSubmitEngine
 from rankzero.engines.spark import deploy
-from rankzero.engines.spark.kubernetes_job import TTL
+from rankzero.engines.spark.deploy import Submitted
+from rankzero.engines.spark.kubernetes_job import TTL, JobOf, is_earlier
 from rankzero.run.directory import RunDirectory
 
 pytest.importorskip("kubernetes")
@@ -161,6 +162,20 @@ def test_a_job_that_is_refused_fails_the_run_and_leaves_no_secret(
     found = launcher.find()
     assert found is not None
     assert found.status().state == "failed"
+
+
+def test_a_job_whose_making_was_not_answered_is_not_left_behind(
+    on_job: Callable[..., Launcher], api: KubernetesApi
+) -> None:
+    api.unanswered = {"jobs"}
+    with pytest.raises(EngineError, match="the Job rankzero-a-run-1-.* cannot be made in namespace 'ml': 504"):
+        on_job().submit(len, "abc")
+    assert api.objects == {}
+
+
+def test_a_submitter_that_was_held_up_leaves_the_job_of_its_heir() -> None:
+    labels = [JobOf("name", Submitted("/runs/a", number, "train"), 0).labels for number in range(3)]
+    assert [is_earlier(Submitted("/runs/a", 1, "train"), each) for each in labels] == [True, False, False]
 
 
 def test_a_second_submitter_attaches_and_a_later_submission_ends_the_jobs_before(

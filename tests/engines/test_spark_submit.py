@@ -12,9 +12,12 @@ import pytest
 from tests import servers
 from tests.conftest import ROOT, free_port, until
 from tests.engines.conftest import Standalone
+from tests.faults.kit import Arrival, arrival, executor_of, newest_step
+from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 
 from rankzero import (
     EngineError,
+    HangError,
     InvalidJobError,
     Launcher,
     RunCancelledError,
@@ -27,6 +30,7 @@ from rankzero.doctor.examine import examine
 from rankzero.run.directory import RunDirectory
 
 WAIT = 240.0
+HANG_TIMEOUT = 15.0
 SECRET = "geheim-4711-nirgends"
 
 
@@ -157,6 +161,53 @@ def test_a_run_ends_when_the_process_that_called_run_is_killed(
 def run_and_wait(master: str, store: Path, marker: str) -> None:
     launcher = Launcher(2, store=store, engine=cluster_engine(master), env={"MARK": marker}, run_id="owned")
     launcher.run(wait_for_file, str(store / "go"))
+
+
+def unforked(launcher: Launcher) -> Launcher:
+    """Its ranks are children of their executor's Python, and not of a warm server that all executors here share."""
+    return launcher.options(warm_start=False, hang_timeout=HANG_TIMEOUT)
+
+
+def strike(who: str, at: Arrival) -> None:
+    """Hurts a rank, or the executor that it runs on."""
+    if who == "executor":
+        os.kill(executor_of(at.agent), signal.SIGKILL)
+    else:
+        os.kill(at.pid, signal.SIGSTOP if who == "stopped rank" else signal.SIGKILL)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("who", "cause"), [("rank", "killed"), ("executor", "lost"), ("stopped rank", "hang")])
+def test_the_driver_on_the_cluster_restarts_what_is_lost(
+    detached: Launcher, tmp_path: Path, who: str, cause: str
+) -> None:
+    handle = unforked(detached).options(max_restarts=1).submit(train, str(tmp_path), "training", 1)
+    at = until(lambda: arrival(tmp_path, "training"), WAIT, "rank 1")
+    until(lambda: newest_step(handle) == HOLD_AT - 1, WAIT, "a checkpoint")
+    driver = handle.status().driver_pid
+    strike(who, at)
+    result = handle.result(timeout=WAIT)
+    assert result == {"value": expected(STEPS, 2), "history": [[0, 0], [1, HOLD_AT]]}
+    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == [cause]
+    assert handle.status().driver_pid == driver
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("who", "error", "words"),
+    [
+        ("rank", WorkerFailedError, "SIGKILL"),
+        ("executor", EngineError, "lost"),
+        ("stopped rank", HangError, "rank 1 had not joined the collective in which rank 0 waited"),
+    ],
+)
+def test_what_is_lost_on_the_cluster_is_the_callers_error(
+    detached: Launcher, tmp_path: Path, who: str, error: type[Exception], words: str
+) -> None:
+    handle = unforked(detached).submit(train, str(tmp_path), "training", 1)
+    strike(who, until(lambda: arrival(tmp_path, "training"), WAIT, "rank 1"))
+    with pytest.raises(error, match=words):
+        handle.result(timeout=WAIT)
 
 
 @pytest.mark.soak

@@ -16,7 +16,7 @@ from tests.conftest import free_port, until
 from tests.docs.pages import blocks
 from tests.frameworks.conftest import TRACKING
 
-from rankzero import InvalidJobError, Launcher, ResultError, ResultRef, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, ResultError, ResultRef, RunHandle, WorkerFailedError
 from rankzero.tracking import MLflow, load_model, register_model
 
 mlflow = pytest.importorskip("mlflow", reason="make test-frameworks")
@@ -124,6 +124,52 @@ def test_a_training_is_one_run_whatever_happens_to_it(server: str, client: Any, 
     assert {each.step for each in history} == set(range(400))
     assert {each.value for each in history if each.step == 1} == {0.25}
     assert "loss _ 1/rank-1" in run.data.metrics
+
+
+def test_what_mlflow_does_not_take_costs_nothing_else(server: str, client: Any, tmp_path: Path) -> None:
+    """A name that is too long, a step that no column holds, and a default that has changed between two tries."""
+    marker = str(tmp_path / "marker")
+
+    def train(marker: str, lr: float = 0.5) -> None:
+        import os
+
+        import rankzero.train as rt
+
+        rt.report({"step": 10**20, "loss": 1.0, "long" * 100: 2.0})
+        rt.report({"step": 7, "loss": 3.0})
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            raise ValueError("no luck")
+
+    tracker = MLflow(server, experiment="refused")
+    launcher = Launcher(1, store=tmp_path, run_id="one", trackers=[tracker], code_version="abc")
+    with pytest.raises(WorkerFailedError):
+        launcher.run(train, marker)
+    (run,) = runs(client, "refused")
+    assert run.info.status == "FAILED"
+    assert [each.value for each in client.get_metric_history(run.info.run_id, "loss") if each.step == 7] == [3.0]
+    train.__defaults__ = (0.7,)
+    launcher.run(train, marker)
+    (run,) = runs(client, "refused")
+    assert run.info.status == "FINISHED"
+    assert run.data.params["lr"] == "0.5"
+
+
+def test_a_report_that_is_sent_again_keeps_its_number(server: str, client: Any, tmp_path: Path) -> None:
+    Launcher(1, store=tmp_path, run_id="one").run(float, 0.5)
+    run, tracker = RunHandle.attach(tmp_path / "one"), MLflow(server, experiment="again")
+    tracker.begin(run)
+    events = [{"type": "metric", "rank": 0, "time": 1.0, "metrics": {"loss": value}} for value in (0.5, 0.25)]
+    there, tracker._client = tracker._client, mlflow.MlflowClient("http://127.0.0.1:1")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(mlflow.exceptions.MlflowException):
+            tracker.add(run, events)
+    tracker._client = there
+    tracker.add(run, events)
+    (found,) = runs(client, "again")
+    history = client.get_metric_history(found.info.run_id, "loss")
+    assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 0.25)]
 
 
 def test_another_training_under_the_same_run_id_is_another_run(server: str, client: Any, tmp_path: Path) -> None:

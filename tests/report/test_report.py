@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -297,6 +298,15 @@ def test_serve_shows_the_store_each_run_and_several(served: str) -> None:
     assert data_of(get(f"{served}runs/restarted")[1])["runs"][0]["id"] == "restarted"
     assert json.loads(get(f"{served}runs/failed.json")[1])["state"] == "failed"
     assert len(data_of(get(f"{served}compare?run=failed&run=restarted")[1])["runs"]) == 2
+
+
+def test_facts_are_json_for_browsers_too(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store / "restarted", tmp_path / "one")
+    job = json.loads((tmp_path / "one/job.json").read_text())
+    (tmp_path / "one/job.json").write_text(json.dumps({**job, "params": {"clip": float("inf"), "lr": float("nan")}}))
+    text = pages.answer(str(tmp_path), "/runs/one.json", {})[2]
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["config"]["params"] == {"clip": "inf", "lr": "nan"}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """How far a run is, what it has used, and the card that a notebook shows of it."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle
-from rankzero.run import card, cost
+from rankzero.run import card, cost, notebook
 from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.growing import Position
 from rankzero.run.progress import Progress, RankProgress
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -43,6 +48,61 @@ def test_progress_is_that_of_each_rank_and_the_slowest_decides(run: RunHandle[No
     # What was read once is not counted again.
     progress.read(run.status())
     assert [row["report"] for row in progress.rows] == list(range(1, 9))
+
+
+class Told:
+    """A handle of a run whose events are these."""
+
+    id, directory, fresh_since, pace = "told", "", 0, 0.0
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        self._events = events
+
+    def status(self) -> RunStatus:
+        return RunStatus()
+
+    def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
+        return ([], position) if position.offset else (self._events, Position(offset=1))
+
+
+def test_a_rank_that_is_gone_after_a_restart_does_not_count() -> None:
+    def reports(ranks: int, steps: range) -> list[dict[str, Any]]:
+        return [
+            {"type": "metric", "rank": rank, "time": float(step), "metrics": {"step": step, "total_steps": 100}}
+            for step in steps
+            for rank in range(ranks)
+        ]
+
+    restart = {"type": "state", "state": "starting", "attempt": 1, "time": 10.0}
+    progress = Progress(Told([*reports(4, range(10)), restart, *reports(2, range(5, 50))]))
+    progress.read(RunStatus())
+    assert {rank: found.done for rank, found in progress.ranks.items()} == {0: 49, 1: 49}
+    assert progress.seconds_left == pytest.approx(51)
+    assert len(progress.rows) == 55
+
+
+def test_a_store_that_refuses_does_not_end_the_run_whose_card_is_drawn(
+    run: RunHandle[None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn: list[Any] = []
+    display = SimpleNamespace(HTML=str, display=lambda html, display_id: SimpleNamespace(update=drawn.append))
+    # Where there is no Jupyter; tests/frameworks/test_notebook.py has a real kernel.
+    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()), display=display)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    refused = iter([OSError("the store is away")])
+    status = RunHandle.status
+
+    def refuse_once(handle: RunHandle[Any]) -> RunStatus:
+        for error in refused:
+            raise error
+        return status(handle)
+
+    monkeypatch.setattr(RunHandle, "status", refuse_once)
+    with notebook.showing() as show:
+        show(run)
+        until(lambda: "the store is away" in caplog.text, 30, "the first look has failed")
+    assert "succeeded" in drawn[-1]
 
 
 def test_nothing_of_a_run_is_markup_in_its_card(run: RunHandle[None]) -> None:

@@ -50,3 +50,27 @@ def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
     assert found["url"] == "http://***@host"
     assert len(found["text"]) == MAX_TEXT
     assert len(found) == MAX_PARAMS
+
+
+def test_a_command_line_as_hydra_has_it_and_urls_show_no_secrets() -> None:
+    line = (
+        "db.password=geheim",
+        "+model.lr=0.1",
+        "day=1/part-0",
+        "-Dfs.secret.key=geheim",
+        "--",
+        "http://ann:geheim@h/x",
+    )
+    assert params_of(Path(__file__), line, {}, {}) == {
+        "db.password": "***", "model.lr": "0.1", "day": "1/part-0", "Dfs.secret.key": "***",
+        "args.0": "--", "args.1": "http://ann:***@h/x",
+    }  # fmt: skip
+    urls = {
+        "jdbc:postgresql://h/db?user=ann&password=geheim&ssl=true": "jdbc:postgresql://h/db?user=ann&password=***&ssl=true",
+        "jdbc:sqlserver://h:1433;user=ann;password=geheim": "jdbc:sqlserver://h:1433;user=ann;password=***",
+        "https://a.blob.core.windows.net/c?sv=1&sig=geheim": "https://a.blob.core.windows.net/c?sv=1&sig=***",
+        "http://h:8080/a@b?design=1": "http://h:8080/a@b?design=1",
+    }
+    for given, shown in urls.items():
+        assert params_of(train, (1,), {"url": given, "urls": [given]}, {})["url"] == shown
+        assert params_of(train, (1,), {"urls": [given]}, {})["urls"] == str([shown])

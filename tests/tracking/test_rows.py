@@ -26,6 +26,11 @@ def test_rows_are_at_their_step_or_counted() -> None:
     assert math.isnan(row.metrics["loss"])
 
 
+def test_what_no_system_could_store_is_left_out() -> None:
+    events = [metric(0, loss=0.5, step=2**63), metric(0, loss=0.25, step=2**62, huge=10**400)]
+    assert [(row.step, row.metrics) for row in Rows((0,)).of(events)] == [(1, {"loss": 0.5}), (2**62, {"loss": 0.25})]
+
+
 def test_attempts_end_by_restarts_and_with_the_run() -> None:
     outcomes = Outcomes()
     first = [state(1, "starting", 0), state(3, "running", 0)]

@@ -59,6 +59,17 @@ def test_datagrams_stay_whole_on_the_way(server: socket.socket, tmp_path: Path) 
     assert b"rankzero.metric.a_metric_number_199:199|g" in b"\n".join(datagrams).splitlines()
 
 
+def test_a_value_below_zero_is_set_and_what_is_no_number_is_left_out(server: socket.socket, tmp_path: Path) -> None:
+    """``-2|g`` takes two from what the gauge was."""
+    Launcher(1, store=tmp_path, run_id="one").run(float, 0.5)
+    tracker, run = StatsD(port=server.getsockname()[1]), RunHandle.attach(tmp_path / "one")
+    tracker.begin(run)
+    metrics = {"reward": -2.5, "loss": float("nan"), "norm": float("inf"), "lr": 0.1}
+    tracker.add(run, [{"type": "metric", "rank": 0, "time": 1.0, "metrics": metrics}])
+    (lines,) = (datagram.decode().splitlines() for datagram in received(server))
+    assert lines == ["rankzero.metric.reward:0|g", "rankzero.metric.reward:-2.5|g", "rankzero.metric.lr:0.1|g"]
+
+
 def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidJobError, match="StatsD has port=0; it must be"):
         Launcher(1, store=tmp_path, trackers=[StatsD(port=0)]).run(float, 0.5)

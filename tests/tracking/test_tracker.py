@@ -142,10 +142,8 @@ def test_what_a_tracker_raises_is_one_line_without_its_secrets(
         assert Launcher(1, store=tmp_path, trackers=[broken, Notes(notes)]).run(train, 1) == "done"
     assert noted(notes)[-1]["end"] == "succeeded"
     (line,) = [record.message for record in caplog.records if "misses" in record.message]
-    assert (
-        line
-        == "Broken misses what happens in the run: OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
-    )
+    cause = "OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
+    assert line == f"Broken misses what happens in the run: {cause}"
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_result(

@@ -49,7 +49,7 @@ def status(directory: str, as_json: bool) -> None:
     if found.result:
         facts["result"] = f"{found.result['uri']} ({found.result['format']}, {words.size(found.result['size'])})"
     if found.error:
-        facts["error"] = f"{found.error['type']}: {found.error['message']}"
+        facts["error"] = f"{found.error.get('type')}: {found.error.get('message')}"
     for name, value in facts.items():
         if value not in (None, ""):
             click.echo(f"{name:<11}{value}")

@@ -67,7 +67,7 @@ def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
         # Text: the name of a run is no markup.
         metrics = Text(_metrics(one), style="dim", no_wrap=True, overflow="ellipsis")
         state = Text(one.status.state, style=COLORS.get(one.status.state, ""))
-        when = Text(time.strftime("%m-%d %H:%M", time.localtime(one.job.created)))
+        when = Text((words.moment(one.job.created) or "")[5:16])
         when.append(f"\n{_took(one)}", style="dim")
         table.add_row(Group(Text(one.job.run_id), metrics), state, one.job.world, when, Text("\n".join(_used(one))))
     left_out = len(found) - len(shown)

@@ -34,7 +34,11 @@ def pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -
 
 def moment(when: float | None) -> str | None:
     """A Unix time by this machine's clock and zone."""
-    return None if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+    try:
+        return None if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+    except (OverflowError, ValueError, OSError):
+        # Of no year that there is.
+        return f"{when:g}"
 
 
 def size(count: float) -> str:

@@ -77,6 +77,8 @@ class Handover:
         self._folder = run.submission_path(job.submission, f"stage-{number}")
         self.has_gone = False
         """True if the driver in the stage writes the run directory."""
+        self._is_heard_of = True
+        """False once the engine has lost sight of the stage: its end will not be heard from there."""
 
     def run(
         self, deadline: float, env: dict[str, str], budget: Restarts, trackers: Mapping[str, Any] | None = None
@@ -159,7 +161,9 @@ class Handover:
                 status = self._run.status()
                 if beat != status.heartbeat:
                     beat, beat_at = status.heartbeat, time.monotonic()
-                elif not status.certain and time.monotonic() - beat_at > SILENCE and not self._server_answers():
+                elif time.monotonic() - beat_at > SILENCE and not self._server_answers():
+                    if status.certain:
+                        break
                     raise EngineError(
                         f"the stage was lost, with the driver of the run in it: neither it nor {self._session.place} "
                         "answers any more",
@@ -170,13 +174,18 @@ class Handover:
     def _server_answers(self) -> bool:
         """True if what becomes of the stage will be heard from there."""
         answers: list[bool] = []
-        return within(ANSWER_TIMEOUT, lambda: answers.append(self._session.is_usable())) and answers == [True]
+        return (
+            self._is_heard_of
+            and within(ANSWER_TIMEOUT, lambda: answers.append(self._session.is_usable()))
+            and answers == [True]
+        )
 
     def _look_at_end(self, group: AgentGroup, timeout: float) -> None:
         with contextlib.suppress(queue.Empty):
             _, message = self._messages.get(timeout=timeout)
             if message["type"] == _ENDED:
                 if self.has_gone and message["error"] and not self._server_answers():
+                    self._is_heard_of = False
                     logger.warning("the stage cannot be asked for any more; its driver is followed by its heartbeat")
                     return
                 raise self._outcome(group, message["error"])

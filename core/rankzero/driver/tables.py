@@ -76,9 +76,12 @@ class Tables:
         return from_bytes(store.read_bytes(self._job.files[FILE]["location"]))
 
     def _before(self) -> dict[str, Manifest]:
-        """What earlier submissions of the same training have had computed; of each dataset the last."""
+        """What this training has had computed before; of each dataset the last.
+
+        By drivers of earlier submissions, and of this one where another process takes a lost driver's place.
+        """
         found: dict[str, Manifest] = {}
-        for number in range(self._job.submission - 1, -1, -1):
+        for number in range(self._job.submission, -1, -1):
             try:
                 job = Job.from_json(store.read_bytes(self._run.submission_path(number, "job.json")))
             except FileNotFoundError:
@@ -98,9 +101,15 @@ class Tables:
             return {}
 
     def _remove_replaced(self, now: dict[str, Manifest]) -> None:
-        kept = {manifest.folder for manifest in now.values()}
+        # By name: another submitter may know the same store by another path or URL.
+        kept = {_name_of(manifest.folder) for manifest in now.values() if manifest.folder}
         manifests = [manifest for number in range(self._job.submission) for manifest in self._of(number).values()]
         # Of drivers that died meanwhile there is no manifest.
         begun = self._run.datasets_before(self._job.submission)
-        for folder in {*begun, *(manifest.folder for manifest in manifests if manifest.folder)} - kept:
-            store.remove(folder)
+        for folder in {*begun, *(manifest.folder for manifest in manifests if manifest.folder)}:
+            if _name_of(folder) not in kept:
+                store.remove(folder)
+
+
+def _name_of(folder: str) -> str:
+    return folder.rstrip("/").rpartition("/")[2]

@@ -49,7 +49,7 @@ def _page(title: str, facts: dict[str, Any]) -> str:
         "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; {_NOTHING_ELSE}",
         "STYLE": _part("page.css"),
         "SCRIPT": script,
-        "DATA": _inside_script(json.dumps(_plain(facts), separators=(",", ":"), allow_nan=False)),
+        "DATA": _inside_script(json.dumps(plain(facts), separators=(",", ":"), allow_nan=False)),
     }
     # Pieces of the template alone are replaced: what the facts hold may look like one.
     head, *rest = _part("page.html").split("{{")
@@ -65,13 +65,13 @@ def _part(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The same for a browser: JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(name): plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _inside_script(data: str) -> str:

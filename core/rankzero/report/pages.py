@@ -52,7 +52,7 @@ def _answer(location: str, path: str, query: Mapping[str, Sequence[str]], may_se
         return FOUND, "text/html", page.render([_run(location, one, may_see) for one in query["run"]])
     if path.startswith("/runs/") and path.endswith(".json"):
         name = path.removeprefix("/runs/").removesuffix(".json")
-        return FOUND, "application/json", json.dumps(_run(location, name, may_see))
+        return FOUND, "application/json", json.dumps(page.plain(_run(location, name, may_see)), allow_nan=False)
     if path.startswith("/runs/"):
         return FOUND, "text/html", page.render([_run(location, path.removeprefix("/runs/"), may_see)])
     return MISSING, "text/plain", "there is no such page"

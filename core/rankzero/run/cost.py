@@ -13,6 +13,7 @@ from typing import Any
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
 from rankzero.run.directory import RunStatus
+from rankzero.run.reports import is_number
 
 PRICES_VARIABLE = "RANKZERO_PRICES"
 """What an hour costs, for example ``gpu=2.49,core=0.04,currency=EUR``."""
@@ -75,6 +76,7 @@ def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
     resource = "gpu" if job.use_gpu else "core"
     hours = seconds / _HOUR * (1 if job.use_gpu else job.cpus_per_process or 1)
     price = job.prices.get(resource)
+    price = price if is_number(price) else None
     return Usage(hours, resource, None if price is None else hours * price, str(job.prices.get(_CURRENCY, "")))
 
 

@@ -39,7 +39,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
-from rankzero.job import Job
+from rankzero.job import Job, strange
 from rankzero.values.envelope import Part
 
 _REMOVAL = "removal "
@@ -134,6 +134,21 @@ _STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
     "value": list,
     "error": (dict, type(None)),
     "result": (dict, type(None)),
+}
+
+
+_NUMBER = (int, float)
+
+# The same, of what an earlier version has not written.
+_LATER_KINDS: dict[str, type | tuple[type, ...]] = {
+    "attempt": int,
+    "interval": _NUMBER,
+    "patience": _NUMBER,
+    "started": (*_NUMBER, type(None)),
+    "ended": (*_NUMBER, type(None)),
+    "world_size": (int, type(None)),
+    "held_seconds": _NUMBER,
+    "held_since": (*_NUMBER, type(None)),
 }
 
 
@@ -279,11 +294,12 @@ class RunDirectory:
             return RunStatus(submission=self.job().submission)
         try:
             facts = json.loads(data)
-            if strange := [name for name, kinds in _STATUS_KINDS.items() if not isinstance(facts.get(name), kinds)]:
-                raise ValueError(f"{strange[0]} is {facts.get(strange[0])!r}")
+            kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}
+            if found := strange(facts, kinds):
+                raise ValueError(found)
             # A driver of a later version may say more.
             return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
-        except (AttributeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"status.json in {self.directory} was not written by rankzero: {error}") from None
 
     def write_status(self, status: RunStatus) -> None:

@@ -72,7 +72,8 @@ class _Live:
         from IPython.display import HTML, display
 
         self._card = Card(handle)
-        self._place = display(HTML(self._card.html()), display_id=True)
+        # Drawn by the thread: a store that does not answer now is no reason to end a run that has begun.
+        self._place = display(HTML(""), display_id=True)
         self._ended = threading.Event()
         self._pace = max(REFRESH_INTERVAL, handle.pace)
         self._thread = threading.Thread(target=self._refresh, name="rankzero-card", daemon=True)
@@ -83,8 +84,10 @@ class _Live:
         self._thread.join(LAST_TIMEOUT)
 
     def _refresh(self) -> None:
-        while not self._ended.wait(self._pace):
+        has_ended = False
+        while not has_ended:
             _update(self._place, self._card)
+            has_ended = self._ended.wait(self._pace)
         _update(self._place, self._card)
 
 

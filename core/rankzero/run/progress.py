@@ -86,8 +86,13 @@ class Progress:
             before = self._position
             events, self._position = self._handle.read_events(before, None if status.final else status)
             for event in events:
-                if self._is_ours(event) and event.get("type") == "metric":
+                if not self._is_ours(event):
+                    continue
+                if event.get("type") == "metric":
                     self._add(event)
+                elif event.get("type") == "state" and event.get("state") == "starting":
+                    # Each rank of the next attempt counts anew, and there may be fewer.
+                    self._rows, self.total = {}, None
             if self._position == before:
                 return
 

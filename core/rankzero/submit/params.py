@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ MAX_TEXT = 500
 """Characters of a value; what is longer is cut."""
 
 _DEPTH = 4
+
+_ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
+"""A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
 
 def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
@@ -66,17 +70,16 @@ def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
 
 
 def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """``--name value``, ``--name=value`` and ``--flag`` by their names; the rest by their positions."""
+    """``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by their names; the rest by their positions."""
     number, index = 0, 0
     while index < len(words):
         word, after = words[index], words[index + 1 : index + 2]
         index += 1
-        if not word.startswith("--") or word == "--":
+        if assigned := _ASSIGNED.fullmatch(word):
+            yield assigned["long"] or assigned["name"], assigned["value"]
+        elif not word.startswith("--") or word == "--":
             yield f"args.{number}", word
             number += 1
-        elif "=" in word:
-            name, _, value = word[2:].partition("=")
-            yield name, value
         elif after and not after[0].startswith("--"):
             yield word[2:], after[0]
             index += 1

@@ -84,6 +84,13 @@ def _delta(location: str) -> tuple[Any, str]:
             f'dataset="SELECT * FROM delta.`{location}`"'
         ) from None
     table = deltalake.DeltaTable(location)
+    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    if mapping != "none":
+        # In the files its columns have other names: they would be read as nulls.
+        raise InvalidJobError(
+            f"{location} is a Delta table with column mapping ({mapping}), which ranks cannot read. Have Spark read "
+            f'it: dataset="SELECT * FROM delta.`{location}`"'
+        )
     return table.to_pyarrow_dataset(), f"{table.metadata().id} {table.version()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Collection, Mapping
@@ -22,6 +23,9 @@ EXPERIMENT = "rankzero"
 
 MAX_PARAMS, MAX_METRICS = 100, 1000
 """Most of them in one request of MLflow's."""
+
+MAX_NAME = 230
+"""Characters of a name; the server takes 250."""
 
 MAX_TEXT = 4000
 """Characters of a tag; the server takes 5,000 or more."""
@@ -79,8 +83,9 @@ class MLflow(Tracker):
             self._id = made.info.run_id
         else:
             client.update_run(self._id, status="RUNNING")
-        params = [Param(_name(name), str(value)) for name, value in run.params.items()]
-        for some in _batches(params, MAX_PARAMS):
+        # It refuses another value for one that is there: of a default that has changed since an earlier try.
+        params = {_name(name): str(value) for name, value in run.params.items()} | client.get_run(self._id).data.params
+        for some in _batches([Param(name, value) for name, value in params.items()], MAX_PARAMS):
             client.log_batch(self._id, params=some)
         self._rows = Rows(self.ranks)
 
@@ -88,13 +93,16 @@ class MLflow(Tracker):
         """Logs what ranks reported, many reports in one request."""
         from mlflow.entities import Metric
 
+        # Events that could not be sent come again, and count once.
+        rows = copy.deepcopy(self._rows)
         metrics = [
-            Metric(_name(name if row.rank == 0 else f"{name}/rank-{row.rank}"), value, int(row.time * 1000), row.step)
-            for row in self._rows.of(events)
+            Metric(_name(name) + (f"/rank-{row.rank}" if row.rank else ""), value, int(row.time * 1000), row.step)
+            for row in rows.of(events)
             for name, value in row.metrics.items()
         ]
         for some in _batches(metrics, MAX_METRICS):
             self._client.log_batch(self._id, metrics=some)
+        self._rows = rows
         for event in events:
             if event["type"] == "state" and event["state"] == "running":
                 self._tag({"rankzero.attempt": event["attempt"], "rankzero.world_size": run.world_size})
@@ -161,7 +169,7 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 
 def _name(name: str) -> str:
     """As MLflow takes it."""
-    return "/".join(part for part in _NO_NAME.sub("_", name).split("/") if part.strip(".")) or "_"
+    return "/".join(part for part in _NO_NAME.sub("_", name).split("/") if part.strip("."))[:MAX_NAME].strip("/") or "_"
 
 
 def _batches(items: list[Any], size: int) -> list[list[Any]]:

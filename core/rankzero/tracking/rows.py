@@ -9,6 +9,9 @@ from typing import Any
 
 from rankzero.run.reports import STEP_NAMES, is_number
 
+MAX_STEP = 2**63
+"""The first step that is no 64-bit number."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -45,10 +48,15 @@ class Rows:
                 continue
             rank, found = event["rank"], event["metrics"]
             self._reports[rank] += 1
-            step = next((found[name] for name in STEP_NAMES if is_number(found.get(name))), self._reports[rank])
+            step = next((found[name] for name in STEP_NAMES if _is_step(found.get(name))), self._reports[rank])
             metrics = {
                 name: float(value)
                 for name, value in found.items()
-                if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in STEP_NAMES
+                if (isinstance(value, float) or is_number(value)) and name not in STEP_NAMES
             }
             yield Row(rank, int(step), event["time"], metrics)
+
+
+def _is_step(value: object) -> bool:
+    """False for what no system can store: it would refuse the report, and get it again and again."""
+    return is_number(value) and abs(value) < MAX_STEP

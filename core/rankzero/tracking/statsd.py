@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Collection
@@ -65,7 +66,9 @@ class StatsD(Tracker):
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
         """Sends the last value of each metric, and what has begun or ended."""
         last = {name: value for row in self._rows.of(events) for name, value in row.metrics.items()}
-        lines = [f"metric.{_NO_NAME.sub('_', name)}:{value:g}|g" for name, value in last.items()]
+        lines = [
+            _gauge(f"metric.{_NO_NAME.sub('_', name)}", value) for name, value in last.items() if math.isfinite(value)
+        ]
         starts = sum(event["type"] == "state" and event["state"] == "starting" for event in events)
         lines += [f"attempts:{starts}|c"] if starts else []
         for attempt in self._outcomes.of(events):
@@ -88,13 +91,18 @@ class StatsD(Tracker):
     def _send(self, lines: list[str]) -> None:
         waiting = b""
         for line in lines:
-            data = f"{self.prefix}.{line}".encode()
+            data = "\n".join(f"{self.prefix}.{part}" for part in line.split("\n")).encode()
             if waiting and len(waiting) + 1 + len(data) > DATAGRAM:
                 self._socket.send(waiting)
                 waiting = b""
             waiting = waiting + b"\n" + data if waiting else data
         if waiting:
             self._socket.send(waiting)
+
+
+def _gauge(name: str, value: float) -> str:
+    """A sign would mean a change: what is below zero is set from there."""
+    return f"{name}:0|g\n{name}:{value:g}|g" if value < 0 else f"{name}:{value:g}|g"
 
 
 def _ms(seconds: float) -> int:

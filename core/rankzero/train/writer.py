@@ -119,7 +119,7 @@ class CheckpointWriter:
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
         if not sharded and self._rank != 0:
-            if tables:
+            if any(tables.values()):
                 raise ValueError(
                     f"rank {self._rank} has written rows, and of this checkpoint rank 0's part alone is kept, to which "
                     "they cannot belong: give it with sharded=True, or write all rows behind the last checkpoint"

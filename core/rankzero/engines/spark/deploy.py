@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankzero.engines.spark.conf import is_kubernetes, is_standalone
+from rankzero.engines.spark.jvm import PYTHON
 from rankzero.errors import InvalidJobError
 from rankzero.masking import is_secret
 
@@ -34,6 +35,9 @@ PRIVATE_SETTING = "spark.rankzero.secret"
 
 LONGEST_VARIABLE = 128 << 10
 """Bytes that Linux lets one variable have."""
+
+ARCHIVES = "spark.archives"
+DRIVER_PYTHON = "spark.pyspark.driver.python"
 
 # Read when a SparkContext starts, which the driver does with the whole configuration.
 _LATE = ("spark.hadoop.", "spark.executorEnv.")
@@ -103,6 +107,26 @@ def deployment(
     if is_kubernetes(master):
         return _kubernetes(conf, what, name)
     return _yarn(conf, what, files, private)
+
+
+def refuse_paths_of_executors(conf: Mapping[str, str]) -> None:
+    """For a standalone cluster, which runs its driver in a directory of its own, and unpacks no archive there.
+
+    Raises:
+        InvalidJobError: the driver would not find its Python, or an archive.
+    """
+    python = conf.get(PYTHON, "")
+    if DRIVER_PYTHON not in conf and "/" in python and not python.startswith("/"):
+        raise InvalidJobError(
+            f"{PYTHON} is {python!r}, and a standalone cluster unpacks archives for executors only: set "
+            f"{DRIVER_PYTHON} to a Python that every worker has"
+        )
+    for archive in filter(None, conf.get(ARCHIVES, "").split(",")):
+        if not archive.startswith("/") and "://" not in archive:
+            raise InvalidJobError(
+                f"{ARCHIVES} has {archive!r}, and the driver on the cluster runs in another directory: give a path "
+                "or URL that every worker sees"
+            )
 
 
 def _standalone(conf: Mapping[str, str], what: Submitted, files: str, private: str) -> Deployment:

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rankzero.errors import EngineError, InvalidJobError
@@ -89,33 +89,45 @@ class Secret:
         else:
             self._leave_to({"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": pod.metadata.uid})
 
-    def leave_to_job(self, manifest: Mapping[str, Any], earlier: str) -> None:
+    def leave_to_job(
+        self, manifest: Mapping[str, Any], of_run: str, is_earlier: Callable[[Mapping[str, str]], bool]
+    ) -> None:
         """Makes the Job of the driver, which becomes its owner; Jobs that came before it end.
 
         Args:
             manifest: The Job's, which has the name of the Secret.
-            earlier: A selector of labels of the Jobs before it: whatever they still do is in vain.
+            of_run: A selector of the labels of all Jobs of the run.
+            is_earlier: True for the labels of one of before: whatever that still does is in vain.
 
         Raises:
             EngineError: the API server does not take the Job.
         """
         api = _kubernetes().client.BatchV1Api(self._client)
-        try:
-            api.delete_collection_namespaced_job(
-                self._namespace,
-                label_selector=earlier,
-                propagation_policy="Background",
-                _request_timeout=REQUEST_TIMEOUT,
-            )
-        except Exception as error:
-            logger.warning("Jobs of earlier submissions end by themselves; they cannot be deleted: %s", _reason(error))
+        self._delete_jobs(api, of_run, is_earlier)
         try:
             job = api.create_namespaced_job(self._namespace, dict(manifest), _request_timeout=REQUEST_TIMEOUT)
         except Exception as error:
+            # It may be there, if the answer alone was lost: its pod would wait for the Secret, and hold its place.
+            with contextlib.suppress(Exception):
+                self._delete_job(api, self._name)
             raise EngineError(
                 f"the Job {self._name} cannot be made in namespace {self._namespace!r}: {_reason(error)}"
             ) from error
         self._leave_to({"apiVersion": "batch/v1", "kind": "Job", "name": self._name, "uid": job.metadata.uid})
+
+    def _delete_jobs(self, api: Any, selector: str, is_earlier: Callable[[Mapping[str, str]], bool]) -> None:
+        try:
+            found = api.list_namespaced_job(self._namespace, label_selector=selector, _request_timeout=REQUEST_TIMEOUT)
+            for job in found.items:
+                if is_earlier(job.metadata.labels):
+                    self._delete_job(api, job.metadata.name)
+        except Exception as error:
+            logger.warning("Jobs of earlier submissions end by themselves; they cannot be deleted: %s", _reason(error))
+
+    def _delete_job(self, api: Any, name: str) -> None:
+        api.delete_namespaced_job(
+            name, self._namespace, propagation_policy="Background", _request_timeout=REQUEST_TIMEOUT
+        )
 
     def _leave_to(self, owner: Mapping[str, str]) -> None:
         body = {"metadata": {"ownerReferences": [dict(owner)]}}

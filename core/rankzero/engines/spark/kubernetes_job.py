@@ -80,9 +80,14 @@ def labels_of(directory: str) -> dict[str, str]:
     }
 
 
-def earlier(what: Submitted) -> str:
-    """A selector of the Jobs of all other submissions of a run."""
-    return f"{RUN}={labels_of(what.directory)[RUN]},{SUBMISSION}!={what.submission}"
+def selector_of(what: Submitted) -> str:
+    """Of the Jobs of all submissions of a run."""
+    return f"{RUN}={labels_of(what.directory)[RUN]}"
+
+
+def is_earlier(what: Submitted, labels: Mapping[str, str]) -> bool:
+    """True for the labels of the Job of a submission before; whoever was held up may have an heir by now."""
+    return int(labels[SUBMISSION]) < what.submission
 
 
 def properties(conf: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -99,6 +100,8 @@ class SparkSubmitEngine(SparkEngine):
     def check(self, job: Job) -> None:
         """Refuses what a `SparkEngine` refuses, and a cluster that cannot be submitted to from here."""
         super().check(job)
+        if is_standalone(self.master or ""):
+            deploy.refuse_paths_of_executors(self._settings())
         if is_kubernetes(self.master or ""):
             from rankzero.engines.spark import kubernetes
 
@@ -166,7 +169,11 @@ class SparkSubmitEngine(SparkEngine):
         word = deploy.pack({**private, "engine": {**private["engine"], "conf": conf}})
         secret = kubernetes.Secret(self.master or "", settings, name)
         with secret.created({**files, PRIVATE: word.encode(), **self._files_of_job()}):
-            secret.leave_to_job(self._manifest(name, what, job), kubernetes_job.earlier(what))
+            secret.leave_to_job(
+                self._manifest(name, what, job),
+                kubernetes_job.selector_of(what),
+                functools.partial(kubernetes_job.is_earlier, what),
+            )
 
     def _manifest(self, name: str, what: Submitted, job: Job) -> dict[str, Any]:
         from rankzero.engines.spark.kubernetes import read_template

@@ -1,0 +1,91 @@
+"""What a submitter does whose stage, with the driver of the run in it, is lost from sight."""
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+from rankzero.driver import handover
+from rankzero.driver.handover import DrivenElsewhere, Handover
+from rankzero.driver.policy import Placement, Restarts
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.watch import Inbox, Watch
+from rankzero.engines.base import AgentGroup, OnEnd
+from rankzero.errors import EngineError
+from rankzero.job import Job
+from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.task import staged
+
+WAIT = 30.0
+
+
+class Group(AgentGroup):
+    def cancel(self) -> None:
+        self._ended.set()
+
+    def explain(self, error: BaseException) -> EngineError:
+        return EngineError(str(error))
+
+
+class Server:
+    """Of an engine that hosts the driver."""
+
+    place, encrypts = "sc://server", False
+
+    def __init__(self) -> None:
+        self.answers = True
+
+    def launch(self, num_tasks: int, config: Any, on_end: OnEnd) -> Group:
+        self.on_end = on_end
+        (Path(config["stage"]["folder"]) / staged.READY).touch()
+        return Group()
+
+    def is_usable(self) -> bool:
+        return self.answers
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        (RunStatus(state="running", heartbeat=1.0), EngineError, "the stage was lost"),
+        (RunStatus(state="running", heartbeat=1.0, result={"uri": "r"}), DrivenElsewhere, None),
+    ],
+    ids=["running", "certain"],
+)
+def test_a_stage_that_was_lost_from_sight_is_not_followed_for_ever(
+    status: RunStatus,
+    error: type[Exception],
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(handover, "SILENCE", 0.2)
+    caplog.set_level(logging.WARNING)
+    job = Job("run", "train", 1, 1, False, None, None, WAIT, {})
+    run, server, inbox = RunDirectory(str(tmp_path / "run")), Server(), Inbox()
+    assert run.claim(0)
+    run.write_submission(job)
+    recorder = Recorder(run, 0, 0)
+    watch = Watch(run, job, recorder, inbox, leased=False)
+    given = Handover(run, job, 0, recorder, server, Placement(1), inbox, watch)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as threads:
+        followed = threads.submit(given.run, time.monotonic() + WAIT, {}, Restarts(0, 0))
+        try:
+            folder = run.submission_path(0, "stage-0")
+            until(lambda: os.path.exists(os.path.join(folder, staged.GO)), WAIT, "the driver in the stage")
+            run.write_status(status)
+            # Nothing can be asked just now, and what ended the client's request says no more.
+            server.answers = False
+            server.on_end(OSError("deadline exceeded"))
+            until(lambda: "followed by its heartbeat" in caplog.text, WAIT, "the end of the request")
+            server.answers = True
+            with pytest.raises(error, match=message):
+                followed.result(WAIT)
+        finally:
+            inbox.interrupt("the test has ended")
