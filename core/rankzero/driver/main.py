@@ -33,7 +33,7 @@ from rankzero.driver.succession import Start
 from rankzero.driver.tables import Tables
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
-from rankzero.engines.base import Engine, EngineSession, within
+from rankzero.engines.base import Engine, EngineSession, within, words_of
 from rankzero.errors import (
     HANG,
     LOST,
@@ -378,11 +378,13 @@ class Driver:
 
         def act() -> None:
             result: T | None = None
-            failure: BaseException | None = None
+            failure: RankZeroError | None = None
             try:
                 result = action()
-            except BaseException as error:
+            except RankZeroError as error:
                 failure = error
+            except BaseException as error:
+                failure = EngineError(f"the engine could not be opened: {words_of(error)}")
             messages.put((DRIVER, {"type": _DONE, "result": result, "failure": failure}))
 
         threading.Thread(target=act, name="rankzero-engine", daemon=True).start()
@@ -392,11 +394,8 @@ class Driver:
                 if message["type"] == _SAY:
                     self._say({"type": "engine", "what": message["what"]})
                 if message["type"] == _DONE:
-                    failure = message["failure"]
-                    if isinstance(failure, RankZeroError):
-                        raise failure
-                    if failure:
-                        raise EngineError(f"the engine could not be opened: {failure}") from failure
+                    if message["failure"]:
+                        raise message["failure"]
                     return cast(T, message["result"])
             self._check()
             if time.monotonic() > deadline:

@@ -223,6 +223,17 @@ class AgentGroup(abc.ABC):
         """The typed error for what ended the agents early."""
 
 
+WORDS_TIMEOUT = 10.0
+"""Seconds for an engine's error to say what it is."""
+
+
+def words_of(error: BaseException) -> str:
+    """What an engine's error says. One of py4j asks the JVM for it, which may have none left to answer."""
+    words: list[str] = []
+    within(WORDS_TIMEOUT, lambda: words.append(str(error)))
+    return words[0] if words else f"{type(error).__name__}, of which nothing more is known: see driver.log"
+
+
 def within(seconds: float, action: Callable[[], None]) -> bool:
     """Runs an engine's action in a thread and gives it up after a bound; False if it took longer.
 

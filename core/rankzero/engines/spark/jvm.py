@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark import archive
 from rankzero.engines.spark.conf import LOCAL, spark_defaults
@@ -91,7 +92,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     try:
         return SparkContext.getOrCreate(spark_conf.setAll(list(conf.items())))
     except Exception as error:
-        raise EngineError(f"no SparkContext on master {master!r}: {first_lines(str(error))}") from error
+        raise EngineError(f"no SparkContext on master {master!r}: {first_lines(words_of(error))}") from None
 
 
 def java_options(master: str, conf: Mapping[str, str], java: str | None) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
+from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd, words_of
 from rankzero.engines.spark.errors import explain
 from rankzero.errors import RankZeroError
 from rankzero.job import Job
@@ -62,7 +62,7 @@ class SparkGroup(AgentGroup):
 
     def explain(self, error: BaseException) -> RankZeroError:
         """What Spark's exception means."""
-        return explain(str(error))
+        return explain(words_of(error))
 
 
 def task_config(config: AgentConfig, cores: int, workers: int, *, threads_set: bool) -> AgentConfig:
