@@ -145,7 +145,7 @@ def test_what_somebody_else_has_written_hides_no_other_run(
 
 
 def test_what_a_run_has_used_is_in_status_and_runs(run: RunHandle[float]) -> None:
-    assert re.search(r"^used +0\.\d+ core-hours$", rankzero("status", run.directory).stdout, re.MULTILINE)
+    assert re.search(r"^used +<?0\.\d+ core-hours$", rankzero("status", run.directory).stdout, re.MULTILINE)
     store = os.path.dirname(run.directory)
     (listed,) = map(json.loads, rankzero("runs", store, "--json").stdout.splitlines())
     assert listed["used"]["resource"] == "core"

@@ -111,10 +111,11 @@ def test_a_run_outlives_its_submitter_and_another_process_attaches_and_cancels(
     assert died.returncode == 9
     handle: RunHandle[str] = RunHandle.attach(store / "orphan")
     until(lambda: handle.metrics(), WAIT, "the training")
+    # Lines come by another way than metrics.
+    until(lambda: "training" in "".join(handle.logs()), WAIT, "its first line")
     again = Launcher(2, store=store, engine=cluster_engine(cluster.url), run_id="orphan")
     with pytest.raises(InvalidJobError, match="is running another training"):
         again.submit(who_is_there)
-    assert "training" in "".join(handle.logs())
     handle.cancel()
     with pytest.raises(RunCancelledError):
         handle.result(timeout=WAIT)

@@ -52,6 +52,14 @@ def test_secrets_are_masked_and_what_is_large_is_cut() -> None:
     assert len(found) == MAX_PARAMS
 
 
+def test_integers_of_more_digits_than_python_writes_are_named() -> None:
+    huge = 10**5000
+    assert params_of(max, (huge, [1, huge]), {}, {}) == {
+        "0": "an integer of 16610 bits",
+        "1": "[1, 'an integer of 16610 bits']",
+    }
+
+
 def test_a_command_line_as_hydra_has_it_and_urls_show_no_secrets() -> None:
     line = (
         "db.password=geheim",

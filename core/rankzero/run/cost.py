@@ -21,6 +21,8 @@ PRICES_VARIABLE = "RANKZERO_PRICES"
 _HOUR = 3600.0
 _CENTS = 0.1
 """Below this two digits after the point tell nothing."""
+
+_LEAST = 0.0001
 _NUMBERS = ("gpu", "core")
 _CURRENCY = "currency"
 
@@ -113,7 +115,9 @@ def read_prices(text: str) -> dict[str, Any]:
 
 
 def _few_digits(number: float) -> str:
-    return f"{number:.2f}" if number >= _CENTS or not number else f"{number:.2g}"
+    if number >= _CENTS or not number:
+        return f"{number:.2f}"
+    return f"{number:.2g}" if number >= _LEAST else f"<{_LEAST}"
 
 
 def _positive(text: str) -> float | None:

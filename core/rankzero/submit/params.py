@@ -20,6 +20,9 @@ MAX_TEXT = 500
 
 _DEPTH = 4
 
+_BITS = 1024
+"""Of an integer that is written out."""
+
 _ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
@@ -99,10 +102,13 @@ def _flat(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[
 def _plain(name: str, value: Any, mask: Mask) -> Any:
     if is_secret(name):
         return MASK
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        # More digits than Python writes would fail the submission.
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, ResultRef):
         return value.uri
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
-        value = str(list(value[:MAX_TEXT]))
+        value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
     return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
