@@ -294,6 +294,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ConnectServer]
         yield started
 
 
+@pytest.fixture(scope="module")
+def connect_session(server: "ConnectServer") -> Iterator[Any]:
+    """A session of the test's own process."""
+    from pyspark.sql import SparkSession
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Restores it, which pyspark sets and leaves.
+        patch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
+        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+        session = SparkSession.builder.remote(server.url).create()
+        yield session
+        session.stop()
+
+
 @pytest.fixture
 def bucket(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The URL of an empty bucket that every process of the test can reach."""

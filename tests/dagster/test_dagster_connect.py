@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import until
 from tests.dagster import durable_training
 from tests.dagster.dagster_events import value_of
-from tests.dagster.test_dagster_durable import Place, beside, execute, home_instance, place  # noqa: F401 - fixtures
+from tests.dagster.test_dagster_durable import Place, beside, execute, home_instance, place, take_up  # noqa: F401 - fixtures
 from tests.engines.connect_server import ConnectServer
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset, torch_distributor_op
@@ -74,20 +74,7 @@ def test_the_next_try_takes_up_the_training_of_a_step_that_was_killed(
     on_server: Place,
     home_instance: dg.DagsterInstance,  # noqa: F811
 ) -> None:
-    seen: dict[str, Any] = {}
-
-    def hurt() -> None:
-        seen["before"] = on_server.hurt_step(signal.SIGKILL)
-        until((on_server.folder / "step-1").exists, WAIT, "the next try")
-        seen["after"] = on_server.ranks()
-        on_server.touch("go")
-
-    with beside(hurt):
-        result = execute(durable_training.durable_on_connect, home_instance)
-    assert result.success
-    assert seen["before"] <= seen["after"]
-    assert on_server.stored()["pid"] in seen["before"]
-    assert on_server.training().submission == 0
+    take_up(on_server, durable_training.durable_on_connect, home_instance, signal.SIGKILL)
 
 
 @pytest.mark.soak

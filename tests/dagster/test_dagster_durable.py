@@ -98,10 +98,8 @@ def beside(action: Callable[[], object]) -> Iterator[None]:
         raise failures[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
-def test_the_next_try_takes_up_the_training_of_a_step_that_died(
-    place: Place, home_instance: dg.DagsterInstance, number: signal.Signals
-) -> None:
+def take_up(place: Place, job: Any, instance: dg.DagsterInstance, number: signal.Signals) -> None:
+    """Ends the step of a job by a signal: its next try has the same ranks, and their result."""
     seen: dict[str, Any] = {}
 
     def hurt() -> None:
@@ -111,11 +109,18 @@ def test_the_next_try_takes_up_the_training_of_a_step_that_died(
         place.touch("go")
 
     with beside(hurt):
-        result = execute(durable_training.durable_job, home_instance)
+        result = execute(job, instance)
     assert result.success
     assert seen["before"] <= seen["after"]
     assert place.stored()["pid"] in seen["before"]
     assert place.training().submission == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+def test_the_next_try_takes_up_the_training_of_a_step_that_died(
+    place: Place, home_instance: dg.DagsterInstance, number: signal.Signals
+) -> None:
+    take_up(place, durable_training.durable_job, home_instance, number)
 
 
 def test_a_result_that_came_while_no_step_looked_is_delivered(place: Place, home_instance: dg.DagsterInstance) -> None:

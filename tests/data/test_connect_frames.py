@@ -1,6 +1,5 @@
 """A DataFrame of a Spark Connect session as dataset."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,6 @@ from rankzero import Launcher, SparkConnectEngine
 from rankzero.errors import InvalidJobError
 
 pytestmark = pytest.mark.soak
-
-
-@pytest.fixture(scope="module")
-def connect_session(server: ConnectServer) -> Iterator[Any]:
-    """A session of the test's own process."""
-    from pyspark.sql import SparkSession
-
-    with pytest.MonkeyPatch.context() as patch:
-        # Restores it, which pyspark sets and leaves.
-        patch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
-        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
-        session = SparkSession.builder.remote(server.url).create()
-        yield session
-        session.stop()
 
 
 @pytest.fixture(scope="module")

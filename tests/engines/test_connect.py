@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,20 +43,6 @@ MESSAGE_LIMIT = 128 << 20
 def on_connect(launcher: Launcher, server: ConnectServer) -> Launcher:
     """Two ranks on the server."""
     return launcher.options(engine=SparkConnectEngine(server.url))
-
-
-@pytest.fixture(scope="module")
-def connect_session(server: ConnectServer) -> Iterator[Any]:
-    """A session of the test's own process."""
-    from pyspark.sql import SparkSession
-
-    with pytest.MonkeyPatch.context() as patch:
-        # Restores it, which pyspark sets and leaves.
-        patch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
-        patch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
-        session = SparkSession.builder.remote(server.url).create()
-        yield session
-        session.stop()
 
 
 def reduce(value: float) -> list[Any]:
