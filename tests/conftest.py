@@ -5,8 +5,10 @@ import fcntl
 import os
 import posixpath
 import random
+import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,21 +160,28 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
 
 
 def describe(pid: int) -> str:
-    """Id, state and command line of a process, for a message."""
+    """Id, state, parent, what it waits in, the test that it comes from and its command line, for a message."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return f"{pid} {state} {Path(f'/proc/{pid}/cmdline').read_text()[-300:]!r}"
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        origin = re.search(rb"PYTEST_CURRENT_TEST=([^\0]*)", Path(f"/proc/{pid}/environ").read_bytes())
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_text()[-300:]
     except OSError:
         return f"{pid} (gone)"
+    return f"{pid} {state} of {parent} in {waits} since {origin and origin[1].decode()}: {command!r}"
 
 
-def is_own_jvm(pid: int) -> bool:
-    """True for the Spark gateway that pyspark started in this process."""
-    try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return parent == os.getpid() and b"SparkSubmit" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def end_own_jvm() -> None:
+    """Ends the Spark gateway that pyspark started in this process, as the end of the process would.
+
+    What its workers were left with by a session that stopped ends with its sockets.
+    """
+    pyspark = sys.modules.get("pyspark")
+    gateway = pyspark and pyspark.SparkContext._gateway
+    if gateway is not None and hasattr(gateway, "proc"):
+        gateway.shutdown()
+        gateway.proc.stdin.close()
+        gateway.proc.wait(ORPHAN_TIMEOUT)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -187,8 +196,8 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker
     _await_archive()
-    # The JVM of a SparkSession of this very process ends with it, not before.
-    left = [describe(pid) for pid in wait_until_gone(marker) if not is_own_jvm(pid)]
+    end_own_jvm()
+    left = [describe(pid) for pid in wait_until_gone(marker)]
     assert left == [], "processes outlived the suite"
 
 
