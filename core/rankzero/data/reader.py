@@ -30,6 +30,12 @@ FILES = 64
 KEPT = 1 << 14
 """Groups that stay mapped for reading here and there: a process may have some 65,000 mappings."""
 
+NEAR = 64 << 10
+"""Bytes between two rows of a group that are read from the disk in one go."""
+
+AHEAD = 4
+"""Groups whose rows the disk reads while those of one are gathered."""
+
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
 
@@ -56,6 +62,7 @@ class Reader:
         self._scratch = scratch
         self._groups = [(file, number) for file in manifest.files for number in range(len(file.rows))]
         counts = [rows for file in manifest.files for rows in file.rows]
+        self._is_local = manifest.format == ARROW and not any(store.is_url(file.location) for file in manifest.files)
         self._starts = [0, *itertools.accumulate(counts)]
         self._key = hashlib.sha256(f"{manifest.digest} {self.columns}".encode()).hexdigest()[:16]
         self._kept: dict[int, Any] = {}
@@ -74,25 +81,55 @@ class Reader:
                 low = end
             number += 1
 
-    def take(self, rows: torch.Tensor) -> Any:
-        """These rows, in this order, as one record batch of memory of its own."""
+    def take(self, rows: torch.Tensor, count: int, *, hold: bool) -> Iterator[Any]:
+        """These rows, in this order, as record batches of memory of their own.
+
+        Args:
+            rows: Their numbers.
+            count: Rows of a batch.
+            hold: Whether all are held in memory meanwhile: then each is read once, in the order of the files.
+        """
+        for some in torch.split(rows, len(rows) if hold else count):
+            batch, places = self._gathered(some, hold)
+            for part in torch.split(places, count):
+                yield batch.take(_indices(part))
+
+    def _gathered(self, rows: torch.Tensor, hold: bool) -> tuple[Any, torch.Tensor]:
+        """A record batch in memory that has these rows, and at which places."""
         import pyarrow as pa
 
         if self._together is not None:
-            return self._together.take(_indices(rows))
+            return self._together, rows
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
-        needed = [number for number in range(len(self._groups)) if bounds[number] < bounds[number + 1]]
+        needed = [
+            (number, ordered[low:high] - start)
+            for number, (start, (low, high)) in enumerate(zip(self._starts, itertools.pairwise(bounds), strict=False))
+            if low < high
+        ]
         found = []
-        for number in needed:
-            wanted = ordered[bounds[number] : bounds[number + 1]] - self._starts[number]
+        for at, (number, wanted) in enumerate(needed):
+            if hold:
+                for later in needed[at + AHEAD if at else 0 : at + AHEAD + 1]:
+                    self._read_ahead(*later)
             found.append(self._keep(number).take(_indices(wanted)))
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         [batch] = pa.Table.from_batches(found).combine_chunks().to_batches()
-        # The same rows twice, else three times.
-        del found
-        return batch.take(_indices(places))
+        return batch, places
+
+    def _read_ahead(self, number: int, wanted: torch.Tensor) -> None:
+        """Has the disk read these rows of a group: a page that is missed brings neighbours, up to megabytes of them."""
+        # What must be decoded is in memory when it has been.
+        if not self._is_local and number not in self._kept:
+            return
+        batch, runs = self._keep(number), _runs(wanted, NEAR // self._manifest.row_size)
+        for column in batch.columns:
+            for buffer in column.buffers():
+                for low, high in runs if buffer else ():
+                    # Of rows of several lengths a guess.
+                    begin, end = (buffer.size * row // batch.num_rows for row in (low, high))
+                    mapping.read_ahead(buffer.address + begin, end - begin)
 
     @functools.cached_property
     def _together(self) -> Any:
@@ -206,6 +243,14 @@ class Reader:
                 os.unlink(writing)
             return False
         return True
+
+
+def _runs(rows: torch.Tensor, gap: int) -> list[tuple[int, int]]:
+    """Where ascending numbers begin and end that are no more than ``gap`` apart, or follow each other."""
+    breaks = torch.nonzero(rows.diff() > max(1, gap)).flatten()
+    first = torch.cat([rows[:1], rows[breaks + 1]])
+    last = torch.cat([rows[breaks], rows[-1:]])
+    return list(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
 def _check_rows(batch: Any, file: File, group: int) -> None:
