@@ -33,9 +33,6 @@ KEPT = 1 << 14
 NEAR = 64 << 10
 """Bytes between two rows of a group that are read from the disk in one go."""
 
-AHEAD = 4
-"""Groups whose rows the disk reads while those of one are gathered."""
-
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
 
@@ -62,7 +59,6 @@ class Reader:
         self._scratch = scratch
         self._groups = [(file, number) for file in manifest.files for number in range(len(file.rows))]
         counts = [rows for file in manifest.files for rows in file.rows]
-        self._is_local = manifest.format == ARROW and not any(store.is_url(file.location) for file in manifest.files)
         self._starts = [0, *itertools.accumulate(counts)]
         self._key = hashlib.sha256(f"{manifest.digest} {self.columns}".encode()).hexdigest()[:16]
         self._kept: dict[int, Any] = {}
@@ -102,28 +98,22 @@ class Reader:
             return self._together, rows
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
-        needed = [
-            (number, ordered[low:high] - start)
-            for number, (start, (low, high)) in enumerate(zip(self._starts, itertools.pairwise(bounds), strict=False))
-            if low < high
-        ]
         found = []
-        for at, (number, wanted) in enumerate(needed):
-            if hold:
-                for later in needed[at + AHEAD if at else 0 : at + AHEAD + 1]:
-                    self._read_ahead(*later)
-            found.append(self._keep(number).take(_indices(wanted)))
+        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+            if low < high:
+                wanted = ordered[low:high] - self._starts[number]
+                batch = self._keep(number)
+                if hold and number in self._kept:
+                    self._read_ahead(batch, wanted)
+                found.append(batch.take(_indices(wanted)))
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         [batch] = pa.Table.from_batches(found).combine_chunks().to_batches()
         return batch, places
 
-    def _read_ahead(self, number: int, wanted: torch.Tensor) -> None:
+    def _read_ahead(self, batch: Any, wanted: torch.Tensor) -> None:
         """Has the disk read these rows of a group: a page that is missed brings neighbours, up to megabytes of them."""
-        # What must be decoded is in memory when it has been.
-        if not self._is_local and number not in self._kept:
-            return
-        batch, runs = self._keep(number), _runs(wanted, NEAR // self._manifest.row_size)
+        runs = _runs(wanted, NEAR // self._manifest.row_size)
         for column in batch.columns:
             for buffer in column.buffers():
                 for low, high in runs if buffer else ():
