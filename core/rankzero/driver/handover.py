@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver import policy
 from rankzero.driver.policy import Placement, Restarts
@@ -151,7 +152,7 @@ class Handover:
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
-        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, math.inf
+        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, time.monotonic()
         while time.monotonic() < leave_at:
             if self._inbox.interrupted:
                 logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
@@ -162,8 +163,11 @@ class Handover:
                 continue
             status = self._status()
             look_at = now + (status.interval if status else LOOK_AGAIN)
-            if status is None or beat != status.heartbeat:
-                beat, beat_at = status.heartbeat if status else beat, now
+            if status is None:
+                if now - beat_at > STORE_OUTAGE:
+                    break
+            elif beat != status.heartbeat:
+                beat, beat_at = status.heartbeat, now
             elif status.final and leave_at == math.inf and self._has(staged.OVER):
                 leave_at = now + END_PATIENCE
             elif now - beat_at > max(SILENCE, MISSED * status.interval) and not self._server_answers():
