@@ -28,7 +28,7 @@ from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
 
-STORE_TIMEOUT = 30.0
+STORE_TIMEOUT = 15.0
 """Seconds for the store to answer; a run whose store does not is driven by whoever submitted it."""
 
 GO_TIMEOUT = 10.0

@@ -1,8 +1,8 @@
 """A task of a stage that has the driver of its run in task 0: it holds the agents of one attempt after the other.
 
-Driver and tasks meet in a folder of the run directory, which all of them see; secrets are in none of its files. Where the
-run directory is on an object store, they meet in a folder of task 0's host, and task 0 relays between it and the other
-tasks by Spark's own `allGather`: only the driver asks anything of the store. Runs in Spark's Python worker, is pickled by
+Driver and tasks meet in a folder of the run directory, which all of them see; secrets are in none of its files. Where
+the run directory is on an object store, the folder is one of task 0's host, and task 0 relays between it and the other
+tasks by Spark's `allGather`: the driver alone asks anything of the store. Runs in Spark's Python worker, is pickled by
 value, and uses the standard library only.
 """
 
