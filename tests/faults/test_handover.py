@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
+from rankzero import RunHandle
 from rankzero.driver import handover
 from rankzero.driver.handover import DrivenElsewhere, Handover
 from rankzero.driver.policy import Placement, Restarts
@@ -89,3 +90,18 @@ def test_a_stage_that_was_lost_from_sight_is_not_followed_for_ever(
                 followed.result(WAIT)
         finally:
             inbox.interrupt("the test has ended")
+
+
+def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_writes_no_lines(bucket: str) -> None:
+    run = RunDirectory(f"{bucket}/run")
+    assert run.claim(0)
+    run.write_submission(Job("run", "train", 1, 1, False, None, None, WAIT, {}))
+    submitter = Recorder(run, 0, 0)
+    submitter.update(state="starting")
+    submitter.log(0, ["waiting for slots"])
+    submitter.let_go()
+    driver = Recorder(run, 0, 0)
+    driver.carry_on(run.status())
+    driver.update(state="running")
+    driver.finish(state="cancelled")
+    assert list(RunHandle[None].attach(run.directory).logs(0)) == ["waiting for slots"]

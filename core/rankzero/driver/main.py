@@ -374,6 +374,9 @@ class Driver:
     def _in_thread(self, action: Callable[[], T], deadline: float) -> T:
         """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
         messages = self.inbox.renew()
+        began = time.monotonic()
+        # What has no deadline says itself how far it is.
+        say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
 
         def act() -> None:
             result: T | None = None
@@ -397,7 +400,12 @@ class Driver:
                         raise message["failure"]
                     return cast(T, message["result"])
             self._check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > say_at:
+                say_at = now + policy.WAITING_INTERVAL
+                what = f"waiting for the engine {self._job.engine} to answer, for {now - began:.0f} s"
+                self._say({"type": "waiting", "what": what})
+            if now > deadline:
                 raise StartTimeoutError(
                     f"the engine {self._job.engine} did not answer within start_timeout={self._job.start_timeout} s",
                     missing=["engine"],
