@@ -19,7 +19,8 @@ from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import AgentGroup, OnEnd
 from rankzero.errors import EngineError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.cursor import LogCursor
+from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
 from rankzero.task import staged
 
 WAIT = 30.0
@@ -102,6 +103,10 @@ def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_w
     submitter.let_go()
     driver = Recorder(run, 0, 0)
     driver.carry_on(run.status())
-    driver.update(state="running")
-    driver.finish(state="cancelled")
-    assert list(RunHandle[None].attach(run.directory).logs(0)) == ["waiting for slots"]
+    try:
+        driver.update(state="running")
+        # With its first piece of events comes how far its lines can be read.
+        until(lambda: run.status().written.get(EVENTS, [0])[0] > 0, WAIT, "a status of the driver")
+        assert list(LogCursor(RunHandle[None].attach(run.directory)).lines(run.status())) == ["[0] waiting for slots"]
+    finally:
+        driver.finish(state="cancelled")
