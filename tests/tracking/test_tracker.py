@@ -141,7 +141,7 @@ def test_what_a_tracker_raises_is_one_line_without_its_secrets(
     with caplog.at_level(logging.WARNING):
         assert Launcher(1, store=tmp_path, trackers=[broken, Notes(notes)]).run(train, 1) == "done"
     assert noted(notes)[-1]["end"] == "succeeded"
-    (line,) = [record.message for record in caplog.records if "misses" in record.message]
+    (line,) = [record.getMessage() for record in caplog.records if "misses" in record.getMessage()]
     cause = "OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
     assert line == f"Broken misses what happens in the run: {cause}"
 
