@@ -210,11 +210,6 @@ def _cause(error: RankZeroError) -> str:
     return (error.cause if isinstance(error, EngineError) else None) or LOST
 
 
-def attempts_used(run: RunDirectory, number: int) -> int:
-    """How many attempts the driver in a stage has made after the stage's first."""
-    return max(0, run.status().attempt - number)
-
-
 def has_place_for(run: RunDirectory, session: EngineSession) -> bool:
     """True if a stage of this session may have the driver of this run within."""
     return session.can_host_driver and not run.is_remote

@@ -97,7 +97,7 @@ class Recorder:
             self._flusher.start()
 
     def carry_on(self, before: RunStatus) -> None:
-        """Keeps what another driver of this submission knew: when the ranks had started, how long they held places."""
+        """Keeps what another driver of this submission knew: when ranks had started, how long they held places."""
         if before.submission != self.status.submission:
             return
         held = before.held_seconds
@@ -105,7 +105,7 @@ class Recorder:
             held += (before.world_size or self._run.job().num_processes) * max(
                 0.0, before.heartbeat - before.held_since
             )
-        self._writer.note(started=before.started, held_seconds=held)
+        self._writer.note(started=before.started, held_seconds=held, preemptions=before.preemptions)
 
     def note_places(self, ranks: int, *, held: bool) -> None:
         """Counts for how long the ranks of an attempt hold their places, which is what a training costs.
