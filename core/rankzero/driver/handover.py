@@ -236,8 +236,3 @@ class Handover:
 def _cause(error: RankZeroError) -> str:
     """A stage that does not end by itself was lost, whatever Spark calls it."""
     return (error.cause if isinstance(error, EngineError) else None) or LOST
-
-
-def attempts_used(run: RunDirectory, number: int) -> int:
-    """How many attempts the driver in a stage has made after the stage's first."""
-    return max(0, run.status().attempt - number)

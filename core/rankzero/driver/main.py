@@ -20,12 +20,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from rankzero.driver import policy, succession
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen, attempts_used
+from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
@@ -124,7 +123,7 @@ class Driver:
         if follows:
             with contextlib.suppress(RunNotFoundError):
                 self._recorder.carry_on(self._run.status())
-        self._trackers = Trackers(self._run, self._packed_trackers)
+        self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
 
     def run(self) -> None:
         """Never raises for a run that failed: the status reports it.
@@ -146,7 +145,7 @@ class Driver:
             attempt = self._attempt_until_done()
         except DrivenElsewhere:
             # So are its trackers.
-            self._trackers = Trackers(self._run, None)
+            self._trackers = Trackers(self._run, self._job.fresh_since, None)
             return
         except RunCancelledError as error:
             self._recorder.finish(state="cancelled", error=error.to_json())
@@ -180,7 +179,7 @@ class Driver:
                 attempt: Attempt | None = None
                 try:
                     number = self._number
-                    self._recorder.update(state="starting", attempt=number)
+                    self._recorder.update(state="starting", attempt=number, preemptions=self._budget.preemptions)
                     deadline = time.monotonic() + self._job.start_timeout
                     self._session = session = self._session or self._open(deadline)
                     if self._job.queries:
@@ -239,9 +238,9 @@ class Driver:
             raise
         except BaseException:
             if handover.has_gone:
-                used = attempts_used(self._run, self._number)
-                self._number += used
-                self._budget = replace(self._budget, restarts=self._budget.restarts + used)
+                status = self._run.status()
+                self._number = max(self._number, status.attempt)
+                self._budget = succession.spent(self._job, status)
                 self._take_over(follows=True)
             raise
 

@@ -101,7 +101,7 @@ class Recorder:
             self._flusher.start()
 
     def carry_on(self, before: RunStatus) -> None:
-        """Keeps what another driver of this submission knew: when the ranks had started, how long they held places."""
+        """Keeps what another driver of this submission knew: when ranks had started, how long they held places."""
         if before.submission != self.status.submission:
             return
         held = before.held_seconds
@@ -109,7 +109,7 @@ class Recorder:
             held += (before.world_size or self._run.job().num_processes) * max(
                 0.0, before.heartbeat - before.held_since
             )
-        self._writer.note(started=before.started, held_seconds=held)
+        self._writer.note(started=before.started, held_seconds=held, preemptions=before.preemptions)
         for name, stream in self._streams.items():
             stream.note_end(Position(*before.written.get(name, ())))
 

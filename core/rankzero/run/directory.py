@@ -66,6 +66,7 @@ class RunStatus:
         state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
             ``"cancelled"``.
         attempt: Number of the current attempt, from 0.
+        preemptions: How many attempts of this submission were preempted.
         submission: How often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds after which it writes again.
@@ -92,6 +93,7 @@ class RunStatus:
 
     state: str = "pending"
     attempt: int = 0
+    preemptions: int = 0
     submission: int = 0
     heartbeat: float = 0.0
     interval: float = HEARTBEAT_INTERVAL
