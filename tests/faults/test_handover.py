@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,3 +111,19 @@ def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_w
         assert list(LogCursor(RunHandle[None].attach(run.directory)).lines(run.status())) == ["[0] waiting for slots"]
     finally:
         driver.finish(state="cancelled")
+
+
+def test_a_task_that_looks_while_an_attempt_is_written_sees_it_as_a_whole_or_not(tmp_path: Path) -> None:
+    seen, done = set[str](), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.update(name for name in os.listdir(tmp_path) if name.startswith(staged.ATTEMPT))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    for number in range(500):
+        staged.put(str(tmp_path), f"{staged.ATTEMPT}{number}", "{}")
+    done.set()
+    looker.join(WAIT)
+    assert [name for name in seen if not name.removeprefix(staged.ATTEMPT).isdecimal()] == []

@@ -236,11 +236,10 @@ def _kill_on_request(
 
 
 def put(folder: str, name: str, text: str) -> None:
-    """Writes a file of the folder at once."""
-    path = os.path.join(folder, name)
-    with open(f"{path}.new-{os.getpid()}", "w") as file:
+    """Writes a file of the folder at once. Until then its name is none that anybody looks for, not even by a prefix."""
+    with open(os.path.join(folder, f".{os.getpid()}-{name}"), "w") as file:
         file.write(text)
-    os.rename(file.name, path)
+    os.rename(file.name, os.path.join(folder, name))
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> subprocess.Popen[bytes]:
