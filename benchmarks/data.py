@@ -1,9 +1,10 @@
-"""Rows of a Spark DataFrame to the ranks: beside pyspark's own loader, and beside pyarrow on the same files.
+"""Rows of a Spark DataFrame to the ranks: beside pyspark's loader, Petastorm, Ray Data, and pyarrow alone.
 
 Run: ``python benchmarks/data.py [thousands of rows]``.
 """
 
 import glob
+import json
 import os
 import subprocess
 import sys
@@ -104,6 +105,13 @@ def first_batch() -> float:
     return time.time()
 
 
+def peer_rates(folder: str) -> dict[str, list[float]]:
+    """Rows per second of what reads Parquet for PyTorch elsewhere, where it is installed."""
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "data_peers.py"), folder, str(RUNS)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 MEMORY = """
 import sys, resource
 from rankzero.data.manifest import from_bytes
@@ -156,6 +164,7 @@ def main() -> None:
         turns = [[from_parquet.run(first_rate, pattern, ours) for ours in (True, False)] for _ in range(2 * RUNS)]
         first, first_raw = zip(*turns, strict=True)
         decoded, _, raw = zip(*from_parquet.run(rates, pattern, "parquet"), strict=True)
+        peers = peer_rates(f"{store}/parquet")
         small = frame.limit(PYSPARK_ROWS).repartition(1)
         distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
         pysparks = [distributor._train_on_dataframe(pyspark_rate, small, PYSPARK_ROWS) for _ in range(2)]
@@ -169,12 +178,15 @@ def main() -> None:
     report.add("a rank, Parquet, later epochs", decoded[1:], "rows/s")
     parquet = report.add("pyarrow to torch, the same Parquet files", raw, "rows/s")
     theirs = report.add("pyspark's _get_spark_partition_data_loader", pysparks, "rows/s")
+    others = [report.add(f"{name}, the same Parquet files", values, "rows/s") for name, values in peers.items()]
     report.add(f"memory of a rank beyond its start, in order and shuffled, of {size:.0f} MiB", grown, "MiB")
     report.hold("ours / pyspark's", ours / theirs, 20, at_least=True)
     report.hold("ours, shuffled / pyspark's, which cannot", shuffled / theirs, 20, at_least=True)
     report.hold("ours / pyarrow, Arrow files", ours / bare, 0.8, at_least=True)
     report.hold("ours / pyarrow, Parquet files, first epoch", undecoded / bare_first, 0.8, at_least=True)
     report.hold("ours / pyarrow, Parquet files, later epochs", min(decoded[1:]) / parquet, 0.8, at_least=True)
+    for name, other in zip(peers, others, strict=True):
+        report.hold(f"ours / {name}, Parquet files, later epochs", min(decoded[1:]) / other, 1, at_least=True)
     report.finish()
     spark.stop()
 

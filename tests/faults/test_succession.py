@@ -64,23 +64,28 @@ def pods() -> Iterator[Pods]:
         pod.wait()
 
 
-def steps(go: str) -> list[Any]:
+def steps(go: str, preempted: int = 0) -> list[Any]:
     import os
+    import signal
     import time
 
     import rankzero.train as rt
 
-    before = rt.get_checkpoint()
+    before, attempt = rt.get_checkpoint(), rt.get_context().attempt
+    if attempt < preempted:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
     if before is None:
         rt.report({"step": 1}, checkpoint={"step": 1})
     while not os.path.exists(go):
         time.sleep(0.02)
-    return [before and before.load()["step"], rt.get_context().attempt]
+    return [before and before.load()["step"], attempt]
 
 
-def submitted(launcher: Launcher, pods: Pods, tmp_path: Path, **options: Any) -> RunHandle[Any]:
-    """A run whose first driver has a checkpoint."""
-    handle = launcher.options(num_processes=1, engine=Elsewhere(), **options).submit(steps, str(tmp_path / "go"))
+def submitted(launcher: Launcher, pods: Pods, tmp_path: Path, preempted: int = 0, **options: Any) -> RunHandle[Any]:
+    """A run whose first driver has a checkpoint, after so many preemptions."""
+    launcher = launcher.options(num_processes=1, engine=Elsewhere(), **options)
+    handle = launcher.submit(steps, str(tmp_path / "go"), preempted)
     pods.directory = handle.directory
     pods.start()
     until(lambda: RunDirectory(handle.directory).status().checkpoint, WAIT, "a checkpoint")
@@ -100,6 +105,18 @@ def test_the_next_driver_goes_on_from_the_last_checkpoint(launcher: Launcher, po
     # Another one, of a run that has ended, has nothing to do.
     assert pods.start().wait(WAIT) == 0
     assert handle.status().state == "succeeded"
+
+
+def test_what_was_preempted_before_is_no_restart_to_the_next_driver(
+    launcher: Launcher, pods: Pods, tmp_path: Path
+) -> None:
+    handle = submitted(launcher, pods, tmp_path, preempted=1, max_restarts=1, max_preemptions=1)
+    pods.running[0].kill()
+    pods.running[0].wait()
+    (tmp_path / "go").touch()
+    pods.start()
+    assert handle.result(timeout=WAIT) == [1, 2]
+    assert handle.status().preemptions == 1
 
 
 def test_a_signal_ends_a_driver_and_not_the_run(launcher: Launcher, pods: Pods, tmp_path: Path) -> None:
@@ -127,17 +144,22 @@ def job(**options: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("max_restarts", "attempt", "found"),
+    ("max_restarts", "attempt", "preemptions", "found"),
     [
-        (2, 0, succession.Start(1, Restarts(2, 0, restarts=1), 1, 600.0)),
-        (2, 1, succession.Start(2, Restarts(2, 0, restarts=2), 1, 600.0)),
-        (2, 2, None),
-        (0, 0, None),
+        (2, 0, 0, succession.Start(1, Restarts(2, 3, restarts=1), 1, 600.0)),
+        (2, 1, 0, succession.Start(2, Restarts(2, 3, restarts=2), 1, 600.0)),
+        (2, 3, 2, succession.Start(4, Restarts(2, 3, restarts=2, preemptions=2), 1, 600.0)),
+        (2, 2, 0, None),
+        (2, 4, 2, None),
+        (0, 0, 0, None),
     ],
 )
-def test_a_lost_driver_is_a_lost_attempt(max_restarts: int, attempt: int, found: succession.Start | None) -> None:
-    asked = job(max_restarts=max_restarts, max_preemptions=0)
-    start = succession.after(asked, RunStatus(attempt=attempt, driver_host="pod-0"), 1)
+def test_a_lost_driver_is_a_lost_attempt(
+    max_restarts: int, attempt: int, preemptions: int, found: succession.Start | None
+) -> None:
+    asked = job(max_restarts=max_restarts, max_preemptions=3)
+    status = RunStatus(attempt=attempt, preemptions=preemptions, driver_host="pod-0")
+    start = succession.after(asked, status, 1)
     if found is None:
         assert isinstance(start, EngineError)
         assert start.cause == LOST

@@ -103,4 +103,4 @@ def test_a_training_without_an_identity_is_asked_for_it_once(
     launcher = launcher.options(num_processes=1, run_id="one")
     with launcher.durable(abs, (Unidentified(),), {}, step, LOG) as opened:
         assert opened.handle.result() == 0
-    assert sum("cannot be told from others" in record.message for record in caplog.records) == 1
+    assert sum("cannot be told from others" in record.getMessage() for record in caplog.records) == 1

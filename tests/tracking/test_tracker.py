@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
 from rankzero.driver.reporter import Reporter
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.driver.trackers import Trackers
+from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
+from rankzero.submit.trackers import pack
 from rankzero.tracking import Tracker
 
 SECRET = "geheim-4711"
@@ -141,9 +143,30 @@ def test_what_a_tracker_raises_is_one_line_without_its_secrets(
     with caplog.at_level(logging.WARNING):
         assert Launcher(1, store=tmp_path, trackers=[broken, Notes(notes)]).run(train, 1) == "done"
     assert noted(notes)[-1]["end"] == "succeeded"
-    (line,) = [record.message for record in caplog.records if "misses" in record.message]
+    (line,) = [record.getMessage() for record in caplog.records if "misses" in record.getMessage()]
     cause = "OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
     assert line == f"Broken misses what happens in the run: {cause}"
+
+
+def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_later_is_told(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    launcher = Launcher(1, store=tmp_path, run_id="one")
+    assert launcher.run(train, 1) == "done"
+    run = RunDirectory(str(tmp_path / "one"))
+    events = Path(run.path(EVENTS))
+    kept = events.rename(tmp_path / "kept")
+    # Whoever opens it, or asks for its size, gets an error.
+    events.symlink_to(events)
+    trackers = Trackers(run, 7, pack([Notes(notes)], LocalEngine()))
+    events.unlink()
+    kept.rename(events)
+    trackers.start()
+    until(lambda: noted(notes), 10, "the tracker begins")
+    with open(events, "a") as file:
+        file.write('{"type": "later"}\n')
+    trackers.close()
+    assert [row["event"]["type"] for row in noted(notes) if "event" in row] == ["later"]
+    assert noted(notes)[-1]["end"] == "succeeded"
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_result(

@@ -20,12 +20,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from rankzero.driver import policy, succession
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen, attempts_used, has_place_for
+from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
@@ -111,21 +110,20 @@ class Driver:
         # What Spark computes for ranks comes by this session, and so to this process.
         self._hands_over = leased and not self._job.queries
         self._packed_trackers = trackers
-        self._take_over()
+        self._take_over(follows=start is not None)
         self._session: EngineSession | None = None
         self._started_at: float | None = None
         self.left_nothing = True
         """False if an engine session did not close: a JVM that was stopped may still be there."""
 
-    def _take_over(self) -> None:
-        """From now on this process writes the run directory."""
+    def _take_over(self, *, follows: bool) -> None:
+        """From now on this process writes the run directory; another driver of the submission may have before."""
         self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
-        # Driven in a stage it may have been before, which needs a disk.
-        with contextlib.suppress(RunNotFoundError):
-            if not self._run.is_remote:
+        if follows:
+            with contextlib.suppress(RunNotFoundError):
                 self._recorder.carry_on(self._run.status())
-        self._trackers = Trackers(self._run, self._packed_trackers)
+        self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
 
     def run(self) -> None:
         """Never raises for a run that failed: the status reports it.
@@ -147,7 +145,7 @@ class Driver:
             attempt = self._attempt_until_done()
         except DrivenElsewhere:
             # So are its trackers.
-            self._trackers = Trackers(self._run, None)
+            self._trackers = Trackers(self._run, self._job.fresh_since, None)
             return
         except RunCancelledError as error:
             self._recorder.finish(state="cancelled", error=error.to_json())
@@ -181,7 +179,7 @@ class Driver:
                 attempt: Attempt | None = None
                 try:
                     number = self._number
-                    self._recorder.update(state="starting", attempt=number)
+                    self._recorder.update(state="starting", attempt=number, preemptions=self._budget.preemptions)
                     deadline = time.monotonic() + self._job.start_timeout
                     self._session = session = self._session or self._open(deadline)
                     if self._job.queries:
@@ -191,7 +189,7 @@ class Driver:
                     self._note_placement(number, placement, session)
                     if session.num_agents(placement.num_tasks) > MANY_AGENTS:
                         allow_open_files()
-                    if self._hands_over and has_place_for(self._run, session):
+                    if self._hands_over and session.can_host_driver:
                         self._hand_over(session, placement, deadline)
                     self._trackers.start()
                     attempt = Attempt(
@@ -240,10 +238,10 @@ class Driver:
             raise
         except BaseException:
             if handover.has_gone:
-                used = attempts_used(self._run, self._number)
-                self._number += used
-                self._budget = replace(self._budget, restarts=self._budget.restarts + used)
-                self._take_over()
+                status = self._run.status()
+                self._number = max(self._number, status.attempt)
+                self._budget = succession.spent(self._job, status)
+                self._take_over(follows=True)
             raise
 
     def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:
@@ -375,6 +373,9 @@ class Driver:
     def _in_thread(self, action: Callable[[], T], deadline: float) -> T:
         """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
         messages = self.inbox.renew()
+        began = time.monotonic()
+        # What has no deadline says itself how far it is.
+        say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
 
         def act() -> None:
             result: T | None = None
@@ -398,7 +399,12 @@ class Driver:
                         raise message["failure"]
                     return cast(T, message["result"])
             self._check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > say_at:
+                say_at = now + policy.WAITING_INTERVAL
+                what = f"waiting for the engine {self._job.engine} to answer, for {now - began:.0f} s"
+                self._say({"type": "waiting", "what": what})
+            if now > deadline:
                 raise StartTimeoutError(
                     f"the engine {self._job.engine} did not answer within start_timeout={self._job.start_timeout} s",
                     missing=["engine"],

@@ -48,6 +48,18 @@ def first(job: Job) -> Start:
     return Start(job.first_attempt, Restarts(job.max_restarts, job.max_preemptions), 0, job.start_timeout)
 
 
+def spent(job: Job, status: RunStatus) -> Restarts:
+    """The budget of a submission whose driver was lost, as far as that had used it.
+
+    Args:
+        job: Of the run.
+        status: What the lost driver wrote last.
+    """
+    used = max(0, status.attempt - job.first_attempt)
+    preemptions = min(used, status.preemptions)
+    return Restarts(job.max_restarts, job.max_preemptions, used - preemptions, preemptions)
+
+
 def after(job: Job, status: RunStatus, number: int) -> Start | EngineError:
     """Of the driver that comes when one was lost, or the error of a run that may not be started again.
 
@@ -59,8 +71,7 @@ def after(job: Job, status: RunStatus, number: int) -> Start | EngineError:
     lost = EngineError(
         f"the driver of the run was lost, on {status.driver_host or 'its way to the cluster'}", cause=LOST
     )
-    used = max(0, status.attempt - job.first_attempt)
-    left = Restarts(job.max_restarts, job.max_preemptions, restarts=used).after(LOST)
+    left = spent(job, status).after(LOST)
     if left is None:
         return EngineError(f"{lost}, and max_restarts={job.max_restarts} allows no further attempt", cause=LOST)
     return Start(status.attempt + 1, left[0], number, job.start_timeout, lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import os
 import pickle
@@ -35,19 +36,22 @@ FLUSH_TIMEOUT = 10.0
 class Trackers:
     """The trackers of one submission, as long as this process drives it."""
 
-    def __init__(self, run: RunDirectory, packed: Mapping[str, Any] | None) -> None:
-        """Starts nothing. Events count from here on.
+    def __init__(self, run: RunDirectory, fresh_since: int, packed: Mapping[str, Any] | None) -> None:
+        """Starts nothing. Events count from here on; where the store does not say how far they go, from when it does.
 
         Args:
             run: The run.
+            fresh_since: `Job.fresh_since`.
             packed: What `rankzero.submit.trackers.pack` has made; None for no trackers.
         """
         self._ended = threading.Event()
         self._feeds = []
         if packed:
-            path = run.path(EVENTS)
-            since = pieces.end_of(path) if run.is_remote else growing.end_of(path)
-            self._feeds = [_Feed(run, pickled, since, self._ended) for pickled in packed["pickles"]]
+            since: Position | None = None
+            # No run ends because of its trackers.
+            with contextlib.suppress(Exception):
+                since = _end_of_events(run)
+            self._feeds = [_Feed(run, pickled, fresh_since, since, self._ended) for pickled in packed["pickles"]]
 
     def start(self) -> None:
         """Begins to call them, if it has not yet."""
@@ -73,10 +77,13 @@ class Trackers:
 class _Feed(threading.Thread):
     """One tracker."""
 
-    def __init__(self, run: RunDirectory, pickled: str, since: Position, ended: threading.Event) -> None:
+    def __init__(
+        self, run: RunDirectory, pickled: str, fresh_since: int, since: Position | None, ended: threading.Event
+    ) -> None:
         super().__init__(name="rankzero-tracker", daemon=True)
+        self._run_directory = run
         self._handle: RunHandle[Any] = RunHandle(run.directory, follows=False)
-        self._is_ours = OfTraining(run.job().fresh_since)
+        self._is_ours = OfTraining(fresh_since)
         self._pickled = pickled
         self._position = since
         self._ended = ended
@@ -107,6 +114,10 @@ class _Feed(threading.Thread):
     def _look(self) -> None:
         """Passes on what is new. Raises what the tracker raises."""
         tracker = self._tracker = self._tracker or self._load()
+        if self._position is None:
+            self._position = _end_of_events(self._run_directory)
+            # Whatever comes now.
+            self._is_ours = OfTraining(0)
         if not self._has_begun:
             tracker.begin(self._handle)
             self._has_begun = True
@@ -135,3 +146,8 @@ class _Feed(threading.Thread):
             mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
             text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
             logger.warning("%s misses what happens in the run: %s", self.what, text)
+
+
+def _end_of_events(run: RunDirectory) -> Position:
+    path = run.path(EVENTS)
+    return pieces.end_of(path) if run.is_remote else growing.end_of(path)

@@ -8,7 +8,7 @@
         job.json      what it asked for
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is;  driver-1, driver-2, ...  those that took its place, one after the other
-        stage-K/      where a driver in its own stage meets its tasks; see `rankzero.task.staged`
+        stage-K/      where a driver in its own stage meets its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
@@ -66,6 +66,7 @@ class RunStatus:
         state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
             ``"cancelled"``.
         attempt: Number of the current attempt, from 0.
+        preemptions: How many attempts of this submission were preempted.
         submission: How often the run id was submitted before.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds after which it writes again.
@@ -92,6 +93,7 @@ class RunStatus:
 
     state: str = "pending"
     attempt: int = 0
+    preemptions: int = 0
     submission: int = 0
     heartbeat: float = 0.0
     interval: float = HEARTBEAT_INTERVAL
