@@ -12,8 +12,8 @@ WHOLE_ROWS = 1 << 24
 WHOLE_BYTES = 1 << 30
 """Bytes of rows that are shuffled as a whole: readers jump to and fro in them, in the page cache."""
 
-WINDOW_ROWS = 1 << 22
-"""Rows of a window of what is larger: their order takes 32 MiB."""
+WINDOW_ROWS = 1 << 20
+"""Rows of a window of what is larger: their order takes 8 MiB, and several times that while it is drawn."""
 
 WINDOW_BYTES = 128 << 20
 """Bytes of the rows of a window: a reader holds them in memory."""
