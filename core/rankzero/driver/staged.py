@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from rankzero import store
-from rankzero.driver.main import Driver
+from rankzero.driver.driver import Driver
 from rankzero.driver.policy import Restarts
 from rankzero.driver.succession import Start
 from rankzero.engines.staged import StageEngine
