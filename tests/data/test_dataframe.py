@@ -210,7 +210,7 @@ def test_a_resumed_run_keeps_the_rows_of_its_query(session: Any, tmp_path: Path)
         2, engine=engine, dataset=f"SELECT id FROM parquet.`{source}` ORDER BY id", store=tmp_path, run_id="q"
     )
     with pytest.raises(Exception, match="no more"):
-        launcher.options(engine=SparkEngine(session=session)).run(first_or_fail)
+        launcher.run(first_or_fail)
     folders = glob.glob(f"{tmp_path}/q/datasets/*")
     session.range(1001, 1500, 1, 1).write.mode("append").parquet(source)
     assert launcher.run(first_or_fail) == [*range(200, 500), *range(700, 1001)]
