@@ -128,7 +128,7 @@ def test_a_command_is_told_to_end_and_has_the_grace(launcher: Launcher, folder: 
 
 def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launcher) -> None:
     source = """
-        import torch, torch.distributed as dist
+        import atexit, time, torch, torch.distributed as dist
         from torch.distributed.elastic.multiprocessing.errors import record
 
         @record
@@ -137,6 +137,9 @@ def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launc
             total = torch.ones(1)
             dist.all_reduce(total)
             if dist.get_rank() == 1:
+                # Its peer sees that it is gone, and ends, before this process does.
+                dist.destroy_process_group()
+                atexit.register(time.sleep, 0.4)
                 raise ValueError(f"the sum is {total.item()}")
             dist.barrier()
 

@@ -33,7 +33,8 @@ def describe(error: BaseException) -> Message:
     if isinstance(error, CommandError):
         # What the command says of itself, and what is known of a Python program's exception.
         text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
-        return {**failure, **error.facts, "matched": restarts.what_matches(error, text)}
+        matched = restarts.what_matches(error, text)
+        return {**failure, **error.facts, "matched": matched, "collateral": _is_recorded_echo(error.facts)}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
@@ -96,7 +97,15 @@ def _is_collateral(error: BaseException) -> bool:
     broken = getattr(dist, "DistError", None)
     if broken and isinstance(error, broken):
         return True
-    text = _text_of(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
-    )
+    return isinstance(error, RuntimeError) and _tells_of_a_peer(_text_of(error))
+
+
+def _is_recorded_echo(facts: Message) -> bool:
+    """The same of an exception that a command left behind, of which there is no more than its name and text."""
+    kind = facts["exception_type"] or ""
+    return kind.startswith("Dist") or (kind == "RuntimeError" and _tells_of_a_peer(facts["message"]))
+
+
+def _tells_of_a_peer(text: str) -> bool:
+    signs = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+    return any(sign in text for sign in signs)
