@@ -1,12 +1,20 @@
-"""An engine whose error cannot be read: of py4j's the words are in a JVM that no longer answers."""
+"""An engine that is silent for long, or whose error cannot be read: py4j's words are in a JVM that does not answer."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine
+from rankzero.driver import policy
 from rankzero.engines import base
+from rankzero.engines.base import EngineSession
+from rankzero.job import Job
+
+WAIT = 60.0
 
 
 class MuteError(Exception):
@@ -24,3 +32,24 @@ def test_its_run_fails_all_the_same(launcher: Launcher, monkeypatch: pytest.Monk
     monkeypatch.setattr(base, "WORDS_TIMEOUT", 0.2)
     with pytest.raises(EngineError, match="could not be opened: MuteError"):
         launcher.options(num_processes=1).run(int)
+
+
+def test_whoever_waits_for_an_engine_sees_what_for(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_engine, answers = LocalEngine.open, threading.Event()
+
+    def answer_late(engine: LocalEngine, job: Job) -> EngineSession:
+        answers.wait(WAIT)
+        return open_engine(engine, job)
+
+    monkeypatch.setattr(LocalEngine, "open", answer_late)
+    monkeypatch.setattr(policy, "WAITING_INTERVAL", 0.1)
+    lines = tmp_path / "store" / "run" / "logs" / "rank-0.log"
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(launcher.options(num_processes=1, run_id="run").run, int)
+        try:
+            until(lambda: lines.exists() and "waiting for the engine" in lines.read_text(), WAIT, "a line")
+        finally:
+            answers.set()
+        assert running.result(WAIT) == 0

@@ -268,14 +268,19 @@ def test_a_server_that_restarts(launcher: Launcher, tmp_path: Path, marker: str,
 def test_a_run_directory_on_an_object_store(
     launcher: Launcher, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: bool
 ) -> None:
-    """Driven by the client; where executors have no way to the store, what they write goes through it."""
+    """Where executors have no way to it, the client drives the run, and what they write goes through that one."""
+    enough = tmp_path / "enough"
     with pytest.MonkeyPatch.context() as of_server:
         if not seen:
             of_server.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
         with connect_server(tmp_path) as own:
             of_server.undo()
             on_it = launcher.options(engine=SparkConnectEngine(own.url), store=bucket)
-            handle = on_it.submit(train, str(tmp_path))
+            handle = on_it.submit(train, str(tmp_path), str(enough))
+            await_ranks(tmp_path)
+            pid = handle.status().driver_pid
+            assert ("java" in [parent.name() for parent in psutil.Process(pid).parents()]) == seen
+            enough.touch()
             assert handle.result(WAIT) == [0, 0]
             assert "from step 0" in list(handle.logs(0))
             assert handle.checkpoints()

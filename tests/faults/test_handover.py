@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
+from rankzero import RunHandle
 from rankzero.driver import handover
 from rankzero.driver.handover import DrivenElsewhere, Handover
 from rankzero.driver.policy import Placement, Restarts
@@ -18,7 +20,8 @@ from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import AgentGroup, OnEnd
 from rankzero.errors import EngineError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.cursor import LogCursor
+from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
 from rankzero.task import staged
 
 WAIT = 30.0
@@ -89,3 +92,38 @@ def test_a_stage_that_was_lost_from_sight_is_not_followed_for_ever(
                 followed.result(WAIT)
         finally:
             inbox.interrupt("the test has ended")
+
+
+def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_writes_no_lines(bucket: str) -> None:
+    run = RunDirectory(f"{bucket}/run")
+    assert run.claim(0)
+    run.write_submission(Job("run", "train", 1, 1, False, None, None, WAIT, {}))
+    submitter = Recorder(run, 0, 0)
+    submitter.update(state="starting")
+    submitter.log(0, ["waiting for slots"])
+    submitter.let_go()
+    driver = Recorder(run, 0, 0)
+    driver.carry_on(run.status())
+    try:
+        driver.update(state="running")
+        # With its first piece of events comes how far its lines can be read.
+        until(lambda: run.status().written.get(EVENTS, [0])[0] > 0, WAIT, "a status of the driver")
+        assert list(LogCursor(RunHandle[None].attach(run.directory)).lines(run.status())) == ["[0] waiting for slots"]
+    finally:
+        driver.finish(state="cancelled")
+
+
+def test_a_task_that_looks_while_an_attempt_is_written_sees_it_as_a_whole_or_not(tmp_path: Path) -> None:
+    seen, done = set[str](), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.update(name for name in os.listdir(tmp_path) if name.startswith(staged.ATTEMPT))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    for number in range(500):
+        staged.put(str(tmp_path), f"{staged.ATTEMPT}{number}", "{}")
+    done.set()
+    looker.join(WAIT)
+    assert [name for name in seen if not name.removeprefix(staged.ATTEMPT).isdecimal()] == []

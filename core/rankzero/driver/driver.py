@@ -12,7 +12,7 @@ from typing import Any
 
 from rankzero.driver import policy, succession
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen, has_place_for
+from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen
 from rankzero.driver.places import CLOSE_TIMEOUT, Places
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
@@ -78,17 +78,16 @@ class Driver:
         # What Spark computes for ranks comes by this session, and so to this process.
         self._hands_over = leased and not self._job.queries
         self._packed_trackers = trackers
-        self._take_over()
+        self._take_over(follows=start is not None)
         self._places = Places(engine, self._job, self.inbox, self._check, self._say)
         self._started_at: float | None = None
 
-    def _take_over(self) -> None:
-        """From now on this process writes the run directory."""
+    def _take_over(self, *, follows: bool) -> None:
+        """From now on this process writes the run directory; another driver of the submission may have before."""
         self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
-        # Driven in a stage it may have been before, which needs a disk.
-        with contextlib.suppress(RunNotFoundError):
-            if not self._run.is_remote:
+        if follows:
+            with contextlib.suppress(RunNotFoundError):
                 self._recorder.carry_on(self._run.status())
         self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
 
@@ -161,7 +160,7 @@ class Driver:
                     self._note_placement(number, placement, session)
                     if session.num_agents(placement.num_tasks) > MANY_AGENTS:
                         allow_open_files()
-                    if self._hands_over and has_place_for(self._run, session):
+                    if self._hands_over and session.can_host_driver:
                         self._hand_over(session, placement, deadline)
                     self._trackers.start()
                     attempt = Attempt(
@@ -213,7 +212,7 @@ class Driver:
                 status = self._run.status()
                 self._number = max(self._number, status.attempt)
                 self._budget = succession.spent(self._job, status)
-                self._take_over()
+                self._take_over(follows=True)
             raise
 
     def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:

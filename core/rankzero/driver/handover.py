@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import queue
 import time
 from collections.abc import Mapping
@@ -13,22 +12,19 @@ from dataclasses import asdict
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import HEARTBEAT_INTERVAL
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver import policy
 from rankzero.driver.policy import Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
+from rankzero.errors import LOST, EngineError, RankZeroError, RunNotFoundError, StartTimeoutError
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
-
-LOOK = 0.02
-"""Seconds between two looks for the driver in the stage."""
 
 END_PATIENCE = 2.0
 """Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
@@ -36,6 +32,12 @@ END_PATIENCE = 2.0
 SILENCE = 5.0
 """Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is
 there. With the time for its answer less than followers of the run wait (`DRIVER_DEAD_AFTER`), who do not know why."""
+
+MISSED = 1.5
+"""Heartbeats that are missed then, where the driver writes seldom."""
+
+LOOK_AGAIN = 1.0
+"""Seconds until a store that could not be read is asked again."""
 
 ANSWER_TIMEOUT = 5.0
 """Seconds for that answer."""
@@ -91,11 +93,13 @@ class Handover:
             EngineError: the stage was lost, and the driver with it.
             RankZeroError: the run was cancelled, or could not start in time.
         """
-        os.makedirs(self._folder, exist_ok=True)
+        store.make_directory(self._folder)
         stage = {
             "directory": self._run.directory,
             "token": self._run.token(),
             "folder": self._folder,
+            "relays": self._run.is_remote,
+            **({} if self._run.is_remote else {"tasks": self._folder}),
             "secret": new_secret(),
             "num_tasks": self._num_tasks,
             "place": self._session.place,
@@ -124,9 +128,9 @@ class Handover:
     def _await_driver(self, group: AgentGroup, deadline: float) -> None:
         """Waits for the driver in the stage; Spark may wait for slots."""
         began, say_at = time.monotonic(), time.monotonic() + policy.WAITING_INTERVAL
-        while staged.READY not in os.listdir(self._folder):
+        while not self._has(staged.READY):
             self._watch.check()
-            self._look_at_end(group, LOOK)
+            self._look_at_end(group, staged.look_interval(self._folder))
             now = time.monotonic()
             if now > deadline:
                 missing = [f"task {task}" for task in range(self._num_tasks)]
@@ -144,32 +148,56 @@ class Handover:
     def _let_go(self) -> None:
         self._recorder.let_go()
         self.has_gone = True
-        store.create(os.path.join(self._folder, staged.GO), b"submitter")
+        store.create(store.join(self._folder, staged.GO), b"submitter")
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
-        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, math.inf
+        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, time.monotonic()
         while time.monotonic() < leave_at:
             if self._inbox.interrupted:
                 logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
                 raise DrivenElsewhere
             self._look_at_end(group, TICK)
-            if leave_at == math.inf and staged.OVER in os.listdir(self._folder):
-                leave_at = time.monotonic() + END_PATIENCE
-            elif time.monotonic() > look_at:
-                look_at = time.monotonic() + HEARTBEAT_INTERVAL
-                status = self._run.status()
-                if beat != status.heartbeat:
-                    beat, beat_at = status.heartbeat, time.monotonic()
-                elif time.monotonic() - beat_at > SILENCE and not self._server_answers():
-                    if status.certain:
-                        break
-                    raise EngineError(
-                        f"the stage was lost, with the driver of the run in it: neither it nor {self._session.place} "
-                        "answers any more",
-                        cause=LOST,
-                    )
+            now = time.monotonic()
+            if now < look_at:
+                continue
+            status = self._status()
+            look_at = now + (status.interval if status else LOOK_AGAIN)
+            if status is None:
+                if now - beat_at > STORE_OUTAGE:
+                    break
+            elif beat != status.heartbeat:
+                beat, beat_at = status.heartbeat, now
+            elif status.final and leave_at == math.inf and self._has(staged.OVER):
+                leave_at = now + END_PATIENCE
+            elif now - beat_at > max(SILENCE, MISSED * status.interval) and not self._server_answers():
+                if status.certain:
+                    break
+                raise EngineError(
+                    f"the stage was lost, with the driver of the run in it: neither it nor {self._session.place} "
+                    "answers any more",
+                    cause=LOST,
+                )
         raise DrivenElsewhere
+
+    def _has(self, name: str) -> bool:
+        """True if there is such a file in the folder; False, too, while the store cannot be asked."""
+        try:
+            return name in store.list_names(self._folder)
+        except Exception as error:
+            # Drivers of object stores have exceptions of their own.
+            logger.warning("cannot look for the driver in the stage: %s", error)
+            return False
+
+    def _status(self) -> RunStatus | None:
+        """What the driver in the stage has written; None while the store cannot be asked."""
+        try:
+            return self._run.status()
+        except RunNotFoundError:
+            raise
+        except Exception as error:
+            logger.warning("cannot look for the heartbeat of the driver in the stage: %s", error)
+            return None
 
     def _server_answers(self) -> bool:
         """True if what becomes of the stage will be heard from there."""
@@ -208,8 +236,3 @@ class Handover:
 def _cause(error: RankZeroError) -> str:
     """A stage that does not end by itself was lost, whatever Spark calls it."""
     return (error.cause if isinstance(error, EngineError) else None) or LOST
-
-
-def has_place_for(run: RunDirectory, session: EngineSession) -> bool:
-    """True if a stage of this session may have the driver of this run within."""
-    return session.can_host_driver and not run.is_remote

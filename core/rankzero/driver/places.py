@@ -6,6 +6,7 @@ A cluster may take minutes for each, or never answer: whatever is asked of it ru
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -144,6 +145,9 @@ class Places:
     def in_thread(self, action: Callable[[], T], deadline: float) -> T:
         """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
         messages = self._inbox.renew()
+        began = time.monotonic()
+        # What has no deadline says itself how far it is.
+        say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
 
         def act() -> None:
             result: T | None = None
@@ -167,7 +171,12 @@ class Places:
                         raise message["failure"]
                     return cast(T, message["result"])
             self._check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > say_at:
+                say_at = now + policy.WAITING_INTERVAL
+                what = f"waiting for the engine {self._job.engine} to answer, for {now - began:.0f} s"
+                self._say({"type": "waiting", "what": what})
+            if now > deadline:
                 raise StartTimeoutError(
                     f"the engine {self._job.engine} did not answer within start_timeout={self._job.start_timeout} s",
                     missing=["engine"],

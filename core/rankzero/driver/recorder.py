@@ -21,12 +21,16 @@ from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start
 from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, log_name
-from rankzero.run.growing import Appender
+from rankzero.run.growing import Appender, Position
 from rankzero.run.pace import pace
 from rankzero.run.pieces import PieceWriter
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
+
+LET_GO_TIMEOUT = 3.0
+"""Seconds for an object store to take the last lines, and again the status, of who gives a run to another driver; that
+one waits no longer than 10 s."""
 
 _LAST_LINES_INTERVAL = 0.5
 """Seconds between two tries to write the last lines to an object store."""
@@ -106,6 +110,8 @@ class Recorder:
                 0.0, before.heartbeat - before.held_since
             )
         self._writer.note(started=before.started, held_seconds=held, preemptions=before.preemptions)
+        for name, stream in self._streams.items():
+            stream.note_end(Position(*before.written.get(name, ())))
 
     def note_places(self, ranks: int, *, held: bool) -> None:
         """Counts for how long the ranks of an attempt hold their places, which is what a training costs.
@@ -188,6 +194,10 @@ class Recorder:
         for lines in (self._events, *self._logs.values()):
             lines.close()
         self._finished.set()
+        if self._flusher.ident:
+            self._flusher.join(LET_GO_TIMEOUT)
+            self._writer.change(**self._progress())
+            self._writer.await_written(LET_GO_TIMEOUT)
         self._writer.stop()
 
     def finish(self, **changes: Any) -> None:

@@ -15,9 +15,11 @@ import time
 from typing import Any
 
 from rankzero import store
+from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.policy import Restarts
 from rankzero.driver.succession import Start
+from rankzero.engines.base import within
 from rankzero.engines.staged import StageEngine
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files
@@ -25,6 +27,9 @@ from rankzero.run.directory import RunDirectory
 from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
+
+STORE_TIMEOUT = 15.0
+"""Seconds for the store to answer; a run whose store does not is driven by whoever submitted it."""
 
 GO_TIMEOUT = 10.0
 """Seconds for whoever submitted the stage to let go of the run; one that does not has died."""
@@ -38,15 +43,20 @@ def main() -> None:
     if os.getppid() != told["holder"][0]:
         sys.exit("the task that started this driver has ended")
     threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
-    folder = told["folder"]
-    if not store.create(os.path.join(folder, staged.READY), b""):
-        sys.exit(f"{folder} has had a driver: Spark runs this stage again")
+    claimed: list[bool | None] = []
+    within(STORE_TIMEOUT, lambda: claimed.append(_claim(told)))
+    if claimed in ([], [None]):
+        # A thread may still wait for the store.
+        os._exit(staged.UNSEEN_CODE)
+    if not claimed[0]:
+        sys.exit(f"{told['folder']} has had a driver: Spark runs this stage again")
     allow_open_files()
-    _await_go(folder)
+    _await_go(told["folder"])
     code = 1
     try:
         _drive(told)
-        staged.put(folder, staged.OVER, "")
+        for folder in {told["folder"], told["tasks"]}:
+            store.write_bytes(store.join(folder, staged.OVER), b"")
         code = 0
     except BaseException:
         logger.exception("the outcome of the run could not be written")
@@ -56,10 +66,22 @@ def main() -> None:
         os._exit(code)
 
 
+def _claim(told: dict[str, Any]) -> bool | None:
+    """True for the one driver of this stage; None if this process does not see the run directory, or may not write."""
+    try:
+        if RunDirectory(told["directory"]).token() == told["token"]:
+            return store.create(store.join(told["folder"], staged.READY), new_secret().encode())
+        logger.error("%s is another one here", told["directory"])
+    except Exception:
+        # Drivers of object stores have exceptions of their own.
+        logger.exception("%s cannot be used from here", told["directory"])
+    return None
+
+
 def _drive(told: dict[str, Any]) -> None:
     run = RunDirectory(told["directory"])
     engine = StageEngine(
-        told["folder"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
+        told["tasks"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
     )
     start = Start(told["first_attempt"], Restarts(**told["budget"]))
     driver = Driver(run, engine, told["env"], leased=True, start=start, trackers=told["trackers"])
@@ -77,9 +99,9 @@ def _end_with_task() -> None:
 
 def _await_go(folder: str) -> None:
     deadline, tick = time.monotonic() + GO_TIMEOUT, threading.Event()
-    while staged.GO not in os.listdir(folder):
+    while staged.GO not in store.list_names(folder):
         if time.monotonic() > deadline:
             # Whoever creates it writes from now on: one that was only stopped sees that it was too late.
-            store.create(os.path.join(folder, staged.GO), b"driver")
+            store.create(store.join(folder, staged.GO), b"driver")
             return
-        tick.wait(staged.LOOK)
+        tick.wait(staged.look_interval(folder))

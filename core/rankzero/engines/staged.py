@@ -26,7 +26,7 @@ class StageEngine(Engine):
     """The tasks of one running stage.
 
     Attributes:
-        folder: Where driver and tasks meet.
+        folder: Where driver and tasks meet; of this host.
         num_tasks: How many there are.
         host: The address of this task's executor, as Spark has it.
         stage_secret: Known to the tasks.

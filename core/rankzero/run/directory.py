@@ -8,7 +8,7 @@
         job.json      what it asked for
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is;  driver-1, driver-2, ...  those that took its place, one after the other
-        stage-K/      where a driver in its own stage meets its tasks; see `rankzero.task.staged`
+        stage-K/      where a driver in its own stage meets its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line

@@ -30,11 +30,16 @@ class PieceWriter:
         self._waiting: list[bytes] = []
         self._piece: int | None = None
         self._content = b""
+        self._end = Position()
 
     @property
     def written(self) -> Position:
         """How far the stream can be read."""
-        return Position(self._piece or 0, len(self._content))
+        return self._end if self._piece is None else Position(self._piece, len(self._content))
+
+    def note_end(self, end: Position) -> None:
+        """What another driver wrote can be read so far, as long as this one has written nothing."""
+        self._end = end
 
     def append(self, lines: list[str]) -> None:
         """Adds lines to what waits for `flush`. Raises OSError when too much waits already."""

@@ -1,7 +1,9 @@
 """A task of a stage that has the driver of its run in task 0: it holds the agents of one attempt after the other.
 
-Driver and tasks meet in a folder of the run directory, which all of them see; secrets are in none of its files. Runs in
-Spark's Python worker, is pickled by value, and uses the standard library only.
+Driver and tasks meet in a folder of the run directory, which all of them see; secrets are in none of its files. Where
+the run directory is on an object store, the folder is one of task 0's host, and task 0 relays between it and the other
+tasks by Spark's `allGather`: the driver alone asks anything of the store. Runs in Spark's Python worker, is pickled by
+value, and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from typing import IO, Any
 
 from rankzero.task.hold import hold, scratch_root
 from rankzero.task.start import start_time
@@ -43,9 +45,16 @@ OVER = "over"
 UNSEEN = "rankzero: this executor does not see the run directory"
 """In the error of a task whose host has no such directory, or another one of that name."""
 
+UNSEEN_CODE = 3
+"""Exit code of a driver that does not see it."""
+
 DRIVER_ENDED = "rankzero: the driver of the run in task 0 ended"
 
 LOOK = 0.02
+LOOK_REMOTE = 0.25
+"""Seconds between two looks of the driver and of whoever has submitted the stage for each other; on an object store,
+where that is a request, more."""
+
 LONG_LOOK = 0.5
 PATIENCE = 5.0
 """Seconds between two looks into the folder for the next attempt, and after how many they become rarer. By a listing:
@@ -62,6 +71,10 @@ ENDED_LOOK = 0.1
 DRIVER_EXIT_TIMEOUT = 10.0
 """Seconds for the driver to end once it has said that all is over."""
 
+RELAY_TIMEOUT = 30.0
+"""Seconds for the other tasks to say that their agents have ended, once the driver has cancelled these or has ended.
+Then task 0 ends, and with it Spark the stage: nobody else can reach an agent that does not obey."""
+
 _DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
 _DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.staged import main; main()"
 
@@ -76,16 +89,23 @@ def run_task(config: dict[str, Any]) -> None:
     if stage is None:
         hold(config)
         return
-    _require_directory(stage)
+    if not stage["relays"]:
+        _require_directory(stage)
     driver = _start_driver(config, stage) if config["task"] == 0 else None
     last = -1
     try:
-        while (number := _await_attempt(stage["folder"], last, driver)) is not None:
-            _hold_attempt(config, stage, number, driver)
-            last = number
+        while (found := _next_attempt(stage, last, driver)) is not None:
+            last, told = found
+            error = _hold_attempt(config, stage, last, told, driver)
+            _report_end(config["task"], stage, last, error, driver)
     finally:
         if driver:
             _end_driver(driver, config)
+
+
+def look_interval(folder: str) -> float:
+    """Seconds between two looks into the folder in which the driver and whoever has submitted the stage meet."""
+    return LOOK_REMOTE if "://" in folder else LOOK
 
 
 def attempt_secret(secret: str, number: int) -> str:
@@ -104,9 +124,24 @@ def _require_directory(stage: dict[str, Any]) -> None:
         raise RuntimeError(f"{UNSEEN} {directory}")
 
 
-def _await_attempt(folder: str, last: int, driver: subprocess.Popen[bytes] | None) -> int | None:
+def _next_attempt(
+    stage: dict[str, Any], last: int, driver: subprocess.Popen[bytes] | None
+) -> tuple[int, dict[str, Any]] | None:
+    """The number of the next attempt, and what its agents are told; None if there is none."""
+    found = None
+    if driver or not stage["relays"]:
+        number = _await_attempt(stage, last, driver)
+        if number is not None:
+            with open(os.path.join(stage["tasks"], f"{ATTEMPT}{number}")) as file:
+                found = number, json.load(file)
+    if stage["relays"]:
+        found = json.loads(_gather(json.dumps(found), stage, last, driver)[0])
+    return found
+
+
+def _await_attempt(stage: dict[str, Any], last: int, driver: subprocess.Popen[bytes] | None) -> int | None:
     """The number of the next attempt; None if there is none. The stage ends with the driver, and so does this."""
-    began = time.monotonic()
+    folder, began = stage["tasks"], time.monotonic()
     while True:
         # In this order: a driver that has ended has written what it had to say.
         code = driver.poll() if driver else None
@@ -117,32 +152,73 @@ def _await_attempt(folder: str, last: int, driver: subprocess.Popen[bytes] | Non
             return None
         if later:
             return min(later)
+        if code == UNSEEN_CODE:
+            raise RuntimeError(f"{UNSEEN} {stage['directory']}")
         if code is not None:
             raise RuntimeError(f"{DRIVER_ENDED} with exit code {code}")
         time.sleep(LOOK if time.monotonic() - began < PATIENCE else LONG_LOOK)
 
 
 def _hold_attempt(
-    config: dict[str, Any], stage: dict[str, Any], number: int, driver: subprocess.Popen[bytes] | None
-) -> None:
-    folder, task = stage["folder"], config["task"]
-    with open(os.path.join(folder, f"{ATTEMPT}{number}")) as file:
-        told = json.load(file)
+    config: dict[str, Any],
+    stage: dict[str, Any],
+    number: int,
+    told: dict[str, Any],
+    driver: subprocess.Popen[bytes] | None,
+) -> str:
+    """Holds one agent to its end; what was wrong with it."""
     ended = threading.Event()
-    error = ""
+
+    def watch(agent: Any) -> None:
+        if "tasks" in stage:
+            arguments = (agent, driver, stage["tasks"], f"{CANCEL}{number}", ended)
+            threading.Thread(target=_kill_on_request, args=arguments, daemon=True).start()
+
     try:
-        secret = attempt_secret(stage["secret"], number)
-        hold(
-            {**told, **config, "secret": secret},
-            lambda agent: threading.Thread(
-                target=_kill_on_request, args=(agent, driver, folder, f"{CANCEL}{number}", ended), daemon=True
-            ).start(),
-        )
+        hold({**told, **config, "secret": attempt_secret(stage["secret"], number)}, watch)
     except RuntimeError as failure:
-        error = str(failure)
+        return str(failure)
     finally:
         ended.set()
-    put(folder, f"{ENDED}{number}-{task}", error)
+    return ""
+
+
+def _report_end(
+    task: int, stage: dict[str, Any], number: int, error: str, driver: subprocess.Popen[bytes] | None
+) -> None:
+    """Says that this task's agent has ended; task 0 may have to do so for all tasks."""
+    errors = {task: error}
+    if stage["relays"]:
+        if driver and driver.poll() is not None and OVER not in os.listdir(stage["tasks"]):
+            raise RuntimeError(f"{DRIVER_ENDED} with exit code {driver.poll()}")
+        errors = dict(enumerate(_gather(error, stage, number, driver)))
+    if "tasks" in stage:
+        for ended, what in errors.items():
+            put(stage["tasks"], f"{ENDED}{number}-{ended}", what)
+
+
+def _gather(text: str, stage: dict[str, Any], number: int, driver: subprocess.Popen[bytes] | None) -> list[str]:
+    """What each task of the stage says, as soon as all have; Spark takes a second for it."""
+    from pyspark import BarrierTaskContext
+
+    done = threading.Event()
+    if driver:
+        arguments = (driver, stage["tasks"], f"{CANCEL}{number}", done)
+        threading.Thread(target=_end_if_stuck, args=arguments, daemon=True).start()
+    try:
+        return BarrierTaskContext.get().allGather(text)
+    finally:
+        done.set()
+
+
+def _end_if_stuck(driver: subprocess.Popen[bytes], folder: str, cancel: str, done: threading.Event) -> None:
+    """Ends this task, which waits for the others, if one of them does not end its agent."""
+    while not done.wait(DRIVER_LOOK):
+        if driver.poll() is not None or cancel in os.listdir(folder):
+            if not done.wait(RELAY_TIMEOUT):
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(1)
+            return
 
 
 def _kill_on_request(
@@ -160,24 +236,29 @@ def _kill_on_request(
 
 
 def put(folder: str, name: str, text: str) -> None:
-    """Writes a file of the folder at once."""
-    path = os.path.join(folder, name)
-    with open(f"{path}.new-{os.getpid()}", "w") as file:
+    """Writes a file of the folder at once. Until then its name is none that anybody looks for, not even by a prefix."""
+    with open(os.path.join(folder, f".{os.getpid()}-{name}"), "w") as file:
         file.write(text)
-    os.rename(file.name, path)
+    os.rename(file.name, os.path.join(folder, name))
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> subprocess.Popen[bytes]:
     config["driver_code"] = code = tempfile.mkdtemp(prefix="rankzero-driver-", dir=scratch_root())
+    env = dict(os.environ)
+    if stage["relays"]:
+        stage["tasks"] = code
+        # Its credentials for the store are those of a rank.
+        env |= config["env"]
     path = os.path.join(code, "rankzero.zip")
     with open(path, "wb") as file:
         file.write(config["code_zip"])
-    with open(os.path.join(stage["directory"], "driver.log"), "ab") as log:
+    with _open_log(stage) as log:
         driver = subprocess.Popen(
             [sys.executable, "-u", "-c", _DRIVER, path],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            env=env,
             start_new_session=True,
         )
     holder = [os.getpid(), start_time(os.getpid())]
@@ -187,6 +268,13 @@ def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> subprocess.P
         driver.stdin.write(json.dumps(told).encode() + b"\n")
         driver.stdin.flush()
     return driver
+
+
+def _open_log(stage: dict[str, Any]) -> IO[bytes]:
+    """What a driver writes: a file of the run directory; where that is on an object store, the executor's own log."""
+    if stage["relays"]:
+        return os.fdopen(os.dup(sys.stderr.fileno()), "wb")
+    return open(os.path.join(stage["directory"], "driver.log"), "ab")
 
 
 def _end_driver(driver: subprocess.Popen[bytes], config: dict[str, Any]) -> None:
