@@ -21,10 +21,11 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.data import mapping, reader
+from rankzero.data import mapping, order, reader
 from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import Manifest
-from rankzero.errors import InvalidJobError, ResultError
+from rankzero.data.order import Order
+from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
 from rankzero.submit import paths
 from rankzero.submit.identity import identity_of
 from rankzero.submit.paths import manifest_of_path
@@ -224,6 +225,47 @@ def test_batches_outlive_their_reader(parquet: Path, tmp_path: Path) -> None:
     batches = list(shard_of(manifest_of_path(str(parquet), "train"), tmp_path).iter_batches(300))
     gc.collect()
     assert ids_of(batches) == list(range(1003))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_windows_give_every_row_at_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int
+) -> None:
+    for name, value in {"WHOLE_ROWS": 100, "WINDOW_ROWS": 128, "BLOCKS": 16}.items():
+        monkeypatch.setattr(order, name, value)
+    # No copy of all rows is held.
+    monkeypatch.setattr(reader, "SMALL", 0)
+    folder = tmp_path / "table"
+    folder.mkdir()
+    for number in range(3):
+        rows = table(300, 300 * number).append_column("many", pa.array([[number] * (row % 5) for row in range(300)]))
+        if kind == "parquet":
+            pq.write_table(rows, folder / f"{number}.parquet", row_group_size=70)
+        else:
+            with pa.ipc.new_file(str(folder / f"{number}.arrow"), rows.schema) as writer:
+                writer.write_table(rows, max_chunksize=70)
+    manifest = manifest_of_path(str(folder), "train")
+    for epoch in range(2):
+        seen = []
+        for rank in range(world_size):
+            shard = shard_of(manifest, tmp_path, rank, world_size)
+            shard.set_epoch(epoch)
+            for batch in shard.iter_batches(50, shuffle=True):
+                assert batch["name"] == [f"n{row}" for row in batch["id"].tolist()]
+                assert batch["many"].offsets.diff().tolist() == [row % 300 % 5 for row in batch["id"].tolist()]
+                seen += batch["id"].tolist()
+        assert seen == Order(900, manifest.row_size, 0, epoch).rows(0, 900).tolist()
+        assert sorted(seen) == list(range(900))
+
+
+def test_a_file_that_has_become_shorter_is_named(tmp_path: Path) -> None:
+    for name, write in (("t.arrow", pyarrow.feather.write_feather), ("t.parquet", pq.write_table)):
+        write(table(1000), tmp_path / name)
+        shard = shard_of(manifest_of_path(str(tmp_path / name), "train"), tmp_path)
+        os.truncate(tmp_path / name, 5000)
+        with pytest.raises(ResultError, match=f"{name} of the dataset cannot be read"):
+            next(shard.iter_batches(10))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -475,3 +517,21 @@ def count_rows() -> list[int]:
 def test_the_ranks_of_a_run_read_a_path(parquet: Path, tmp_path: Path) -> None:
     launcher = Launcher(2, dataset={"train": parquet, "eval": str(parquet / "0.parquet")}, store=tmp_path / "runs")
     assert launcher.run(count_rows) == [1003, 501, 250, 500]
+
+
+def overwrite(path: str) -> None:
+    """Takes the rest of a table from below the rank that reads it."""
+    batches = rt.get_dataset_shard().iter_batches(1000, prefetch=0)
+    next(batches)
+    os.truncate(path, 4096)
+    for batch in batches:
+        batch["x"].sum()
+
+
+def test_a_table_that_gets_shorter_under_a_rank_is_the_reason(tmp_path: Path) -> None:
+    path = str(tmp_path / "t.arrow")
+    pyarrow.feather.write_feather(table(500_000).select(["x"]), path, compression="uncompressed")
+    with pytest.raises(
+        WorkerFailedError, match="killed by SIGBUS .*a file of a dataset or result that was overwritten"
+    ):
+        Launcher(1, dataset=path, store=tmp_path / "runs").run(overwrite, path)

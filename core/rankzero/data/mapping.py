@@ -24,6 +24,13 @@ def shared(path: str) -> Any:
         return file.read_buffer()
 
 
+def read_ahead(address: int, size: int) -> None:
+    """Has the kernel read a part of a mapping, at once, and no more than its pages."""
+    if size:
+        begin = address - address % mmap.PAGESIZE
+        _libc().madvise(begin, address + size - begin, mmap.MADV_WILLNEED)
+
+
 def private(path: str) -> Any:
     """A file as a `pyarrow.Buffer`, whose memory may be written to: the pages are copied, and the file stays as it is.
 
@@ -55,4 +62,5 @@ def _libc() -> ctypes.CDLL:
     integers = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *integers]
     found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    found.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return found

@@ -6,22 +6,32 @@ import random
 
 import torch
 
-WINDOW_ROWS = 1 << 24
+WHOLE_ROWS = 1 << 24
 """Rows that are shuffled as a whole: their order takes 128 MiB."""
 
-WINDOW_BYTES = 4 << 30
-"""Bytes of rows that are shuffled as a whole: readers jump to and fro in them."""
+WHOLE_BYTES = 1 << 30
+"""Bytes of rows that are shuffled as a whole: readers jump to and fro in them, in the page cache."""
 
-BLOCKS = 4096
-"""Places of the dataset from which the rows of a window come, if it is not the whole dataset."""
+WINDOW_ROWS = 1 << 22
+"""Rows of a window of what is larger: their order takes 32 MiB."""
+
+WINDOW_BYTES = 128 << 20
+"""Bytes of the rows of a window: a reader holds them in memory."""
+
+BLOCKS = 512
+"""Places of the dataset from which the rows of a window come."""
 
 
 class Order:
     """The order of one epoch: that of the files, or a random one that depends on nothing but dataset, seed and epoch.
 
-    A dataset of up to `WINDOW_ROWS` and `WINDOW_BYTES` is shuffled as a whole. A larger one is cut into windows of that
-    size. The rows of each come as blocks, of neighbours in the files, from `BLOCKS` random places, and are shuffled
-    among each other; so the files are read in pieces that a disk is good at.
+    A dataset of up to `WHOLE_ROWS` and `WHOLE_BYTES` is shuffled as a whole. A larger one is cut into windows. The rows
+    of each come as blocks, of neighbours in the files, from `BLOCKS` random places, and are shuffled among each other;
+    so a reader that holds a window reads each row once, in pieces that a disk is good at.
+
+    Attributes:
+        is_whole: False if it is cut into windows.
+        window: Positions of a window.
     """
 
     def __init__(self, rows: int, row_size: int, seed: int | None, epoch: int) -> None:
@@ -36,11 +46,12 @@ class Order:
         self._rows = rows
         self._seed = seed
         self._epoch = epoch
-        self._window = max(1, min(rows, WINDOW_ROWS, max(BLOCKS, WINDOW_BYTES // row_size)))
-        self._block = 1 if self._window == rows else max(1, self._window // BLOCKS)
+        self.is_whole = rows <= WHOLE_ROWS and rows * row_size <= WHOLE_BYTES
+        self.window = rows if self.is_whole else max(1, min(rows, WINDOW_ROWS, WINDOW_BYTES // row_size))
+        self._block = max(1, self.window // BLOCKS)
         self._drawn: dict[int, torch.Tensor] = {}
         self._blocks: torch.Tensor | None = None
-        self._shift = 0 if seed is None or self._block == 1 else random.Random(self._key(-2)).randrange(rows)
+        self._shift = 0 if seed is None or self.is_whole else random.Random(self._key(-2)).randrange(rows)
 
     def rows(self, low: int, high: int) -> torch.Tensor:
         """The rows at the positions from ``low`` to before ``high``."""
@@ -48,15 +59,15 @@ class Order:
             return torch.arange(low, high)
         found = []
         while low < high:
-            window = low // self._window
-            begin = window * self._window
-            end = min(high, begin + self._window)
+            window = low // self.window
+            begin = window * self.window
+            end = min(high, begin + self.window)
             found.append(self._rows_at(begin + self._in_window(window)[low - begin : end - begin]))
             low = end
         return torch.cat(found) if len(found) != 1 else found[0]
 
     def _rows_at(self, places: torch.Tensor) -> torch.Tensor:
-        if self._block == 1:
+        if self.is_whole:
             return places
         if self._blocks is None:
             self._blocks = self._permutation(-1, self._rows // self._block)
@@ -68,7 +79,7 @@ class Order:
 
     def _in_window(self, window: int) -> torch.Tensor:
         if window not in self._drawn:
-            size = min(self._window, self._rows - window * self._window)
+            size = min(self.window, self._rows - window * self.window)
             self._drawn = {window: self._permutation(window, size)}
         return self._drawn[window]
 

@@ -30,6 +30,9 @@ FILES = 64
 KEPT = 1 << 14
 """Groups that stay mapped for reading here and there: a process may have some 65,000 mappings."""
 
+NEAR = 64 << 10
+"""Bytes between two rows of a group that are read from the disk in one go."""
+
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
 
@@ -74,25 +77,49 @@ class Reader:
                 low = end
             number += 1
 
-    def take(self, rows: torch.Tensor) -> Any:
-        """These rows, in this order, as one record batch of memory of its own."""
+    def take(self, rows: torch.Tensor, count: int, *, hold: bool) -> Iterator[Any]:
+        """These rows, in this order, as record batches of memory of their own.
+
+        Args:
+            rows: Their numbers.
+            count: Rows of a batch.
+            hold: Whether all are held in memory meanwhile: then each is read once, in the order of the files.
+        """
+        for some in torch.split(rows, len(rows) if hold else count):
+            batch, places = self._gathered(some, hold)
+            for part in torch.split(places, count):
+                yield batch.take(_indices(part))
+
+    def _gathered(self, rows: torch.Tensor, hold: bool) -> tuple[Any, torch.Tensor]:
+        """A record batch in memory that has these rows, and at which places."""
         import pyarrow as pa
 
         if self._together is not None:
-            return self._together.take(_indices(rows))
+            return self._together, rows
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
-        needed = [number for number in range(len(self._groups)) if bounds[number] < bounds[number + 1]]
         found = []
-        for number in needed:
-            wanted = ordered[bounds[number] : bounds[number + 1]] - self._starts[number]
-            found.append(self._keep(number).take(_indices(wanted)))
+        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+            if low < high:
+                wanted = ordered[low:high] - self._starts[number]
+                batch = self._keep(number)
+                if hold and number in self._kept:
+                    self._read_ahead(batch, wanted)
+                found.append(batch.take(_indices(wanted)))
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         [batch] = pa.Table.from_batches(found).combine_chunks().to_batches()
-        # The same rows twice, else three times.
-        del found
-        return batch.take(_indices(places))
+        return batch, places
+
+    def _read_ahead(self, batch: Any, wanted: torch.Tensor) -> None:
+        """Has the disk read these rows of a group: a page that is missed brings neighbours, up to megabytes of them."""
+        runs = _runs(wanted, NEAR // self._manifest.row_size)
+        for column in batch.columns:
+            for buffer in column.buffers():
+                for low, high in runs if buffer else ():
+                    # Of rows of several lengths a guess.
+                    begin, end = (buffer.size * row // batch.num_rows for row in (low, high))
+                    mapping.read_ahead(buffer.address + begin, end - begin)
 
     @functools.cached_property
     def _together(self) -> Any:
@@ -206,6 +233,14 @@ class Reader:
                 os.unlink(writing)
             return False
         return True
+
+
+def _runs(rows: torch.Tensor, gap: int) -> list[tuple[int, int]]:
+    """Where ascending numbers begin and end that are no more than ``gap`` apart, or follow each other."""
+    breaks = torch.nonzero(rows.diff() > max(1, gap)).flatten()
+    first = torch.cat([rows[:1], rows[breaks + 1]])
+    last = torch.cat([rows[breaks], rows[-1:]])
+    return list(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
 def _check_rows(batch: Any, file: File, group: int) -> None:

@@ -74,7 +74,7 @@ SIGNAL_HINTS = {
     "SIGKILL": "often the kernel's out-of-memory killer",
     "SIGABRT": "often a NCCL timeout or a failed assertion in native code",
     "SIGSEGV": "a crash in native code; the log shows the Python stack",
-    "SIGBUS": "often a full /dev/shm or a file that was truncated while mapped",
+    "SIGBUS": "often a full /dev/shm, or a file of a dataset or result that was overwritten in place",
     "SIGTERM": "something outside of the run asked it to end",
 }
 

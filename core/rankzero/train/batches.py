@@ -90,7 +90,8 @@ def batches_of(
     def again() -> Columns:
         """A row for a batch that has none of its own: the last position that is left stands for every rank."""
         last = cut(left, total - 1, total) or [(0, 1)]
-        return next(iter(tensors(reader.take(order.rows(low, high)), manifest.lengths) for low, high in last))
+        [batch] = reader.take(order.rows(*last[0]), 1, hold=False)
+        return tensors(batch, manifest.lengths)
 
     made = _rebatched(ahead(pieces, asked.prefetch), sizes, again)
     yield from (made if asked.collate is None else map(asked.collate, made))
@@ -109,19 +110,18 @@ def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int 
         for low, high in spans:
             yield from reader.rows(low, high)
         return
-    waiting: list[Any] = []
-    count = 0
+    for _, spans_of_window in itertools.groupby(_cut_at(spans, order.window), lambda span: span[0] // order.window):
+        rows = torch.cat([order.rows(low, high) for low, high in spans_of_window])
+        yield from reader.take(rows, piece_rows, hold=not order.is_whole)
+
+
+def _cut_at(spans: Spans, size: int) -> Iterator[tuple[int, int]]:
+    """The same positions in spans none of which goes over a multiple of ``size``."""
     for low, high in spans:
         while low < high:
-            end = min(high, low + piece_rows - count)
-            waiting.append(order.rows(low, end))
-            count += end - low
+            end = min(high, (low // size + 1) * size)
+            yield low, end
             low = end
-            if count == piece_rows:
-                yield reader.take(torch.cat(waiting))
-                waiting, count = [], 0
-    if waiting:
-        yield reader.take(torch.cat(waiting))
 
 
 def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Iterator[Columns]:
