@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 LONGEST = (
     "tests/airflow/deployed/",
-    "tests/engines/test_spark.py",
     "tests/dagster/test_dagster_terminate.py",
+    "tests/engines/test_spark.py",
     "tests/airflow/test_operator.py",
     "tests/dagster/test_dagster_digits.py",
     "tests/engines/test_spark_cluster.py",
@@ -174,7 +174,8 @@ def describe(pid: int) -> str:
 def end_own_jvm() -> None:
     """Ends the Spark gateway that pyspark started in this process, as the end of the process would.
 
-    What its workers were left with by a session that stopped ends with its sockets.
+    A session that stops while its tasks start may leave a Python daemon: Spark starts another one when it has just
+    stopped the first, and that lives, with its workers, as long as the JVM.
     """
     pyspark = sys.modules.get("pyspark")
     gateway = pyspark and pyspark.SparkContext._gateway

@@ -268,8 +268,10 @@ SCENARIOS: dict[str, Callable[[Airflow], None]] = {
 
 
 SOAK = {
-    # A real scheduler does it at every run of the suite: `test_a_training_that_ended_while_nobody_looked_is_delivered`.
+    # A real scheduler does it at every run of the suite: `test_a_training_that_ended_while_nobody_looked_is_delivered`,
     "ended-meanwhile",
+    # and `test_the_next_try_attaches_to_the_training_of_a_killed_one`.
+    "killed",
     # What Airflow does is the same as for other arguments; the identity is core's, and has tests of its own.
     "failed-other-code",
     "failed-other-ranks",

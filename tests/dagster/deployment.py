@@ -148,17 +148,21 @@ class Deployment:
         terminated = self.query(_TERMINATE, id=run_id)["terminateRun"]
         assert terminated["__typename"] == "TerminateRunSuccess", terminated
 
-    def backfill(self, asset: str, partitions: list[str]) -> str:
-        """Materializes partitions of an asset, as a user does; the status in which that ends."""
+    def start_backfill(self, asset: str, partitions: list[str]) -> str:
+        """Materializes partitions of an asset, as a user does; its id. The daemon looks for it twice a minute."""
         params = {"assetSelection": [{"path": [asset]}], "partitionNames": partitions}
         launched = self.query(_BACKFILL, params=params)["launchPartitionBackfill"]
         assert launched["__typename"] == "LaunchBackfillSuccess", launched
+        return str(launched["backfillId"])
+
+    def finish_backfill(self, backfill_id: str) -> str:
+        """The status in which a backfill ends."""
 
         def status() -> str | None:
-            found = self.query(_BACKFILL_STATUS, id=launched["backfillId"])["partitionBackfillOrError"]
+            found = self.query(_BACKFILL_STATUS, id=backfill_id)["partitionBackfillOrError"]
             return str(found["status"]) if found["status"].startswith(("COMPLETED", "FAILED", "CANCELED")) else None
 
-        return str(wait_until(status, RUN_TIMEOUT, f"the end of the backfill of {asset}"))
+        return str(wait_until(status, RUN_TIMEOUT, f"the end of backfill {backfill_id}"))
 
     def start_schedule(self, name: str) -> None:
         """Switches a schedule on."""

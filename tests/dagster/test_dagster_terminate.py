@@ -79,6 +79,12 @@ def dagster(root: Path) -> Iterator[Deployment]:
         deployment.stop()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def backfill(dagster: Deployment) -> str:
+    """The id of one that the daemon takes up, and ends, while the other tests run."""
+    return dagster.start_backfill("lettered", ["a", "c"])
+
+
 @pytest.fixture
 def launch(dagster: Deployment, root: Path, tmp_path: Path) -> Iterator[Any]:
     """Launches jobs; their ranks have exited at the end."""
@@ -105,7 +111,8 @@ def instance(dagster: Deployment) -> Iterator[dg.DagsterInstance]:
     ("job", "asset"),
     [
         pytest.param("fragile_job", "fragile", id="the run would die with its step"),
-        pytest.param("durable_job", "durable", id="the run would outlive its step"),
+        # The same job is ended in `test_a_run_that_takes_too_long_is_ended_with_its_ranks`.
+        pytest.param("durable_job", "durable", id="the run would outlive its step", marks=pytest.mark.soak),
         pytest.param("durable_in_process", "durable", id="a retry policy in the process of the run"),
         pytest.param("stubborn_job", "stubborn", id="ranks on Spark that ignore signals", marks=pytest.mark.soak),
     ],
@@ -194,8 +201,8 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
     assert launched.training().status().state == "cancelled"
 
 
-def test_a_backfill_trains_each_partition(dagster: Deployment, root: Path) -> None:
-    assert dagster.backfill("lettered", ["a", "c"]) == "COMPLETED_SUCCESS"
+def test_a_backfill_trains_each_partition(dagster: Deployment, backfill: str, root: Path) -> None:
+    assert dagster.finish_backfill(backfill) == "COMPLETED_SUCCESS"
     stored = RankZeroIOManager(base_path=str(root / "assets"))
     loaded = dg.Definitions(assets=[lettered], resources={"io_manager": stored, "torch_distributor": object()})
     for key in ("a", "c"):

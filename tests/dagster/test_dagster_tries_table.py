@@ -282,7 +282,20 @@ def test_every_row_has_a_scenario() -> None:
     assert_each_has_a_scenario(SCENARIOS)
 
 
-@pytest.mark.parametrize("row", rows(), ids=str)
+SOAK = {
+    # A real `dagster dev` does it at every run of the suite: `test_a_step_that_was_killed_is_retried_...`.
+    "killed",
+    # What Dagster does is the same as for other arguments; the identity is core's, and has tests of its own.
+    "failed-other-code",
+    "failed-other-ranks",
+    "failed-equal-data",
+}
+"""Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.soak] if row.name in SOAK else []) for row in rows()]
+)
 def test_the_training_does_what_the_table_says(row: Row, dagster: Dagster) -> None:
     SCENARIOS[row.name](dagster)
     dagster.place.assert_outcome(row.outcome, dagster.stored())

@@ -26,7 +26,8 @@ def gpus() -> list[Any]:
     import rankzero.train as rt
 
     dist.init_process_group("gloo")
-    me = [os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NODE_RANK"]]
+    names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "NODE_RANK", "OMP_NUM_THREADS")
+    me = [os.environ[name] for name in names]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, me)
     try:
@@ -52,23 +53,34 @@ def test_each_task_gets_its_own_gpu(launcher: Launcher, standalone: str) -> None
     assert "/work/worker" in directory, "the ranks must have run on the cluster's workers"
 
 
-def test_a_task_with_two_gpus_runs_two_ranks(launcher: Launcher, standalone: str) -> None:
+def test_a_task_with_two_gpus_runs_two_ranks(
+    launcher: Launcher,
+    standalone: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a platform sets for every session does not stand in the way of a barrier."""
+    (tmp_path / "spark-defaults.conf").write_text("spark.dynamicAllocation.enabled true\nspark.task.cpus 2\n")
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
     spark = engine(
         standalone,
         spark_executor_resource_gpu_amount="2",
         spark_task_resource_gpu_amount="2",
-        spark_executor_cores="1",
-        spark_cores_max="2",
+        spark_executor_cores="2",
+        spark_cores_max="4",
     )
     options = {"num_processes": 4, "processes_per_task": 2, "use_gpu": True, "backend": "gloo", "engine": spark}
     named = launcher.options(**options, run_id="two-gpus")
     ranks, _, _ = named.run(gpus)
+    # Of the two cores of a task each of its ranks has its share; Spark gives each all of them.
     assert ranks == [
-        ["0", "0", "3,GPU-5a1b", "0"],
-        ["1", "1", "3,GPU-5a1b", "0"],
-        ["2", "0", "3,GPU-5a1b", "1"],
-        ["3", "1", "3,GPU-5a1b", "1"],
+        ["0", "0", "3,GPU-5a1b", "0", "1"],
+        ["1", "1", "3,GPU-5a1b", "0", "1"],
+        ["2", "0", "3,GPU-5a1b", "1", "1"],
+        ["3", "1", "3,GPU-5a1b", "1", "1"],
     ]
+    assert "spark.dynamicAllocation.enabled=false, which this run needs" in capsys.readouterr().out
     run = named.find()
     assert run is not None
     assert str(run.status().engine_url).startswith("http://")
@@ -180,7 +192,7 @@ def test_a_job_is_given_cores_and_gpus_on_a_standalone_cluster(
     asked = {"use_gpu": True, "backend": "gloo", "cpus_per_process": int(conf["spark.executor.cores"])}
     engine = (SparkSubmitEngine if deploy_mode == "cluster" else SparkEngine)(standalone, conf=conf)
     found, _, _ = launcher.options(engine=engine, **asked).submit(gpus).result(timeout=WAIT)
-    assert all(visible in ("3", "GPU-5a1b") for _, _, visible, _ in found)
+    assert all(visible in ("3", "GPU-5a1b") for _, _, visible, _, _ in found)
     # More than the cluster can ever give is no silent wait.
     many = launcher.options(engine=engine, **asked, num_processes=9, start_timeout=60.0, run_id="many")
     handle = many.submit(gpus)

@@ -66,12 +66,21 @@ def test_a_hang_says_where_each_rank_stood(launcher: Launcher, marker: str, how:
     assert wait_until_gone(marker) == []
 
 
-def test_a_hang_can_be_tried_again(launcher: Launcher) -> None:
-    handle = launcher.options(hang_timeout=HANG_TIMEOUT, max_restarts=1).submit(wait_for_peers, "python")
+def test_a_hang_can_be_tried_again_and_leaves_what_torchs_flight_recorder_knows(launcher: Launcher) -> None:
+    """With gloo, whose recorder is NCCL's."""
+    env = {**(launcher.env or {}), "TORCH_FR_BUFFER_SIZE": "100"}
+    launcher = launcher.options(hang_timeout=HANG_TIMEOUT, max_restarts=1, env=env)
+    handle = launcher.submit(wait_for_peers, "python")
     assert handle.result(WAIT) == "went on"
     assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["hang"]
     # The stacks of all threads are in the rank's log.
     assert sum("in lose_time" in line for line in handle.logs(rank=1)) >= 1
+    lines = [line for line in handle.logs(rank=0) if line.startswith("rankzero: flight recorder: ")]
+    assert any("not completed: gloo:all_reduce #1" in line for line in lines), lines
+    files = sorted(Path(handle.directory, "flight", "attempt-0").iterdir())
+    assert [file.name for file in files] == ["rank-0.json"]
+    found = json.loads(files[0].read_bytes())
+    assert [entry["profiling_name"] for entry in found["entries"]] == ["gloo:all_reduce"]
 
 
 def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
@@ -106,22 +115,6 @@ def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
         return "moving"
 
     assert launcher.options(num_processes=1, hang_timeout=HANG_TIMEOUT).run(slow) == "moving"
-
-
-def test_a_hang_leaves_what_torchs_flight_recorder_knows(launcher: Launcher) -> None:
-    """With gloo, whose recorder is NCCL's."""
-    env = {**(launcher.env or {}), "TORCH_FR_BUFFER_SIZE": "100"}
-    launcher = launcher.options(hang_timeout=HANG_TIMEOUT, run_id="recorded", env=env)
-    with pytest.raises(HangError):
-        launcher.run(wait_for_peers, "python")
-    handle = launcher.find()
-    assert handle is not None
-    lines = [line for line in handle.logs(rank=0) if line.startswith("rankzero: flight recorder: ")]
-    assert any("not completed: gloo:all_reduce #1" in line for line in lines), lines
-    files = sorted(Path(handle.directory, "flight", "attempt-0").iterdir())
-    assert [file.name for file in files] == ["rank-0.json"]
-    found = json.loads(files[0].read_bytes())
-    assert [entry["profiling_name"] for entry in found["entries"]] == ["gloo:all_reduce"]
 
 
 @pytest.mark.gpu

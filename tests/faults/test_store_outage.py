@@ -14,7 +14,7 @@ from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
-from rankzero.run import handle as runs
+from rankzero.run import observer
 from rankzero.store import files
 
 WAIT = 120.0
@@ -63,7 +63,7 @@ def newest(handle: RunHandle[Any]) -> int:
 def test_a_run_outlives_an_outage_of_its_store(
     launcher: Launcher, tmp_path: Path, outage: Outage, monkeypatch: pytest.MonkeyPatch, moment: str, seconds: float
 ) -> None:
-    monkeypatch.setattr(runs, "STORE_PATIENCE", 1.0)
+    monkeypatch.setattr(observer, "STORE_PATIENCE", 1.0)
     launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run")
     with ThreadPoolExecutor(1) as executor:
         value = executor.submit(lambda: launcher.run(train, str(tmp_path), moment))

@@ -16,7 +16,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.channel.auth import new_secret
-from rankzero.driver.main import Driver
+from rankzero.driver.driver import Driver
 from rankzero.driver.policy import Restarts
 from rankzero.driver.succession import Start
 from rankzero.engines.base import within

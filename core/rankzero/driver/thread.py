@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from rankzero.driver.main import Driver
+from rankzero.driver.driver import Driver
 
 
 class DriverThread(threading.Thread):

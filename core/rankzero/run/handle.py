@@ -12,12 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from rankzero import store
-from rankzero.bounds import DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import (
-    EngineError,
     RankZeroError,
     ResultError,
     RunCancelledError,
@@ -31,7 +28,7 @@ from rankzero.run.delivery import Delivery
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.lines import LineReader
-from rankzero.run.liveness import HeartbeatWatch, process_lives
+from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
 from rankzero.run.renewal import Renewal
 from rankzero.values.ref import ResultRef
@@ -44,26 +41,6 @@ FOLLOW_INTERVAL = 0.05
 
 THOROUGH_INTERVAL = 2.0
 """Seconds between two looks at every log, for a file server that may not tell at once which have grown."""
-
-STORE_PATIENCE = DRIVER_DEAD_AFTER
-"""Seconds for which a follower tries again to read a store that fails."""
-
-DRIVER_LOG_TAIL = 15
-"""Lines of a dead driver's log that its error shows."""
-
-
-class OwnDriver(Protocol):
-    """A driver that this process started: a child process, or a thread."""
-
-    @property
-    def pid(self) -> int:
-        """Of its process."""
-
-    def poll(self) -> int | None:
-        """None while it lives."""
-
-    def await_end(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
 
 
 class RunHandle(Generic[R]):
@@ -84,7 +61,7 @@ class RunHandle(Generic[R]):
         """
         self._run = RunDirectory(directory)
         self._driver = driver
-        self._submission = self._bound if driver else -1
+        self._observer = Observer(self._run, driver, self._bound if driver else -1)
         self._delivered = -1
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
@@ -92,7 +69,6 @@ class RunHandle(Generic[R]):
         self._interval = SHORTEST_PACE
         self._is_ending = False
         self._lines = LineReader(self._run, self._read_as_follower)
-        self._heartbeat = HeartbeatWatch()
         self._lease = Renewal(self._run) if follows else None
 
     @staticmethod
@@ -125,7 +101,7 @@ class RunHandle(Generic[R]):
     def world_size(self) -> int:
         """Number of ranks of the last submission; of an elastic one those of its last attempt, or at most."""
         job = self._run.job()
-        return (job.min_processes and self._patiently(self._run.status).world_size) or job.num_processes
+        return (job.min_processes and self._observer.patiently(self._run.status).world_size) or job.num_processes
 
     @property
     def identity(self) -> str:
@@ -168,74 +144,22 @@ class RunHandle(Generic[R]):
 
         A run whose driver died is reported as failed, or as succeeded if that was certain before.
         """
-        return self._look(self._patience)
+        return self._seen(self._observer.patience)
 
-    def _look(self, patience: float) -> RunStatus:
-        """`status`, from a store that may fail for so many seconds."""
-        status = self._patiently(self._run.status, patience)
+    def _seen(self, patience: float) -> RunStatus:
+        status = self._observer.status(patience)
         self._interval = status.interval
-        if status.final or not self._driver_died(status):
-            return status
-        # It may have written between the two looks, or this machine has slept there.
-        before, status = status, self._patiently(self._run.status, patience)
-        if status.final or status.heartbeat != before.heartbeat:
-            return status
-        if status.certain:
-            return replace(status, state="succeeded", ended=status.heartbeat)
-        who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
-        text = f"the driver of run {self.id} ({who}) died without ending the run"
-        error = EngineError("\n".join([text, *self._driver_log_tail()]))
-        return replace(status, state="failed", error=error.to_json(), ended=status.heartbeat)
+        return status
 
-    def _driver_log_tail(self) -> list[str]:
-        with contextlib.suppress(OSError):
-            text = store.read_bytes(self._run.path("driver.log")).decode("utf-8", "replace")
-            return [f"  {line}" for line in text.splitlines()[-DRIVER_LOG_TAIL:]]
-        return []
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for which a store may fail: whoever owns a driver that lives would end its training by giving up."""
-        owns = self._driver is not None and self._driver.poll() is None
-        return STORE_OUTAGE if owns else STORE_PATIENCE
-
-    def _patiently(self, read: Callable[[], T], patience: float | None = None) -> T:
-        """Reads the store, again while it fails for a moment: a follower's trouble must not end a training.
-
-        Raises:
-            RunNotFoundError: there is no run.
-            Exception: the store's, after ``patience`` seconds, `_patience` of them by default.
-        """
-
-        def gives_up(error: Exception) -> bool:
-            self._heartbeat.note_blindness()
-            return isinstance(error, RunNotFoundError)
-
-        return store.patiently(read, self._patience if patience is None else patience, SHORTEST_PACE, gives_up)
+    def driver_lives(self, status: RunStatus) -> bool | None:
+        """True or False if this process can ask the driver; None where only the heartbeat can tell."""
+        return self._observer.driver_lives(status)
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
         """Much to read takes its time."""
         if self._lease:
             self._lease.renew_if_due()
-        return self._patiently(read)
-
-    def driver_lives(self, status: RunStatus) -> bool | None:
-        """True or False if this process can ask the driver; None where only the heartbeat can tell."""
-        if self._driver is not None and status.submission == self._submission:
-            if self._driver.poll() is not None:
-                ours = (process_namespace(), self._driver.pid)
-                # It may have handed the run to a driver elsewhere.
-                is_another = status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours
-                return process_lives(status) if is_another else False
-            if status.driver_pid is None:
-                return True
-        return process_lives(status)
-
-    def _driver_died(self, status: RunStatus) -> bool:
-        is_silent = self._heartbeat.is_silent(status)
-        lives = self.driver_lives(status)
-        # A slow disk may delay the heartbeat of a driver that lives.
-        return is_silent if lives is None else not lives
+        return self._observer.patiently(read)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, however it ends.
@@ -247,7 +171,7 @@ class RunHandle(Generic[R]):
             True if the run has ended, False if the time is up.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._look(self._patience_until(deadline)).final:
+        while not self._seen(self._observer.patience_until(deadline)).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             self.pause(math.inf if deadline is None else deadline - time.monotonic())
@@ -261,10 +185,6 @@ class RunHandle(Generic[R]):
         """
         if self._driver is not None:
             self._driver.await_end(timeout)
-
-    def _patience_until(self, deadline: float | None) -> float:
-        left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-        return min(self._patience, max(STORE_PATIENCE, left))
 
     @property
     def pace(self) -> float:
@@ -413,7 +333,7 @@ class RunHandle(Generic[R]):
 
     def log_ends(self) -> dict[int, Position]:
         """Where every rank's lines end now: `lines` from there on gives what is written later."""
-        return self._lines.ends(range(self._run.job().num_processes), self._patiently(self._run.status))
+        return self._lines.ends(range(self._run.job().num_processes), self._observer.patiently(self._run.status))
 
     def log_starts(self) -> dict[int, Position]:
         """Where every rank's lines of the last submission begin."""
@@ -483,7 +403,7 @@ class RunHandle(Generic[R]):
         Returns:
             By rank: the lines, and whether others come before.
         """
-        starts, status = self.log_starts(), self._patiently(self._run.status)
+        starts, status = self.log_starts(), self._observer.patiently(self._run.status)
         return self._lines.tails({rank: starts[rank] for rank in ranks}, size, status, _running(status))
 
     def _looks(self) -> Iterator[RunStatus]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.driver.main import Driver
+from rankzero.driver.driver import Driver
 from rankzero.driver.thread import DriverThread
 from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.errors import InvalidJobError

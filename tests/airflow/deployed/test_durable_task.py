@@ -152,6 +152,8 @@ def test_clearing_a_running_task_with_corrected_arguments_begins_from_scratch(du
     assert made["epoch"] == 0
 
 
+# In every run of the suite: "succeeded" of `test_airflow_tries_table.py`.
+@pytest.mark.soak
 def test_clearing_a_delivered_task_trains_from_scratch(durable: Training) -> None:
     durable.let_go()
     first = durable.finish()

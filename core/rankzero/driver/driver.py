@@ -1,0 +1,280 @@
+"""`Driver`: makes one attempt of a run after the other and writes what came of it, in the caller's process or alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rankzero.driver import policy, succession
+from rankzero.driver.attempt import Attempt
+from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen
+from rankzero.driver.places import CLOSE_TIMEOUT, Places
+from rankzero.driver.policy import HostRecord, Placement, Restarts
+from rankzero.driver.recorder import Recorder
+from rankzero.driver.reporter import Reporter
+from rankzero.driver.succession import Start
+from rankzero.driver.tables import Tables
+from rankzero.driver.trackers import Trackers
+from rankzero.driver.watch import Inbox, Watch
+from rankzero.engines.base import Engine, EngineSession
+from rankzero.errors import (
+    HANG,
+    EngineError,
+    HangError,
+    RankZeroError,
+    RunCancelledError,
+    RunNotFoundError,
+    RunTimeoutError,
+    WorkerFailedError,
+)
+from rankzero.host.processes import allow_open_files
+from rankzero.job import Job
+from rankzero.masking import Mask, secrets_of
+from rankzero.run.directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+MANY_AGENTS = 256
+"""Agents from which on the limit of open files is raised in a caller's own process, too."""
+
+
+class Driver:
+    """Runs one submission of a run to its end and writes the outcome into the run directory."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        engine: Engine,
+        env: dict[str, str],
+        *,
+        leased: bool = False,
+        start: Start | None = None,
+        trackers: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Reads what is to be run.
+
+        Args:
+            run: The run.
+            engine: Where.
+            env: The user's environment for the ranks.
+            leased: True if the run ends when nobody follows it (`Job.orphan_timeout`), and outlives its caller.
+            start: Of a driver that another process follows should this one die; None for one that stands alone.
+            trackers: What `rankzero.submit.trackers.pack` has made, or None.
+        """
+        self._run = run
+        self._job = run.job()
+        self._env = env
+        self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
+        self._start = start
+        self._number = start.attempt if start else self._job.first_attempt
+        self._budget = start.budget if start else Restarts(self._job.max_restarts, self._job.max_preemptions)
+        self.inbox = Inbox()
+        self._leased = leased
+        # What Spark computes for ranks comes by this session, and so to this process.
+        self._hands_over = leased and not self._job.queries
+        self._packed_trackers = trackers
+        self._take_over(follows=start is not None)
+        self._places = Places(engine, self._job, self.inbox, self._check, self._say)
+        self._started_at: float | None = None
+
+    def _take_over(self, *, follows: bool) -> None:
+        """From now on this process writes the run directory; another driver of the submission may have before."""
+        self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
+        self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
+        if follows:
+            with contextlib.suppress(RunNotFoundError):
+                self._recorder.carry_on(self._run.status())
+        self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
+
+    def run(self) -> None:
+        """Never raises for a run that failed: the status reports it.
+
+        Raises:
+            ResultError: the store does not take the outcome.
+        """
+        reporter = Reporter(self._run)
+        if not self._hands_over:
+            self._trackers.start()
+        try:
+            self._run_to_its_end()
+        finally:
+            self._trackers.close()
+            reporter.close()
+
+    def _run_to_its_end(self) -> None:
+        try:
+            attempt = self._attempt_until_done()
+        except DrivenElsewhere:
+            # So are its trackers.
+            self._trackers = Trackers(self._run, self._job.fresh_since, None)
+            return
+        except RunCancelledError as error:
+            self._recorder.finish(state="cancelled", error=error.to_json())
+        except RankZeroError as error:
+            self._recorder.finish(state="failed", error=error.to_json())
+        except BaseException as error:
+            logger.exception("the driver failed")
+            what = EngineError(f"the driver failed: {type(error).__name__}: {error}")
+            self._recorder.finish(state="failed", error=what.to_json())
+        else:
+            assert attempt.outcome is not None
+            result, value = attempt.outcome
+            self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
+        finally:
+            self._trackers.end()
+            # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
+            self._places.close()
+
+    @property
+    def left_nothing(self) -> bool:
+        """False if an engine session did not close: a JVM that was stopped may still be there."""
+        return self._places.left_nothing
+
+    @property
+    def superseded(self) -> bool:
+        """True if the run has another driver by now, which this one found too late."""
+        return self._recorder.superseded
+
+    def _attempt_until_done(self) -> Attempt:
+        """One attempt after the other, until one succeeds or nothing more may be tried."""
+        hosts = HostRecord()
+        if self._start and self._start.lost:
+            self._note_restart(self._number, self._start.lost, 0.0)
+        try:
+            while True:
+                attempt: Attempt | None = None
+                try:
+                    number = self._number
+                    self._recorder.update(state="starting", attempt=number, preemptions=self._budget.preemptions)
+                    deadline = time.monotonic() + self._job.start_timeout
+                    session = self._places.session or self._open(deadline)
+                    if self._job.queries:
+                        self._job = self._read_tables(session)
+                        deadline = time.monotonic() + self._job.start_timeout
+                    placement = self._places.gather(session, deadline, hosts.bad)
+                    self._note_placement(number, placement, session)
+                    if session.num_agents(placement.num_tasks) > MANY_AGENTS:
+                        allow_open_files()
+                    if self._hands_over and session.can_host_driver:
+                        self._hand_over(session, placement, deadline)
+                    self._trackers.start()
+                    attempt = Attempt(
+                        self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
+                    )
+                    attempt.run(deadline, self._env, self._started_at)
+                    return attempt
+                except BaseException as error:
+                    if attempt and attempt.outcome:
+                        # Success was certain before whatever came then.
+                        return attempt
+                    self._leave_if_replaced()
+                    after = self._budget.after(_restart_cause(error))
+                    if after is None:
+                        raise
+                    self._budget, pause = after
+                    hosts = hosts.after(attempt.failed_host if attempt else None)
+                    self._note_restart(self._number + 1, error, pause)
+                if self._started_at is None and attempt:
+                    self._started_at = attempt.started_at
+                self._number += 1
+                self._prepare_restart(pause)
+        except BaseException:
+            # What an attempt has left ends with the session, and so before the run has ended.
+            self._places.close()
+            raise
+
+    def _hand_over(self, session: EngineSession, placement: Placement, deadline: float) -> None:
+        """Has the run driven in its own stage; returns if executors do not see its directory.
+
+        Raises:
+            DrivenElsewhere: that was done, and this process has nothing more to do.
+            RankZeroError: that came to nothing, or was lost; this process has the run again.
+        """
+        handover = Handover(
+            self._run, self._job, self._number, self._recorder, session, placement, self.inbox, self._watch
+        )
+        try:
+            handover.run(deadline, self._env, self._budget, self._packed_trackers)
+        except Unseen as why:
+            logger.info("%s: it is driven from here", why)
+            self._hands_over = False
+        except DrivenElsewhere:
+            # To close it would end the stage, which may go on.
+            self._places.session = None
+            raise
+        except BaseException:
+            if handover.has_gone:
+                status = self._run.status()
+                self._number = max(self._number, status.attempt)
+                self._budget = succession.spent(self._job, status)
+                self._take_over(follows=True)
+            raise
+
+    def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:
+        what = str(error).splitlines()[0]
+        logger.warning("attempt %s follows in %s s, because %s", attempt, pause, what)
+        event = {"type": "restart", "attempt": attempt, "cause": _restart_cause(error), "what": what, "pause": pause}
+        self._recorder.event(event)
+
+    def _prepare_restart(self, pause: float) -> None:
+        """Waits, and gives up a session that is broken."""
+        self._places.pause(pause)
+        if self._places.is_broken():
+            self._places.close()
+
+    def _leave_if_replaced(self) -> None:
+        """Ends this process if its session has, as that of a pod which is shut down: the next one has another."""
+        if self._start and self._start.number is not None and self._places.is_broken():
+            logger.warning("the SparkContext of this driver has ended, and so does this driver")
+            os._exit(1)
+
+    def _check(self) -> None:
+        """Raises the typed error if the run is to end while no attempt of it runs."""
+        self._watch.check()
+        timeout, started_at = self._job.timeout, self._started_at
+        if timeout and started_at is not None and time.monotonic() - started_at > timeout:
+            raise RunTimeoutError(f"the run took longer than timeout={timeout} s and was ended between two attempts")
+
+    def _open(self, deadline: float) -> EngineSession:
+        session, url = self._places.open(self._env, deadline)
+        if url:
+            self._recorder.update(engine_url=url)
+        return session
+
+    def _read_tables(self, session: EngineSession) -> Job:
+        """Has the engine compute what ranks read; that may take longer than any start."""
+        tables = Tables(self._run, self._job, session)
+        try:
+            return self._places.in_thread(lambda: tables.read(self._places.say_from_thread), math.inf)
+        except BaseException:
+            tables.stop(CLOSE_TIMEOUT)
+            raise
+
+    def _note_placement(self, number: int, placement: Placement, session: EngineSession) -> None:
+        """Says what is not as the job alone has it."""
+        world_size = self._job.sized(placement.num_tasks).num_processes
+        if placement.left_out:
+            hosts = ", ".join(sorted(placement.left_out))
+            what = f"attempt {number} leaves out {hosts}, which failed {policy.FAILURES_OF_A_BAD_HOST} times"
+            self._say({"type": "left-out", "attempt": number, "hosts": sorted(placement.left_out), "what": what})
+        if self._job.min_processes is not None:
+            what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {session.place}"
+            self._say({"type": "world", "attempt": number, "world_size": world_size, "what": what})
+            self._recorder.update(world_size=world_size)
+
+    def _say(self, event: dict[str, Any]) -> None:
+        """An event whose text whoever follows the run sees among the lines of rank 0."""
+        logger.info("%s", event["what"])
+        self._recorder.event(event)
+        self._recorder.log(0, [f"rankzero: {event['what']}"])
+
+
+def _restart_cause(error: BaseException) -> str | None:
+    if isinstance(error, HangError):
+        return HANG
+    return error.cause if isinstance(error, (WorkerFailedError, EngineError)) else None
