@@ -29,7 +29,7 @@ from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
 from rankzero.submit import paths
 from rankzero.submit.identity import identity_of
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import context, data_loader
+from rankzero.train import batches, context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 
@@ -259,6 +259,46 @@ def test_windows_give_every_row_at_its_place(
         assert sorted(seen) == list(range(900))
 
 
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_the_size_of_a_parquet_table_is_that_of_its_rows_in_memory(tmp_path: Path, is_dictionary: bool) -> None:
+    for count in (20_000, 7):
+        names = pa.array([f"{row % 7:0100}" for row in range(count)])
+        lists = pa.array([[row % 3] * 4 for row in range(count)], pa.list_(pa.float64()))
+        columns = {"name": names, "list": lists, "same": [1.5] * count, "day": ["2026-01-01"] * count}
+        rows = pa.table({**columns, "name": names.dictionary_encode() if is_dictionary else names})
+        # Of few rows as much is written as they take.
+        pq.write_to_dataset(rows, tmp_path / "t", partition_cols=["day"])
+    manifest = manifest_of_path(str(tmp_path / "t"), "train")
+    # The text, the numbers of the list, the one that is always the same, the day; offsets.
+    assert manifest.row_size == pytest.approx(100 + 32 + 8 + 10 + 3 * 4, rel=0.1)
+    assert manifest == manifest_of_path(str(tmp_path / "t"), "train"), "nothing in it depends on chance"
+
+
+def test_the_size_of_a_table_without_rows_is_none(tmp_path: Path) -> None:
+    pq.write_table(table(0), tmp_path / "t.parquet")
+    assert manifest_of_path(str(tmp_path / "t.parquet"), "train").rows == 0
+
+
+def test_of_a_shuffled_whole_a_piece_is_drawn_at_a_time(
+    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of_path(str(parquet), "train")
+    monkeypatch.setattr(batches, "PIECE", 100 * manifest.row_size)
+    drawn, rows = [], Order.rows
+
+    def seen(order: Order, low: int, high: int) -> torch.Tensor:
+        drawn.append(high - low)
+        return rows(order, low, high)
+
+    monkeypatch.setattr(Order, "rows", seen)
+    next(shard_of(manifest, tmp_path).iter_batches(10, shuffle=True, prefetch=0))
+    assert sum(drawn) == 100
+    drawn.clear()
+    # Of a process of a loader, which makes every other batch, a piece is not smaller.
+    next(shard_of(manifest, tmp_path).to_torch(10, shuffle=True).all(range(0, 101, 2)))
+    assert drawn[:10] == [10] * 10
+
+
 def test_a_file_that_has_become_shorter_is_named(tmp_path: Path) -> None:
     for name, write in (("t.arrow", pyarrow.feather.write_feather), ("t.parquet", pq.write_table)):
         write(table(1000), tmp_path / name)
@@ -344,7 +384,7 @@ def test_a_loader_of_a_share_goes_on_in_another_world(
 def test_a_process_ends_in_the_middle_of_an_epoch(parquet: Path, tmp_path: Path) -> None:
     program = f"""
 from rankzero.submit.paths import manifest_of_path
-from rankzero.train import context, data_loader
+from rankzero.train import batches, context, data_loader
 from rankzero.train.context import TrainContext
 from rankzero.train.dataset import DatasetShard
 shard = DatasetShard(manifest_of_path({str(parquet)!r}, "train"), TrainContext(), {str(tmp_path)!r}, "train")

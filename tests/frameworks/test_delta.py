@@ -51,6 +51,12 @@ def expected(ids: Any) -> list[Any]:
     return [(number, number / 2, "even" if number % 2 == 0 else "odd") for number in ids]
 
 
+def test_its_size_is_that_of_its_rows_in_memory(tmp_path: Path) -> None:
+    names = {"name": [f"{row % 7:0100}" for row in range(20_000)]}
+    deltalake.write_deltalake(str(tmp_path / "table"), pa.table(names))
+    assert manifest_of_path(str(tmp_path / "table"), "train").row_size == pytest.approx(104, rel=0.1)
+
+
 def test_rows_that_were_deleted_are_not_read(table: str, launcher: Launcher) -> None:
     before = manifest_of_path(table, "train")
     deltalake.DeltaTable(table).delete("id % 10 = 3")

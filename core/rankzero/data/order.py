@@ -27,7 +27,8 @@ class Order:
 
     A dataset of up to `WHOLE_ROWS` and `WHOLE_BYTES` is shuffled as a whole. A larger one is cut into windows. The rows
     of each come as blocks, of neighbours in the files, from `BLOCKS` random places, and are shuffled among each other;
-    so a reader that holds a window reads each row once, in pieces that a disk is good at.
+    so a reader that holds a window reads each row once, in pieces that a disk is good at: of a column the bytes of a
+    block over the number of columns, so that a disk reads a few columns about once, and a thousand some 6 times.
 
     Attributes:
         is_whole: False if it is cut into windows.

@@ -23,6 +23,9 @@ READERS = 16
 
 _ARROW_NAMES = (".arrow", ".feather", ".ipc")
 _CHUNK = 8 << 20
+_SAMPLED_ROWS = 1024
+_SAMPLED_BYTES = 16 << 20
+_PAGES = 64 << 10
 
 
 def manifest_of_path(location: str, name: str) -> Manifest:
@@ -114,15 +117,20 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
         described = list(pool.map(describe, fragments))
         schemas = list(pool.map(lambda fragment: fragment.physical_schema, fragments))
     files = tuple(file for file, _, _ in described)
+    size = sum(size for _, size, _ in described)
+    if kind == PARQUET:
+        # Encoded and decoded size: a dictionary makes a long text a byte, a run of one value nothing at all.
+        size = max(size, int(sum(sum(file.rows) for file in files) * _decoded_row(fragments)))
     schema = data.schema if digest else schema_of_files(data.schema, schemas, where)
     schema = schema.remove_metadata()
     kinds.check(schema, where)
     content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
+    files = with_nulls(files, schemas, schema, kind, where)
     return Manifest(
         format=kind,
         schema=encode_schema(schema),
-        files=with_nulls(files, schemas, schema, kind, where),
-        size=sum(size for _, size, _ in described),
+        files=files,
+        size=size + sum(sum(file.rows) * _partition_row(file) for file in files),
         digest=hashlib.sha256(content.encode()).hexdigest(),
     )
 
@@ -137,8 +145,38 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
 
 
 def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int]:
-    groups = [fragment.metadata.row_group(number) for number in range(fragment.metadata.num_row_groups)]
-    return tuple(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
+    facts = [_group_facts(fragment, number) for number in range(fragment.metadata.num_row_groups)]
+    return tuple(rows for rows, _ in facts), sum(size for _, size in facts)
+
+
+def _decoded_row(fragments: list[Any]) -> float:
+    """Bytes of a decoded row of the files: of the first ones of the largest group, of which few pages are read."""
+    import pyarrow.parquet as pq
+
+    groups = [(fragment, number) for fragment in fragments for number in range(fragment.metadata.num_row_groups)]
+    if not groups:
+        return 0.0
+    fragment, number = max(groups, key=lambda group: _group_facts(*group))
+    rows, size = _group_facts(fragment, number)
+    if not rows:
+        return 0.0
+    count = max(1, min(_SAMPLED_ROWS, _SAMPLED_BYTES * rows // max(1, size)))
+    with fragment.open() as source:
+        file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
+        batch = next(file.iter_batches(count, row_groups=[number]))
+    # A dictionary is there once for any number of rows.
+    columns = (column.dictionary_decode() if hasattr(column, "dictionary") else column for column in batch.columns)
+    return float(sum(column.nbytes for column in columns) / batch.num_rows)
+
+
+def _group_facts(fragment: Any, number: int) -> tuple[int, int]:
+    group = fragment.metadata.row_group(number)
+    return group.num_rows, group.total_byte_size
+
+
+def _partition_row(file: File) -> int:
+    """Bytes in memory of a row's columns that are not in the file, about."""
+    return sum(8 + len(value or "") for value in file.partition.values())
 
 
 def _arrow_facts(location: str) -> tuple[tuple[int, ...], int]:

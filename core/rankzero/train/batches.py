@@ -110,17 +110,21 @@ def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int 
         for low, high in spans:
             yield from reader.rows(low, high)
         return
-    for _, spans_of_window in itertools.groupby(_cut_at(spans, order.window), lambda span: span[0] // order.window):
-        rows = torch.cat([order.rows(low, high) for low, high in spans_of_window])
+    for _, spans_together in itertools.groupby(_numbered(spans, order, piece_rows), lambda span: span[0]):
+        rows = torch.cat([order.rows(low, high) for _, low, high in spans_together])
         yield from reader.take(rows, piece_rows, hold=not order.is_whole)
 
 
-def _cut_at(spans: Spans, size: int) -> Iterator[tuple[int, int]]:
-    """The same positions in spans none of which goes over a multiple of ``size``."""
+def _numbered(spans: Spans, order: Order, piece_rows: int) -> Iterator[tuple[int, int, int]]:
+    """The same positions, with the number of their window, or of their piece of what is shuffled as a whole."""
+    size = piece_rows if order.is_whole else order.window
+    before = 0
     for low, high in spans:
         while low < high:
-            end = min(high, (low // size + 1) * size)
-            yield low, end
+            place = before if order.is_whole else low
+            end = min(high, low + size - place % size)
+            yield place // size, low, end
+            before += end - low
             low = end
 
 
