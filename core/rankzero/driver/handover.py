@@ -86,6 +86,7 @@ class Handover:
         self.has_gone = False
         """True if the driver in the stage writes the run directory."""
         self._asker: threading.Thread | None = None
+        self._is_out = False
         self._is_heard_of = True
         """False once the engine has lost sight of the stage: its end will not be heard from there."""
 
@@ -137,9 +138,14 @@ class Handover:
         began, say_at = time.monotonic(), time.monotonic() + policy.WAITING_INTERVAL
         while not self._has(staged.READY):
             self._watch.check()
-            self._look_at_end(group, staged.look_interval(self._folder))
+            is_slow = self._run.is_remote and time.monotonic() - began > staged.PATIENCE
+            self._look_at_end(group, LOOK_AGAIN if is_slow else staged.look_interval(self._folder))
             now = time.monotonic()
             if now > deadline:
+                names = self._answer(lambda: store.list_names(self._folder)) or []
+                if staged.READY in names:
+                    # It was the way to the store that was out.
+                    return
                 missing = [f"task {task}" for task in range(self._num_tasks)]
                 raise StartTimeoutError(
                     f"the stage of {self._num_tasks} tasks has not begun within start_timeout="
@@ -155,7 +161,8 @@ class Handover:
     def _let_go(self) -> None:
         self._recorder.let_go()
         self.has_gone = True
-        store.create(store.join(self._folder, staged.GO), b"submitter")
+        # At an outage it takes the run without this.
+        self._answer(lambda: store.create(store.join(self._folder, staged.GO), b"submitter"))
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
@@ -203,11 +210,14 @@ class Handover:
         def ask() -> None:
             try:
                 answers.append(question())
+                self._is_out = False
             except RunNotFoundError as error:
                 removed.append(error)
             except Exception as error:
-                # Drivers of object stores have exceptions of their own.
-                logger.warning("cannot look for the driver in the stage: %s", error)
+                # Drivers of object stores have exceptions of their own. One line for an outage.
+                if not self._is_out:
+                    logger.warning("cannot look for the driver in the stage: %s", error)
+                self._is_out = True
 
         if not self._run.is_remote:
             ask()
@@ -221,14 +231,18 @@ class Handover:
             raise removed[0]
         return answers[0] if answers else None
 
-    def _last_status(self) -> RunStatus | None:
-        """What the driver in the stage has written at last; None if the store cannot be asked for all too long."""
+    def _answer(self, question: Callable[[], T]) -> T | None:
+        """What the store answers at last; None if it has not for all too long. Who shall end does not wait for it."""
         give_up = time.monotonic() + STORE_OUTAGE
-        while (status := self._asked(self._run.status)) is None and time.monotonic() < give_up:
+        while (answer := self._asked(question)) is None and time.monotonic() < give_up:
             if self._inbox.interrupted:
                 raise DrivenElsewhere
             time.sleep(LOOK_AGAIN)
-        return status
+        return answer
+
+    def last_status(self) -> RunStatus | None:
+        """What the driver in the stage has written at last; None if the store cannot be asked for all too long."""
+        return self._answer(self._run.status)
 
     def _server_answers(self) -> bool:
         """True if what becomes of the stage will be heard from there."""
@@ -250,13 +264,14 @@ class Handover:
                 raise self._outcome(group, message["error"])
 
     def _outcome(self, group: AgentGroup, error: BaseException | None) -> Exception:
-        if self.has_gone and (not (status := self._last_status()) or status.certain):
+        if self.has_gone and (not (status := self.last_status()) or status.certain):
             # Whoever drives it when the store is back, it is not this process.
             return DrivenElsewhere()
         if error is None:
             return EngineError("the stage ended before the run did", cause=LOST)
         if staged.UNSEEN in str(error):
-            return Unseen(str(error))
+            [why, *_] = (line for line in str(error).splitlines() if staged.UNSEEN in line)
+            return Unseen(why[why.index(staged.UNSEEN) :].removeprefix("rankzero: "))
         if self.has_gone:
             explained = group.explain(error)
             return EngineError(
