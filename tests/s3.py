@@ -47,8 +47,9 @@ before are refused, as by Ceph 16 and other servers.
 class S3Server:
     """moto's server with its buckets in memory; knows what was asked of it."""
 
-    def __init__(self, url: str, log: Path) -> None:
+    def __init__(self, url: str, log: Path, pid: int | None = None) -> None:
         self.url = url
+        self.pid = pid
         self._log = log
 
     @property
@@ -83,7 +84,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     port = free_port()
     log = folder / "s3.log"
     process = servers.start(sys.executable, "-c", SERVER, str(port), log=log)
-    server = S3Server(f"http://127.0.0.1:{port}", log)
+    server = S3Server(f"http://127.0.0.1:{port}", log, process.pid)
 
     def answers() -> bool:
         assert process.poll() is None, log.read_text()

@@ -41,8 +41,8 @@ def train(folder: str, until_file: str = "", dies: bool = False) -> list[Any]:
     rt.report({"step": first}, checkpoint={"step": torch.tensor(first)})
     Path(folder, f"up-{context.attempt}-{context.rank}").touch()
     if dies and context.attempt == 0:
-        until(lambda: Path(folder, "up-0-0").exists() and Path(folder, "up-0-1").exists(), WAIT, "both ranks")
         if context.rank == 1:
+            until(Path(folder, "die").exists, WAIT, "the word to die")
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()
     if until_file:
@@ -104,6 +104,8 @@ def test_ranks_that_die_start_again_within_the_stage(on_connect: Launcher, tmp_p
     handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), dies=True)
     await_ranks(tmp_path)
     driver = driver_of(handle)
+    until(handle.checkpoints, WAIT, "a checkpoint")
+    (tmp_path / "die").touch()
     await_ranks(tmp_path, attempt=1)
     assert handle.status().driver_pid == driver
     assert handle.result(WAIT) == [1, 1]

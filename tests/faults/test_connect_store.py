@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,29 @@ def test_a_run_on_an_object_store_is_cancelled_in_its_stage(on_store: Launcher, 
     handle.cancel()
     with pytest.raises(RunCancelledError):
         handle.result(WAIT)
+
+
+def test_a_submitter_that_shall_end_does_not_wait_for_a_store_that_is_silent(
+    on_store: Launcher, s3_server: S3Server, tmp_path: Path
+) -> None:
+    if s3_server.pid is None:
+        pytest.skip("not a server of this suite")
+    handle = on_store.submit(train, str(tmp_path), str(tmp_path / "enough"))
+    await_pids(tmp_path)
+    driver_of(handle)
+    [submitter] = submitters()
+    interval = handle.status().interval
+    os.kill(s3_server.pid, signal.SIGSTOP)
+    try:
+        # Then it has asked for a heartbeat.
+        time.sleep(interval + 1)
+        submitter.terminate()
+        # A request that is not answered takes a minute, and is repeated.
+        until(lambda: not submitters(), 30, "the end of the submitter")
+    finally:
+        os.kill(s3_server.pid, signal.SIGCONT)
+    (tmp_path / "enough").touch()
+    assert handle.result(WAIT) == [0, 0]
 
 
 @pytest.mark.soak

@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import RunHandle
+from rankzero import Launcher, LocalEngine, RunHandle
 from rankzero.driver import handover
+from rankzero.driver.driver import Driver
 from rankzero.driver.handover import DrivenElsewhere, Handover
 from rankzero.driver.policy import Placement, Restarts
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.staged import _await_go as await_go
 from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import AgentGroup, OnEnd
+from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
+from rankzero.engines.local import LocalSession
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.cursor import LogCursor
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
+from rankzero.submit.prepare import prepare
 from rankzero.task import staged
 
 WAIT = 30.0
@@ -127,3 +131,50 @@ def test_a_task_that_looks_while_an_attempt_is_written_sees_it_as_a_whole_or_not
     done.set()
     looker.join(WAIT)
     assert [name for name in seen if not name.removeprefix(staged.ATTEMPT).isdecimal()] == []
+
+
+class Unsighted(LocalSession):
+    """Of whose stage an executor does not see the run directory, where the driver in the stage did."""
+
+    can_host_driver = True
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> Any:
+        if "stage" not in config:
+            return super().launch(num_tasks, config, on_end)
+        folder = Path(config["stage"]["folder"])
+        (folder / staged.READY).touch()
+
+        def end() -> None:
+            until((folder / staged.GO).exists, WAIT, "the submitter")
+            on_end(RuntimeError(f"org.apache.spark.SparkException: failed\n{staged.UNSEEN} {folder}\n  at org.apache"))
+
+        threading.Thread(target=end, daemon=True).start()
+        return Group()
+
+
+class UnsightedEngine(LocalEngine):
+    def open(self, job: Job) -> LocalSession:
+        return Unsighted(job)
+
+
+def test_a_run_that_comes_back_from_a_stage_is_recorded_to_its_end(launcher: Launcher) -> None:
+    request = launcher.options(num_processes=1, engine=UnsightedEngine())._request()
+    run, _ = prepare(request, lambda: "done", (), {}, detached=False)
+    driver = Driver(run, request.engine, dict(request.env), leased=True)
+    threading.Thread(target=driver.run, daemon=True).start()
+    handle = RunHandle[str].attach(run.directory)
+    assert handle.result(WAIT) == "done"
+    assert any("driven from this host, not in its stage: this executor" in line for line in handle.logs(0))
+
+
+def test_a_driver_in_a_stage_that_cannot_look_for_its_submitter_looks_again(tmp_path: Path) -> None:
+    folder = tmp_path / "stage-0"
+    # Not a directory: what asks for its names fails.
+    folder.touch()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(await_go, str(folder))
+        time.sleep(5 * staged.LOOK)
+        folder.unlink()
+        folder.mkdir()
+        (folder / staged.GO).touch()
+        waits.result(WAIT)

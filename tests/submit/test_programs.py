@@ -16,6 +16,8 @@ from tests.conftest import until
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
 from rankzero.submit.identity import identity_of
 from rankzero.submit.payload import build
+from rankzero.worker.command import CommandError
+from rankzero.worker.failures import describe
 
 
 @pytest.fixture
@@ -150,6 +152,20 @@ def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launc
         launcher.options(timeout=120).run(command)
     assert caught.value.rank == 1
     assert "in main" in str(caught.value.traceback)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "is_echo"),
+    [
+        ("DistBackendError", "", True),
+        ("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer", True),
+        ("RuntimeError", "out of range", False),
+        ("DistanceTooLargeError", "", False),
+    ],
+)
+def test_what_a_command_left_behind_is_the_echo_of_a_lost_peer_or_not(kind: str, message: str, is_echo: bool) -> None:
+    facts = {"exception_type": kind, "message": message, "exit_code": 1}
+    assert describe(CommandError("the command", facts))["collateral"] is is_echo
 
 
 def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver import policy, succession
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen
@@ -35,9 +37,12 @@ from rankzero.errors import (
 from rankzero.host.processes import allow_open_files
 from rankzero.job import Job
 from rankzero.masking import Mask, secrets_of
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
+
+STORE_PAUSE = 1.0
+"""Seconds until a store that fails is asked again."""
 
 MANY_AGENTS = 256
 """Agents from which on the limit of open files is raised in a caller's own process, too."""
@@ -78,17 +83,24 @@ class Driver:
         # What Spark computes for ranks comes by this session, and so to this process.
         self._hands_over = leased and not self._job.queries
         self._packed_trackers = trackers
-        self._take_over(follows=start is not None)
+        self._take_over(self._status_of_before() if start else None)
         self._places = Places(engine, self._job, self.inbox, self._check, self._say)
         self._started_at: float | None = None
 
-    def _take_over(self, *, follows: bool) -> None:
-        """From now on this process writes the run directory; another driver of the submission may have before."""
+    def _status_of_before(self) -> RunStatus | None:
+        """What another driver of the submission has written, if there was one."""
+        with contextlib.suppress(RunNotFoundError):
+            return store.patiently(
+                self._run.status, STORE_OUTAGE, STORE_PAUSE, lambda error: isinstance(error, RunNotFoundError)
+            )
+        return None
+
+    def _take_over(self, before: RunStatus | None) -> None:
+        """From now on this process writes the run directory; another driver of the submission has left that status."""
         self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
-        if follows:
-            with contextlib.suppress(RunNotFoundError):
-                self._recorder.carry_on(self._run.status())
+        if before:
+            self._recorder.carry_on(before)
         self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
 
     def run(self) -> None:
@@ -201,18 +213,21 @@ class Driver:
         try:
             handover.run(deadline, self._env, self._budget, self._packed_trackers)
         except Unseen as why:
-            logger.info("%s: it is driven from here", why)
             self._hands_over = False
+            if handover.has_gone:
+                self._take_over(handover.last_status())
+            self._say({"type": "handover", "what": f"the run is driven from this host, not in its stage: {why}"})
         except DrivenElsewhere:
             # To close it would end the stage, which may go on.
             self._places.session = None
             raise
         except BaseException:
             if handover.has_gone:
-                status = self._run.status()
-                self._number = max(self._number, status.attempt)
-                self._budget = succession.spent(self._job, status)
-                self._take_over(follows=True)
+                status = handover.last_status()
+                if status:
+                    self._number = max(self._number, status.attempt)
+                    self._budget = succession.spent(self._job, status)
+                self._take_over(status)
             raise
 
     def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import math
 import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
@@ -26,6 +27,8 @@ from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 END_PATIENCE = 2.0
 """Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
 
@@ -35,6 +38,9 @@ there. With the time for its answer less than followers of the run wait (`DRIVER
 
 MISSED = 1.5
 """Heartbeats that are missed then, where the driver writes seldom."""
+
+STORE_ANSWER_TIMEOUT = 20.0
+"""Seconds for which an object store is waited for before it counts as one that cannot be read."""
 
 LOOK_AGAIN = 1.0
 """Seconds until a store that could not be read is asked again."""
@@ -79,6 +85,8 @@ class Handover:
         self._folder = run.submission_path(job.submission, f"stage-{number}")
         self.has_gone = False
         """True if the driver in the stage writes the run directory."""
+        self._asker: threading.Thread | None = None
+        self._is_out = False
         self._is_heard_of = True
         """False once the engine has lost sight of the stage: its end will not be heard from there."""
 
@@ -130,9 +138,14 @@ class Handover:
         began, say_at = time.monotonic(), time.monotonic() + policy.WAITING_INTERVAL
         while not self._has(staged.READY):
             self._watch.check()
-            self._look_at_end(group, staged.look_interval(self._folder))
+            is_slow = self._run.is_remote and time.monotonic() - began > staged.PATIENCE
+            self._look_at_end(group, LOOK_AGAIN if is_slow else staged.look_interval(self._folder))
             now = time.monotonic()
             if now > deadline:
+                names = self._answer(lambda: store.list_names(self._folder)) or []
+                if staged.READY in names:
+                    # It was the way to the store that was out.
+                    return
                 missing = [f"task {task}" for task in range(self._num_tasks)]
                 raise StartTimeoutError(
                     f"the stage of {self._num_tasks} tasks has not begun within start_timeout="
@@ -148,7 +161,8 @@ class Handover:
     def _let_go(self) -> None:
         self._recorder.let_go()
         self.has_gone = True
-        store.create(store.join(self._folder, staged.GO), b"submitter")
+        # At an outage it takes the run without this.
+        self._answer(lambda: store.create(store.join(self._folder, staged.GO), b"submitter"))
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
@@ -161,7 +175,7 @@ class Handover:
             now = time.monotonic()
             if now < look_at:
                 continue
-            status = self._status()
+            status = self._asked(self._run.status)
             look_at = now + (status.interval if status else LOOK_AGAIN)
             if status is None:
                 if now - beat_at > STORE_OUTAGE:
@@ -182,22 +196,53 @@ class Handover:
 
     def _has(self, name: str) -> bool:
         """True if there is such a file in the folder; False, too, while the store cannot be asked."""
-        try:
-            return name in store.list_names(self._folder)
-        except Exception as error:
-            # Drivers of object stores have exceptions of their own.
-            logger.warning("cannot look for the driver in the stage: %s", error)
-            return False
+        return name in (self._asked(lambda: store.list_names(self._folder)) or ())
 
-    def _status(self) -> RunStatus | None:
-        """What the driver in the stage has written; None while the store cannot be asked."""
-        try:
-            return self._run.status()
-        except RunNotFoundError:
-            raise
-        except Exception as error:
-            logger.warning("cannot look for the heartbeat of the driver in the stage: %s", error)
-            return None
+    def _asked(self, question: Callable[[], T]) -> T | None:
+        """What the store answers; None while it does not. A process that shall end waits for no answer.
+
+        Raises:
+            RunNotFoundError: the run was removed.
+        """
+        answers: list[T] = []
+        removed: list[RunNotFoundError] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+                self._is_out = False
+            except RunNotFoundError as error:
+                removed.append(error)
+            except Exception as error:
+                # Drivers of object stores have exceptions of their own. One line for an outage.
+                if not self._is_out:
+                    logger.warning("cannot look for the driver in the stage: %s", error)
+                self._is_out = True
+
+        if not self._run.is_remote:
+            ask()
+        elif self._asker is None or not self._asker.is_alive():
+            self._asker = threading.Thread(target=ask, name="rankzero-handover", daemon=True)
+            self._asker.start()
+        give_up = time.monotonic() + STORE_ANSWER_TIMEOUT
+        while self._asker and self._asker.is_alive() and time.monotonic() < give_up and not self._inbox.interrupted:
+            self._asker.join(staged.LOOK)
+        if removed:
+            raise removed[0]
+        return answers[0] if answers else None
+
+    def _answer(self, question: Callable[[], T]) -> T | None:
+        """What the store answers at last; None if it has not for all too long. Who shall end does not wait for it."""
+        give_up = time.monotonic() + STORE_OUTAGE
+        while (answer := self._asked(question)) is None and time.monotonic() < give_up:
+            if self._inbox.interrupted:
+                raise DrivenElsewhere
+            time.sleep(LOOK_AGAIN)
+        return answer
+
+    def last_status(self) -> RunStatus | None:
+        """What the driver in the stage has written at last; None if the store cannot be asked for all too long."""
+        return self._answer(self._run.status)
 
     def _server_answers(self) -> bool:
         """True if what becomes of the stage will be heard from there."""
@@ -219,12 +264,14 @@ class Handover:
                 raise self._outcome(group, message["error"])
 
     def _outcome(self, group: AgentGroup, error: BaseException | None) -> Exception:
-        if self.has_gone and self._run.status().certain:
+        if self.has_gone and (not (status := self.last_status()) or status.certain):
+            # Whoever drives it when the store is back, it is not this process.
             return DrivenElsewhere()
         if error is None:
             return EngineError("the stage ended before the run did", cause=LOST)
         if staged.UNSEEN in str(error):
-            return Unseen(str(error))
+            [why, *_] = (line for line in str(error).splitlines() if staged.UNSEEN in line)
+            return Unseen(why[why.index(staged.UNSEEN) :].removeprefix("rankzero: "))
         if self.has_gone:
             explained = group.explain(error)
             return EngineError(

@@ -14,7 +14,7 @@ from dataclasses import astuple
 from typing import Any
 
 from rankzero import store
-from rankzero.bounds import HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
+from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
 from rankzero.driver.succession import Start
 from rankzero.errors import ResultError
@@ -29,8 +29,8 @@ from rankzero.values.ref import ResultRef
 logger = logging.getLogger(__name__)
 
 LET_GO_TIMEOUT = 3.0
-"""Seconds for an object store to take the last lines, and again the status, of who gives a run to another driver; that
-one waits no longer than 10 s."""
+"""Seconds for an object store to take the last lines, again for the status, and again for a write under way, of who
+gives a run to another driver; that one waits no longer than 10 s."""
 
 _LAST_LINES_INTERVAL = 0.5
 """Seconds between two tries to write the last lines to an object store."""
@@ -58,6 +58,7 @@ class Recorder:
         """
         self._run = run
         self.mask = mask or Mask()
+        self._has_let_go = False
         """Of what ranks write."""
         self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
         self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
@@ -148,13 +149,18 @@ class Recorder:
             # With it one heartbeat, and how far followers may read.
             self._writer.change(**self._progress())
         try:
-            store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self.superseded)
+            store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self._is_over)
         except Exception as error:
             logger.warning("lines are lost: %s", error)
 
     def _flush_streams(self) -> None:
         for stream in self._streams.values():
             stream.flush()
+
+    @property
+    def _is_over(self) -> bool:
+        """True if another driver writes, whose piece a late write would replace."""
+        return self.superseded or self._has_let_go
 
     def _progress(self) -> dict[str, Any]:
         if not self._run.is_remote:
@@ -193,12 +199,13 @@ class Recorder:
         """Closes the files and writes no more: another process does. Waits for a write that is under way."""
         for lines in (self._events, *self._logs.values()):
             lines.close()
+        self._has_let_go = True
         self._finished.set()
         if self._flusher.ident:
             self._flusher.join(LET_GO_TIMEOUT)
             self._writer.change(**self._progress())
             self._writer.await_written(LET_GO_TIMEOUT)
-        self._writer.stop()
+        self._writer.stop(LET_GO_TIMEOUT if self._run.is_remote else DRIVER_DEAD_AFTER)
 
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.

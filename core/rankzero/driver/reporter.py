@@ -43,8 +43,10 @@ class Reporter:
         self._thread.join(END_TIMEOUT)
         if self._thread.is_alive():
             logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", END_TIMEOUT)
+            # At an object store there is none of before, and nobody waits for it again.
             with contextlib.suppress(OSError):
-                store.remove(self._run.path(page.FILE))
+                if not self._run.is_remote:
+                    store.remove(self._run.path(page.FILE))
 
     def _refresh(self) -> None:
         interval = REFRESH_INTERVAL

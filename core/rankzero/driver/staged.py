@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from rankzero import store
+from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.policy import Restarts
@@ -35,6 +36,10 @@ GO_TIMEOUT = 10.0
 """Seconds for whoever submitted the stage to let go of the run; one that does not has died."""
 
 
+AGAIN = 1.0
+"""Seconds between two tries to write to a store that fails."""
+
+
 def main() -> None:
     """Entry point: one line of JSON on standard input, whose end is this process's."""
     descendants.signal_on_parent_death(signal.SIGKILL)
@@ -43,21 +48,25 @@ def main() -> None:
     if os.getppid() != told["holder"][0]:
         sys.exit("the task that started this driver has ended")
     threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
-    claimed: list[bool | None] = []
-    within(STORE_TIMEOUT, lambda: claimed.append(_claim(told)))
-    if claimed in ([], [None]):
+    claims: list[bool | str] = []
+    within(STORE_TIMEOUT, lambda: claims.append(_claim(told)))
+    claim = claims[0] if claims else f"its store has not answered within {STORE_TIMEOUT:g} s"
+    if isinstance(claim, str):
+        staged.put(told["tasks"], staged.WHY, claim)
         # A thread may still wait for the store.
         os._exit(staged.UNSEEN_CODE)
-    if not claimed[0]:
+    if not claim:
         sys.exit(f"{told['folder']} has had a driver: Spark runs this stage again")
     allow_open_files()
     _await_go(told["folder"])
     code = 1
     try:
         _drive(told)
-        for folder in {told["folder"], told["tasks"]}:
-            store.write_bytes(store.join(folder, staged.OVER), b"")
+        # The tasks hold their places until then; whoever submitted the stage only follows.
+        store.write_bytes(store.join(told["tasks"], staged.OVER), b"")
         code = 0
+        if told["folder"] != told["tasks"]:
+            within(STORE_TIMEOUT, lambda: store.write_bytes(store.join(told["folder"], staged.OVER), b""))
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:
@@ -66,16 +75,16 @@ def main() -> None:
         os._exit(code)
 
 
-def _claim(told: dict[str, Any]) -> bool | None:
-    """True for the one driver of this stage; None if this process does not see the run directory, or may not write."""
+def _claim(told: dict[str, Any]) -> bool | str:
+    """True for the one driver of this stage; why, if this process does not see the run directory, or may not write."""
     try:
         if RunDirectory(told["directory"]).token() == told["token"]:
             return store.create(store.join(told["folder"], staged.READY), new_secret().encode())
-        logger.error("%s is another one here", told["directory"])
-    except Exception:
+        return "it is another one here"
+    except Exception as error:
         # Drivers of object stores have exceptions of their own.
         logger.exception("%s cannot be used from here", told["directory"])
-    return None
+        return f"{type(error).__name__}: {error}"
 
 
 def _drive(told: dict[str, Any]) -> None:
@@ -99,9 +108,17 @@ def _end_with_task() -> None:
 
 def _await_go(folder: str) -> None:
     deadline, tick = time.monotonic() + GO_TIMEOUT, threading.Event()
-    while staged.GO not in store.list_names(folder):
+    while not _is_let_go(folder):
         if time.monotonic() > deadline:
             # Whoever creates it writes from now on: one that was only stopped sees that it was too late.
-            store.create(store.join(folder, staged.GO), b"driver")
+            store.patiently(lambda: store.create(store.join(folder, staged.GO), b"driver"), STORE_OUTAGE, AGAIN)
             return
         tick.wait(staged.look_interval(folder))
+
+
+def _is_let_go(folder: str) -> bool:
+    try:
+        return staged.GO in store.list_names(folder)
+    except Exception as error:
+        logger.warning("cannot look for whoever submitted the stage: %s", error)
+        return False

@@ -72,13 +72,13 @@ class StatusWriter:
         if not self._thread.ident:
             self._thread.start()
 
-    def stop(self) -> None:
-        """Writes nothing more."""
+    def stop(self, timeout: float = DRIVER_DEAD_AFTER) -> None:
+        """Writes nothing more; waits for so long for a write that is under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         if self._thread.ident:
-            self._thread.join(DRIVER_DEAD_AFTER)
+            self._thread.join(timeout)
 
     def await_written(self, timeout: float) -> bool:
         """True as soon as every change until now is written, or need not be any more; False if the time is up."""

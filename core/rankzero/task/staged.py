@@ -48,6 +48,9 @@ UNSEEN = "rankzero: this executor does not see the run directory"
 UNSEEN_CODE = 3
 """Exit code of a driver that does not see it."""
 
+WHY = "unseen"
+"""In this file it says why."""
+
 DRIVER_ENDED = "rankzero: the driver of the run in task 0 ended"
 
 LOOK = 0.02
@@ -153,7 +156,8 @@ def _await_attempt(stage: dict[str, Any], last: int, driver: subprocess.Popen[by
         if later:
             return min(later)
         if code == UNSEEN_CODE:
-            raise RuntimeError(f"{UNSEEN} {stage['directory']}")
+            with open(os.path.join(folder, WHY)) as file:
+                raise RuntimeError(f"{UNSEEN} {stage['directory']}: {file.read()}")
         if code is not None:
             raise RuntimeError(f"{DRIVER_ENDED} with exit code {code}")
         time.sleep(LOOK if time.monotonic() - began < PATIENCE else LONG_LOOK)

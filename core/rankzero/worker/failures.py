@@ -24,6 +24,7 @@ TRACEBACK_LIMIT = 64 << 10
 """Characters of a traceback that are kept (its end)."""
 
 _FAILED = 1
+_BROKEN_COLLECTIVES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
 _ROOM = os.path.dirname(__file__)
 
 
@@ -102,8 +103,8 @@ def _is_collateral(error: BaseException) -> bool:
 
 def _is_recorded_echo(facts: Message) -> bool:
     """The same of an exception that a command left behind, of which there is no more than its name and text."""
-    kind = facts["exception_type"] or ""
-    return kind.startswith("Dist") or (kind == "RuntimeError" and _tells_of_a_peer(facts["message"]))
+    kind = facts["exception_type"]
+    return kind in _BROKEN_COLLECTIVES or (kind == "RuntimeError" and _tells_of_a_peer(facts["message"]))
 
 
 def _tells_of_a_peer(text: str) -> bool:
