@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import until
 
 from rankzero import Launcher, RunHandle, WorkerFailedError
 from rankzero.cli import main
@@ -24,6 +25,7 @@ from rankzero.job import Job
 from rankzero.report import facts, page, pages, series
 from rankzero.report.history import History
 from rankzero.report.server import ReportServer
+from rankzero.run.directory import EVENTS
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
 
@@ -41,6 +43,9 @@ def train(steps: int) -> dict[str, float]:
         rt.report({"step": step, "loss": 1.0 / (step + 1), HOSTILE: float(step), "odd": float("nan")})
     rt.report({"step": steps}, checkpoint={"weight": torch.ones(8)})
     print(HOSTILE)
+    # Reports that are on their way end with their rank.
+    events, mine = os.path.join(str(context.storage_path), EVENTS), f'"type": "metric", "rank": {context.rank},'
+    until(lambda: mine in Path(events).read_text(), 60, "this rank's reports")
     rt.barrier()
     if context.attempt == 0 and context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
