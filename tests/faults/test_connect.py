@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +137,23 @@ def test_trackers_are_called_by_the_driver_in_the_stage_alone(on_connect: Launch
     assert notes.read_text().splitlines() == [f"{pid} begin", f"{pid} succeeded"]
 
 
-def test_a_stage_that_is_lost_starts_again_with_its_driver(on_connect: Launcher, tmp_path: Path) -> None:
-    enough = tmp_path / "enough"
-    handle = on_connect.options(max_restarts=1).submit(train, str(tmp_path), str(enough))
-    await_ranks(tmp_path)
+def lose_the_driver(
+    launcher: Launcher, training: Callable[[str, str], list[Any]], await_ranks: Callable[..., object], folder: Path
+) -> None:
+    """Kills the driver in the stage; another stage goes on from the checkpoint."""
+    enough = folder / "enough"
+    handle = launcher.options(max_restarts=1).submit(training, str(folder), str(enough))
+    await_ranks(folder)
     until(handle.checkpoints, WAIT, "a checkpoint")
-    driver = driver_of(handle)
-    os.kill(driver, signal.SIGKILL)
-    await_ranks(tmp_path, attempt=1)
+    os.kill(driver_of(handle), signal.SIGKILL)
+    await_ranks(folder, attempt=1)
     enough.touch()
     assert handle.result(WAIT) == [1, 1]
     assert any(event["type"] == "restart" and event["cause"] == "lost" for event in handle.events())
+
+
+def test_a_stage_that_is_lost_starts_again_with_its_driver(on_connect: Launcher, tmp_path: Path) -> None:
+    lose_the_driver(on_connect, train, await_ranks, tmp_path)
 
 
 @pytest.mark.soak

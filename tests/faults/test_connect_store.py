@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.conftest import until
 from tests.engines.connect_server import ConnectServer
-from tests.faults.test_connect import WAIT, driver_of
+from tests.faults.test_connect import WAIT, driver_of, lose_the_driver
 from tests.s3 import S3Server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine, WorkerFailedError
@@ -147,15 +147,7 @@ def test_a_submitter_that_shall_end_does_not_wait_for_a_store_that_is_silent(
 def test_a_stage_on_an_object_store_that_is_lost_starts_again_with_its_driver(
     on_store: Launcher, tmp_path: Path
 ) -> None:
-    enough = tmp_path / "enough"
-    handle = on_store.options(max_restarts=1).submit(train, str(tmp_path), str(enough))
-    await_pids(tmp_path)
-    until(handle.checkpoints, WAIT, "a checkpoint")
-    os.kill(driver_of(handle), signal.SIGKILL)
-    await_pids(tmp_path, attempt=1)
-    enough.touch()
-    assert handle.result(WAIT) == [1, 1]
-    assert any(event["type"] == "restart" and event["cause"] == "lost" for event in handle.events())
+    lose_the_driver(on_store, train, await_pids, tmp_path)
 
 
 @pytest.mark.soak

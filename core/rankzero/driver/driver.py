@@ -14,7 +14,7 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver import policy, succession
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.handover import DrivenElsewhere, Handover, Unseen
+from rankzero.driver.handover import LOOK_AGAIN, DrivenElsewhere, Handover, Unseen
 from rankzero.driver.places import CLOSE_TIMEOUT, Places
 from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
@@ -41,8 +41,6 @@ from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
 
-STORE_PAUSE = 1.0
-"""Seconds until a store that fails is asked again."""
 
 MANY_AGENTS = 256
 """Agents from which on the limit of open files is raised in a caller's own process, too."""
@@ -91,7 +89,7 @@ class Driver:
         """What another driver of the submission has written, if there was one."""
         with contextlib.suppress(RunNotFoundError):
             return store.patiently(
-                self._run.status, STORE_OUTAGE, STORE_PAUSE, lambda error: isinstance(error, RunNotFoundError)
+                self._run.status, STORE_OUTAGE, LOOK_AGAIN, lambda error: isinstance(error, RunNotFoundError)
             )
         return None
 

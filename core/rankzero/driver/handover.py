@@ -39,14 +39,14 @@ there. With the time for its answer less than followers of the run wait (`DRIVER
 MISSED = 1.5
 """Heartbeats that are missed then, where the driver writes seldom."""
 
+ANSWER_TIMEOUT = 5.0
+"""Seconds for that answer."""
+
 STORE_ANSWER_TIMEOUT = 20.0
 """Seconds for which an object store is waited for before it counts as one that cannot be read."""
 
 LOOK_AGAIN = 1.0
-"""Seconds until a store that could not be read is asked again."""
-
-ANSWER_TIMEOUT = 5.0
-"""Seconds for that answer."""
+"""Seconds until a store that failed is asked again."""
 
 _ENDED = "stage-ended"
 

@@ -18,6 +18,7 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
+from rankzero.driver.handover import LOOK_AGAIN
 from rankzero.driver.policy import Restarts
 from rankzero.driver.succession import Start
 from rankzero.engines.base import within
@@ -34,10 +35,6 @@ STORE_TIMEOUT = 15.0
 
 GO_TIMEOUT = 10.0
 """Seconds for whoever submitted the stage to let go of the run; one that does not has died."""
-
-
-AGAIN = 1.0
-"""Seconds between two tries to write to a store that fails."""
 
 
 def main() -> None:
@@ -111,7 +108,7 @@ def _await_go(folder: str) -> None:
     while not _is_let_go(folder):
         if time.monotonic() > deadline:
             # Whoever creates it writes from now on: one that was only stopped sees that it was too late.
-            store.patiently(lambda: store.create(store.join(folder, staged.GO), b"driver"), STORE_OUTAGE, AGAIN)
+            store.patiently(lambda: store.create(store.join(folder, staged.GO), b"driver"), STORE_OUTAGE, LOOK_AGAIN)
             return
         tick.wait(staged.look_interval(folder))
 
