@@ -165,6 +165,27 @@ def test_a_large_dataset_is_shuffled_group_by_group(
     assert [batch["name"] for batch in shard_of(manifest, tmp_path).iter_batches(50, shuffle=True)] == small
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["files", "row group"])
+def test_more_text_than_one_arrow_column_of_it_has_place_for(tmp_path: Path, kind: str) -> None:
+    texts = [f"{row} ".ljust(1 << 28) for row in range(9)]
+    source = tmp_path / "table"
+    source.mkdir()
+    if kind == "files":
+        for row, text in enumerate(texts):
+            data = pa.table({"row": [row], "text": [text]})
+            with pa.OSFile(str(source / f"{row}.arrow"), "wb") as file, pa.ipc.new_file(file, data.schema) as writer:
+                writer.write_table(data)
+    else:
+        data = pa.table({"row": list(range(9)), "text": pa.chunked_array([[text] for text in texts])})
+        options = {"use_dictionary": False, "compression": "zstd", "write_statistics": False, "write_batch_size": 1}
+        pq.write_table(data, source / "0.parquet", **options)
+    rows = reader.Reader(manifest_of_path(str(source), "train"), None, str(tmp_path))
+    for batch in rows.take(torch.arange(8, -1, -1), 2, hold=True):
+        for row, text in zip(*(batch.column(name) for name in ("row", "text")), strict=True):
+            assert text.as_py() == texts[row.as_py()]
+
+
 def test_epochs_differ_and_a_seed_fixes_them(parquet: Path, tmp_path: Path) -> None:
     manifest = manifest_of_path(str(parquet), "train")
     shard, same = shard_of(manifest, tmp_path), shard_of(manifest, tmp_path)

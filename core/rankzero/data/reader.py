@@ -92,8 +92,6 @@ class Reader:
 
     def _gathered(self, rows: torch.Tensor, hold: bool) -> tuple[Any, torch.Tensor]:
         """A record batch in memory that has these rows, and at which places."""
-        import pyarrow as pa
-
         if self._together is not None:
             return self._together, rows
         ordered, order = rows.sort()
@@ -108,8 +106,7 @@ class Reader:
                 found.append(batch.take(_indices(wanted)))
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
-        [batch] = pa.Table.from_batches(found).combine_chunks().to_batches()
-        return batch, places
+        return _in_one(found), places
 
     def _read_ahead(self, batch: Any, wanted: torch.Tensor) -> None:
         """Has the disk read these rows of a group: a page that is missed brings neighbours, up to megabytes of them."""
@@ -124,13 +121,9 @@ class Reader:
     @functools.cached_property
     def _together(self) -> Any:
         """All rows in one piece of memory, from which they are taken in one go; None if they are too many for that."""
-        import pyarrow as pa
-
         if self._manifest.size > SMALL:
             return None
-        batches = [self._opened(number)[0] for number in range(len(self._groups))]
-        found = pa.Table.from_batches(batches).combine_chunks().to_batches()
-        return found[0] if len(found) == 1 else None
+        return _in_one([self._opened(number)[0] for number in range(len(self._groups))])
 
     def _keep(self, number: int) -> Any:
         """A group that is only read from, and stays mapped."""
@@ -214,8 +207,8 @@ class Reader:
         if not stored:
             return pa.RecordBatch.from_arrays([pa.nulls(file.rows[group])], [""])
         kinds = pa.schema([self._schema.field(name) for name in stored])
-        batches = table.select(stored).cast(kinds).combine_chunks().to_batches()
-        return batches[0] if batches else pa.RecordBatch.from_pylist([], kinds)
+        batches = table.select(stored).cast(kinds).to_batches()
+        return _in_one(batches) if batches else pa.RecordBatch.from_pylist([], kinds)
 
     def _write(self, path: str, batch: Any) -> bool:
         """Leaves a group for the other ranks; False if there is no room."""
@@ -233,6 +226,23 @@ class Reader:
                 os.unlink(writing)
             return False
         return True
+
+
+def _in_one(batches: list[Any]) -> Any:
+    """Record batches as one. Where a text column has more than 2 GiB then, or had in one of them, its offsets are long."""
+    import pyarrow as pa
+
+    long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+    if any(batch.schema != batches[0].schema for batch in batches[1:]):
+        found = []
+    else:
+        found = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    if len(found) != 1:
+        fields = [field.with_type(long.get(field.type, field.type)) for field in batches[0].schema]
+        tables = [pa.Table.from_batches([batch]).cast(pa.schema(fields)) for batch in batches]
+        [found] = [pa.concat_tables(tables).combine_chunks().to_batches()]
+    [batch] = found
+    return batch
 
 
 def _runs(rows: torch.Tensor, gap: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import os
+import re
 from typing import Any
 
 from rankzero import store
@@ -21,6 +22,7 @@ from rankzero.submit.evolution import schema_of_files, with_nulls
 READERS = 16
 """Files that are read at a time."""
 
+_DELTA_LOG = "_delta_log"
 _ARROW_NAMES = (".arrow", ".feather", ".ipc")
 _CHUNK = 8 << 20
 _SAMPLED_ROWS = 1024
@@ -32,7 +34,8 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     """What ranks need to know of the table at a path.
 
     Args:
-        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns.
+        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns. Of a
+            Delta table ``@v3`` behind it is a version.
         name: Of the dataset, for errors.
 
     Raises:
@@ -41,8 +44,9 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     location = location.rstrip("/") if store.is_url(location) else os.path.abspath(os.path.expanduser(location))
     where = f"the dataset {name!r}"
     try:
-        if store.exists(store.join(location, "_delta_log")):
-            data, digest = _delta(location)
+        location, version = _version_of(location)
+        if store.exists(store.join(location, _DELTA_LOG)):
+            data, digest = _delta(location, version)
         else:
             data, digest = _directory(location, where), None
         return _manifest(data, location, digest, where)
@@ -51,6 +55,14 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     except Exception as error:
         # Drivers of object stores have exceptions of their own.
         raise InvalidJobError(f"{where} cannot be read from {location}: {type(error).__name__}: {error}") from error
+
+
+def _version_of(location: str) -> tuple[str, int | None]:
+    """A path ``table@v3`` as Delta has it: the table, and its version. Any other path is as it is."""
+    found = re.fullmatch(r"(.+)@v(\d+)", location)
+    if found and not store.exists(location) and store.exists(store.join(found[1], _DELTA_LOG)):
+        return found[1], int(found[2])
+    return location, None
 
 
 def _directory(location: str, where: str) -> Any:
@@ -78,7 +90,7 @@ def _is_hidden(path: str) -> bool:
     return any(part.startswith((".", "_")) and "=" not in part for part in path.split("/"))
 
 
-def _delta(location: str) -> tuple[Any, str]:
+def _delta(location: str, version: int | None) -> tuple[Any, str]:
     try:
         import deltalake
     except ImportError:
@@ -86,7 +98,7 @@ def _delta(location: str) -> tuple[Any, str]:
             f"{location} is a Delta table: install deltalake here (rankzero[delta]), or have Spark read it: "
             f'dataset="SELECT * FROM delta.`{location}`"'
         ) from None
-    table = deltalake.DeltaTable(location)
+    table = deltalake.DeltaTable(location, version=version)
     mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     if mapping != "none":
         # In the files its columns have other names: they would be read as nulls.
