@@ -297,7 +297,8 @@ Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker
 """
     caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
-    assert caller.stdout.readline() == "[0] asleep\n"
+    # A start on a busy machine may say that it waits.
+    assert any(line == "[0] asleep\n" for line in caller.stdout)
     caller.kill()
     caller.wait()
     handle = RunHandle.attach(tmp_path / "owned")
