@@ -39,7 +39,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, which would pass it on: programs of users are interrupted by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ORPHAN_TIMEOUT = 6.0
+ORPHAN_TIMEOUT = 12.0
+"""Seconds for processes to end whose end has a cause: graces and last words alone may take five. Less than the fifteen
+after which an agent notices a silence."""
 
 JVM_END_TIMEOUT = 60.0
 """Seconds for a JVM to end that has a SparkContext to stop, on a machine that has other things to do."""

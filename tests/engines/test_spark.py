@@ -206,7 +206,7 @@ def test_a_run_is_cancelled_from_another_process_by_its_directory(on_session: La
     )
     thread.join(WAIT)
     assert len(errors) == 1
-    assert wait_until_gone(marker, 3.0) == []
+    assert wait_until_gone(marker) == []
 
 
 def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launcher, session: Any) -> None:
@@ -304,7 +304,7 @@ Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker
     handle = RunHandle.attach(tmp_path / "owned")
     assert handle.wait(WAIT)
     assert handle.status().state == "cancelled"
-    assert wait_until_gone(marker, 5.0) == []
+    assert wait_until_gone(marker) == []
 
 
 def test_different_python_versions_are_named(launcher: Launcher) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, processes_with, until
+from tests.conftest import ORPHAN_TIMEOUT, ROOT, processes_with, until
 from tests.faults import kit
 from tests.faults.kit import Arrival, Proxy, ProxyEngine
 from tests.faults.trainings import HOLD_AT, STEPS, arrive, expected, train
@@ -68,7 +68,7 @@ HEALED = 20.0
 ENDED = 35.0
 """From a stop after the last commit to the end of the run, which waits for the final messages."""
 
-GONE = 5.0
+GONE = ORPHAN_TIMEOUT
 """From the end of a driver to the end of every process of its run."""
 
 RESTARTED = 40.0
