@@ -283,6 +283,42 @@ def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
     assert unfinished(bucket) == []
 
 
+def test_an_upload_that_a_rank_began_anew_leaves_nothing(launcher: Launcher, bucket: str) -> None:
+    def train() -> None:
+        import io
+        import time
+
+        import torch
+
+        import rankzero.train as rt
+        from rankzero.store import remote
+
+        write, left = remote.Upload.write, list[Any]()
+
+        def fail(upload: remote.Upload, data: Any) -> int:
+            written = write(upload, data)
+            if not left and written >= 1 << 20:
+                # The store is away, for whoever would abort this, too.
+                upload._file.flush()
+                left.append(upload._file)
+                upload._file = io.BytesIO()
+                raise ConnectionResetError("the store cannot be reached")
+            return written
+
+        remote.Upload.write = fail  # type: ignore[method-assign]
+        # As long as this process: to be forgotten would close it.
+        remote.left = left  # type: ignore[attr-defined]
+        rt.report({}, checkpoint={"numbers": torch.ones(NUMBERS)})
+        while rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        assert left
+
+    launcher = launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run")
+    launcher.run(train)
+    assert [manifest.index for manifest in RunHandle.attach(f"{bucket}/runs/run").checkpoints()] == [0]
+    assert unfinished(bucket) == []
+
+
 @pytest.fixture
 def proxy(s3_server: "S3Server", bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Stands between everybody and the store."""
