@@ -17,7 +17,7 @@ from tests.dagster import durable_training
 
 from rankzero import RunHandle
 
-WAIT = 60.0
+WAIT = 120.0
 
 
 @dataclass
