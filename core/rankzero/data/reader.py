@@ -21,9 +21,6 @@ from rankzero.data.files import open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.errors import ResultError
 
-SMALL = 256 << 20
-"""Bytes of a dataset of which a rank that shuffles holds a copy."""
-
 FILES = 64
 """Arrow files that stay open, so that their footers are not read for every group."""
 
@@ -77,23 +74,24 @@ class Reader:
                 low = end
             number += 1
 
-    def take(self, rows: torch.Tensor, count: int, *, hold: bool) -> Iterator[Any]:
+    def take(self, rows: torch.Tensor, count: int) -> Iterator[Any]:
         """These rows, in this order, as record batches of memory of their own.
 
-        Args:
-            rows: Their numbers.
-            count: Rows of a batch.
-            hold: Whether all are held in memory meanwhile: then each is read once, in the order of the files.
-        """
-        for some in torch.split(rows, len(rows) if hold else count):
-            batch, places = self._gathered(some, hold)
-            for part in torch.split(places, count):
-                yield batch.take(_indices(part))
+        All are held in memory meanwhile: each is read once, in the order of the files.
 
-    def _gathered(self, rows: torch.Tensor, hold: bool) -> tuple[Any, torch.Tensor]:
+        Args:
+            rows: Their numbers, each once.
+            count: Rows of a batch.
+        """
+        batch, places = self._gathered(rows)
+        for part in torch.split(places, count):
+            yield batch.take(_indices(part))
+
+    def _gathered(self, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """A record batch in memory that has these rows, and at which places."""
-        if self._together is not None:
-            return self._together, rows
+        if 2 * len(rows) >= self._manifest.rows:
+            # All there are, as they lie there, are faster to have than half of them.
+            return _in_one([self._opened(number)[0] for number in range(len(self._groups))]), rows
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
         found = []
@@ -101,7 +99,7 @@ class Reader:
             if low < high:
                 wanted = ordered[low:high] - self._starts[number]
                 batch = self._keep(number)
-                if hold and number in self._kept:
+                if number in self._kept:
                     self._read_ahead(batch, wanted)
                 found.append(batch.take(_indices(wanted)))
         places = torch.empty_like(order)
@@ -117,13 +115,6 @@ class Reader:
                     # Of rows of several lengths a guess.
                     begin, end = (buffer.size * row // batch.num_rows for row in (low, high))
                     mapping.read_ahead(buffer.address + begin, end - begin)
-
-    @functools.cached_property
-    def _together(self) -> Any:
-        """All rows in one piece of memory, from which they are taken in one go; None if they are too many for that."""
-        if self._manifest.size > SMALL:
-            return None
-        return _in_one([self._opened(number)[0] for number in range(len(self._groups))])
 
     def _keep(self, number: int) -> Any:
         """A group that is only read from, and stays mapped."""
@@ -229,7 +220,7 @@ class Reader:
 
 
 def _in_one(batches: list[Any]) -> Any:
-    """Record batches as one. Where a text column has more than 2 GiB then, or had in one of them, its offsets are long."""
+    """Record batches as one. Where a text column has more than 2 GiB, now or in one of them, its offsets are long."""
     import pyarrow as pa
 
     long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
