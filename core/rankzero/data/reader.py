@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from rankzero import store
-from rankzero.data import mapping
+from rankzero.data import decoded, mapping
 from rankzero.data.files import open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.errors import ResultError
@@ -30,16 +27,13 @@ KEPT = 1 << 14
 NEAR = 64 << 10
 """Bytes between two rows of a group that are read from the disk in one go."""
 
-SPARE = 2 << 30
-"""Bytes that decoded rows leave free on the disk of the scratch directory."""
-
 
 class Reader:
     """Opens the groups of a dataset: the record batches of Arrow files, the row groups of Parquet files.
 
-    An uncompressed Arrow file that this host sees is mapped as it lies there. Everything else is decoded once for all
-    ranks of a task, into Arrow files of its scratch directory, when the first of them needs it; where that disk has no
-    room, by each rank, every time.
+    An uncompressed Arrow file that this host sees is mapped as it lies there. Everything else is decoded once, when the
+    first rank needs it, into Arrow files of the scratch directory of its task; tasks whose directories lie beside each
+    other link each other's. Where that disk has no room, it is decoded by each rank, every time.
     """
 
     def __init__(self, manifest: Manifest, columns: Sequence[str] | None, scratch: str) -> None:
@@ -146,14 +140,14 @@ class Reader:
                 _check_rows(batch, file, group)
                 return self._selected(batch, file), True
         path = os.path.join(self._scratch, f"{self._key}-{_digits(file.location)}-{group}.arrow")
-        with _locked(path):
-            if not os.path.exists(path):
-                batch = self._decoded(file, group)
-                _check_rows(batch, file, group)
-                batch = self._selected(batch, file)
-                if not self._write(path, batch):
-                    return batch, False
-        return self._mapped(path, 0, writable)[0], True
+
+        def decode() -> Any:
+            batch = self._decoded(file, group)
+            _check_rows(batch, file, group)
+            return self._selected(batch, file)
+
+        found = decoded.place(path, decode)
+        return (self._mapped(path, 0, writable)[0], True) if found is None else (found, False)
 
     def _mapped(self, path: str, group: int, writable: bool) -> tuple[Any, bool]:
         """A record batch of a local Arrow file, and whether its memory is that of the file: else it was compressed."""
@@ -201,23 +195,6 @@ class Reader:
         batches = table.select(stored).cast(kinds).to_batches()
         return _in_one(batches) if batches else pa.RecordBatch.from_pylist([], kinds)
 
-    def _write(self, path: str, batch: Any) -> bool:
-        """Leaves a group for the other ranks; False if there is no room."""
-        import pyarrow as pa
-
-        if shutil.disk_usage(self._scratch).free < batch.nbytes + SPARE:
-            return False
-        writing = f"{path}.writing"
-        try:
-            with pa.OSFile(writing, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
-            os.replace(writing, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(writing)
-            return False
-        return True
-
 
 def _in_one(batches: list[Any]) -> Any:
     """Record batches as one. Where a text column has more than 2 GiB, now or in one of them, its offsets are long."""
@@ -264,14 +241,6 @@ def _opened_file(path: str) -> tuple[Any, Any]:
 
     memory = mapping.shared(path)
     return pa.ipc.open_file(memory), memory
-
-
-@contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """One rank of this task at a time."""
-    with open(f"{path}.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _indices(numbers: torch.Tensor) -> Any:
