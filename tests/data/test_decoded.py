@@ -46,10 +46,6 @@ def number_at(path: Path) -> int:
     return int(pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)["number"][0].as_py())
 
 
-def never() -> Any:
-    raise AssertionError("it is decoded once more")
-
-
 @contextlib.contextmanager
 def decoding_elsewhere(path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A process that decodes a group, and does not come to an end with it."""
@@ -85,8 +81,11 @@ def test_tasks_decode_a_table_once_and_each_has_it_until_its_own_end(tmp_path: P
     assert ids(tasks[0]) == ids(tasks[2]) == found
 
 
-def test_a_group_that_another_task_decodes_is_waited_for(tasks: list[Path]) -> None:
-    first, second = (task / "group.arrow" for task in tasks[:2])
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), ("b", "a")])
+def test_a_group_that_another_task_decodes_is_waited_for(
+    tmp_path: Path, tasks: list[Path], one: str, other: str
+) -> None:
+    first, second = (tmp_path / f"rankzero-agent-{name}" / "group.arrow" for name in (one, other))
     with decoding_elsewhere(first) as process:
         thread = in_thread(lambda: decoded.place(str(second), lambda: batch_of(2)))
         until(second.with_name("group.arrow.lock").exists, 30.0, "the second task")
@@ -113,12 +112,3 @@ def test_one_whose_process_hangs_is_decoded_here(tasks: list[Path], monkeypatch:
     with decoding_elsewhere(first):
         assert decoded.place(str(second), lambda: batch_of(2)) is None
     assert number_at(second) == 2
-
-
-def test_no_two_tasks_wait_for_each_other(tasks: list[Path]) -> None:
-    first, second = (task / "group.arrow" for task in tasks[:2])
-    # The second has begun to decode: the first does the same.
-    with decoding_elsewhere(second):
-        assert decoded.place(str(first), lambda: batch_of(1)) is None
-    assert decoded.place(str(second), never) is None
-    assert number_at(second) == 1

@@ -17,8 +17,8 @@ from typing import Any
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
 
-PATIENCE = 60.0
-"""Seconds for which a group that another task decodes is waited for; then it is decoded here, too."""
+PATIENCE = 120.0
+"""Seconds for which a group that another rank decodes is waited for; then it is decoded here, too."""
 
 _LOOK = 0.02
 """Seconds between two looks whether it is."""
@@ -35,7 +35,7 @@ def place(path: str, decode: Callable[[], Any]) -> Any:
         None; the record batch if the disk has no room for it.
     """
     with _locked(path):
-        if os.path.exists(path) or _linked(path):
+        if os.path.exists(path) or _link(path):
             return None
         batch = decode()
         return None if _write(path, batch) else batch
@@ -47,7 +47,7 @@ def _write(path: str, batch: Any) -> bool:
 
     if shutil.disk_usage(os.path.dirname(path)).free < batch.nbytes + SPARE:
         return False
-    writing = f"{path}.writing"
+    writing = f"{path}.{os.getpid()}.writing"
     try:
         with pa.OSFile(writing, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
             writer.write_batch(batch)
@@ -61,34 +61,28 @@ def _write(path: str, batch: Any) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """One rank of this task at a time."""
-    with open(f"{path}.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """One rank at a time, of all tasks that have linked the same lock, or for which `PATIENCE` has passed."""
+    name = f"{path}.lock"
+    if not os.path.exists(name):
+        # Two tasks that are here at the very same time have a lock each, and both decode.
+        _link(name)
+    end = time.monotonic() + PATIENCE
+    with open(name, "ab") as lock:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK)
         yield
 
 
-def _linked(path: str) -> bool:
-    """Whether another task here has decoded a group: its file is this task's, too, whichever of them ends first."""
+def _link(path: str) -> bool:
+    """Whether another task here has a file of this name: then it is this task's, too, whichever of them ends first."""
     scratch, name = os.path.split(path)
-    others = os.path.join(glob.escape(os.path.dirname(scratch)), "rankzero-*", f"{name}.lock")
-    for lock in sorted(glob.glob(others)):
+    for other in glob.glob(os.path.join(glob.escape(os.path.dirname(scratch)), "rankzero-*", name)):
         with contextlib.suppress(OSError):
-            if os.stat(os.path.dirname(lock)).st_uid != os.geteuid():
-                continue
-            # Nobody waits for those behind it in the alphabet, so no two for each other.
-            if lock < path:
-                _wait_for(lock)
-            os.link(lock.removesuffix(".lock"), path)
-            return True
+            if os.stat(os.path.dirname(other)).st_uid == os.geteuid():
+                os.link(other, path)
+                return True
     return False
-
-
-def _wait_for(lock: str) -> None:
-    """Returns when the group of another task has been decoded, its process has ended, or after `PATIENCE`."""
-    end = time.monotonic() + PATIENCE
-    with open(lock, "rb") as file:
-        while time.monotonic() < end:
-            try:
-                return fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_LOOK)
