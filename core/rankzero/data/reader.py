@@ -197,7 +197,7 @@ class Reader:
 
 
 def _in_one(batches: list[Any]) -> Any:
-    """Record batches as one. Where a text column has more than 2 GiB, now or in one of them, its offsets are long."""
+    """Record batches as one. Where a text column has more than 2 GiB, then or in one of them, its offsets are long."""
     import pyarrow as pa
 
     long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
