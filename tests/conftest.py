@@ -40,8 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ORPHAN_TIMEOUT = 12.0
-"""Seconds for processes to end whose end has a cause: graces and last words alone may take five. Less than the fifteen
-after which an agent notices a silence."""
+"""Seconds for what a run has started to end; less than those after which agents take a silent driver for dead."""
 
 JVM_END_TIMEOUT = 60.0
 """Seconds for a JVM to end that has a SparkContext to stop, on a machine that has other things to do."""
