@@ -41,6 +41,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ORPHAN_TIMEOUT = 6.0
 
+JVM_TIMEOUT = 60.0
+"""Seconds for a JVM to end by itself: it removes its files, and other suites may be at work."""
+
 LOOK = 0.02
 """Seconds between two looks at a condition."""
 
@@ -182,7 +185,7 @@ def end_own_jvm() -> None:
     if gateway is not None and hasattr(gateway, "proc"):
         gateway.shutdown()
         gateway.proc.stdin.close()
-        gateway.proc.wait(ORPHAN_TIMEOUT)
+        gateway.proc.wait(JVM_TIMEOUT)
 
 
 @pytest.fixture(autouse=True, scope="session")
