@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import queue
-import tempfile
 import time
 from typing import Any
 
@@ -22,6 +21,7 @@ from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.rows import carry_rows, remove_rows
+from rankzero.driver.scratch import Scratch
 from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
@@ -29,7 +29,6 @@ from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeou
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
-from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ class Attempt:
             logger.info("the connections of attempt %s are encrypted", self._number)
         self._scratch = None
         if self._run.is_remote:
-            self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
+            self._scratch = Scratch()
         config = CheckpointConfig(**self._job.checkpoints)
         self._committer = Committer(
             self._run,
@@ -117,7 +116,7 @@ class Attempt:
             self._session.bind_host,
             lambda task, message: self._messages.put((task, message)),
             served={name: file["location"] for name, file in self._job.files.items()} | self._resume_files(),
-            upload_directory=self._scratch.name if self._scratch else self._run.path("result"),
+            upload_directory=self._scratch.path if self._scratch else self._run.path("result"),
             ports=(self._job.ports[0], self._job.ports[1]) if self._job.ports else None,
             can_take=lambda: self._messages.qsize() < BACKLOG,
             identity=identity,
@@ -146,7 +145,7 @@ class Attempt:
             self._server.close()
             self._committer.close(0.0)
             if self._scratch:
-                self._scratch.cleanup()
+                self._scratch.remove()
 
     def _remove_leftovers(self) -> None:
         """What ranks of an attempt before had begun to write when they, or their driver, died."""
