@@ -19,7 +19,7 @@ from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
 
 Submit = Callable[..., RunHandle[Any]]
 
-WAIT = 90.0
+WAIT = 180.0
 """Seconds for a run to start or to end on a busy machine."""
 
 LOST_WITHIN = 25.0
