@@ -16,6 +16,7 @@ from rankzero.channel import limits
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST
 from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.sockets import listen
 from rankzero.values.digest import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -258,8 +259,8 @@ def test_a_driver_that_fails_on_a_message_gets_the_next(serve: Any, tmp_path: Pa
         arrived.set()
 
     secret = "ab" * 32
-    server = ChannelServer(secret, "127.0.0.1", on_message)
-    client = ChannelClient(["127.0.0.1"], server.start(), secret, 0)
+    server = ChannelServer(secret, on_message)
+    client = ChannelClient(["127.0.0.1"], server.start(listen("127.0.0.1", None)), secret, 0)
     client.start()
     client.queue({"type": "bad"})
     client.queue({"type": "good"})

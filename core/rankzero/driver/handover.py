@@ -16,6 +16,7 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver import policy
+from rankzero.driver.agents import agent_config
 from rankzero.driver.policy import Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
@@ -111,12 +112,13 @@ class Handover:
             "secret": new_secret(),
             "num_tasks": self._num_tasks,
             "place": self._session.place,
-            "encrypts": self._session.encrypts,
+            "encrypts": self._session.encrypts if self._job.encrypt is None else self._job.encrypt,
+            "ports": self._job.ports,
             "first_attempt": self._number,
             "budget": asdict(budget),
             "trackers": trackers,
         }
-        config = {"use_gpu": self._job.use_gpu, "warm_start": self._job.warm_start, "env": env, "stage": stage}
+        config = {**agent_config(self._job, self._number, env, self._job.start_timeout), "stage": stage}
         group = self._session.launch(self._num_tasks, config, self._on_end)
         try:
             self._await_driver(group, deadline)

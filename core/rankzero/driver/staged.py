@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
@@ -23,6 +23,7 @@ from rankzero.driver.policy import Restarts
 from rankzero.driver.succession import Start
 from rankzero.engines.base import within
 from rankzero.engines.staged import StageEngine
+from rankzero.errors import EngineError
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files
 from rankzero.run.directory import RunDirectory
@@ -45,20 +46,23 @@ def main() -> None:
     if os.getppid() != told["holder"][0]:
         sys.exit("the task that started this driver has ended")
     threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
+    try:
+        engine = StageEngine.listen(told)
+    except (OSError, EngineError) as error:
+        _refuse(told, f"its driver cannot listen for the agents: {error}")
+    engine.announce(told["first_attempt"])
     claims: list[bool | str] = []
     within(STORE_TIMEOUT, lambda: claims.append(_claim(told)))
     claim = claims[0] if claims else f"its store has not answered within {STORE_TIMEOUT:g} s"
     if isinstance(claim, str):
-        staged.put(told["tasks"], staged.WHY, claim)
-        # A thread may still wait for the store.
-        os._exit(staged.UNSEEN_CODE)
+        _refuse(told, f"it does not see {told['directory']}: {claim}")
     if not claim:
         sys.exit(f"{told['folder']} has had a driver: Spark runs this stage again")
     allow_open_files()
     _await_go(told["folder"])
     code = 1
     try:
-        _drive(told)
+        _drive(told, engine)
         # The tasks hold their places until then; whoever submitted the stage only follows.
         store.write_bytes(store.join(told["tasks"], staged.OVER), b"")
         code = 0
@@ -84,11 +88,14 @@ def _claim(told: dict[str, Any]) -> bool | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _drive(told: dict[str, Any]) -> None:
+def _refuse(told: dict[str, Any], why: str) -> NoReturn:
+    staged.put(told["tasks"], staged.WHY, why)
+    # A thread may still wait for the store.
+    os._exit(staged.UNSEEN_CODE)
+
+
+def _drive(told: dict[str, Any], engine: StageEngine) -> None:
     run = RunDirectory(told["directory"])
-    engine = StageEngine(
-        told["tasks"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
-    )
     start = Start(told["first_attempt"], Restarts(**told["budget"]))
     driver = Driver(run, engine, told["env"], leased=True, start=start, trackers=told["trackers"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
