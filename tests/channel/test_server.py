@@ -16,6 +16,7 @@ from rankzero.channel import limits
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST
 from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.session import LEFT
 from rankzero.channel.sockets import listen
 from rankzero.values.digest import digest_of_file
 
@@ -65,7 +66,7 @@ def test_close_delivers_everything_and_is_not_a_loss(serving: Any, tmp_path: Pat
     seen = [message for _, message in iter_queue(serving)]
     assert [message["n"] for message in seen if message["type"] == "log"] == list(range(200))
     types = [message["type"] for message in seen if message["type"] != "log"]
-    assert types == ["bye", "uploaded", "commit"]
+    assert types == ["bye", "uploaded", "commit", LEFT]
     with pytest.raises(ChannelClosed):
         client.receive()
     other = serving.client(1)

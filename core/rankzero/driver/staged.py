@@ -63,11 +63,11 @@ def main() -> None:
     code = 1
     try:
         _drive(told, engine)
-        # The tasks hold their places until then; whoever submitted the stage only follows.
-        store.write_bytes(store.join(told["tasks"], staged.OVER), b"")
-        code = 0
         if told["folder"] != told["tasks"]:
             within(STORE_TIMEOUT, lambda: store.write_bytes(store.join(told["folder"], staged.OVER), b""))
+        # Last: the tasks hold their places until then, and task 0, which sees it, ends this process.
+        store.write_bytes(store.join(told["tasks"], staged.OVER), b"")
+        code = 0
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:

@@ -55,7 +55,7 @@ WHY = "unseen"
 DRIVER_ENDED = "rankzero: the driver of the run in task 0 ended"
 
 LOOK = 0.02
-LOOK_REMOTE = 0.25
+LOOK_REMOTE = 0.1
 """Seconds between two looks of the driver and of whoever has submitted the stage for each other; on an object store,
 where that is a request, more."""
 
