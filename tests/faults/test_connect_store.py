@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import until
+from tests.conftest import describe, processes_with, until
 from tests.engines.connect_server import ConnectServer
 from tests.faults.test_connect import WAIT, driver_of, lose_the_driver
 from tests.s3 import S3Server
@@ -205,6 +206,49 @@ def test_a_stage_on_an_object_store_that_is_lost_starts_again_with_its_driver(
     on_store: Launcher, tmp_path: Path
 ) -> None:
     lose_the_driver(on_store, train, await_pids, tmp_path)
+
+
+@pytest.mark.soak
+def test_a_stage_whose_driver_cannot_listen_is_driven_from_where_it_was_submitted(on_store: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        handle = on_store.options(ports=(port, port)).submit(float, "0.5")
+        with pytest.raises(EngineError, match="cannot listen for the agents"):
+            # Nor can the submitter's driver, which is on the same host.
+            handle.result(WAIT)
+    assert any("this executor cannot drive the run: its driver cannot listen" in line for line in handle.logs(0))
+
+
+@pytest.mark.soak
+def test_agents_that_wait_for_a_driver_which_begins_no_attempt_end_with_the_run(
+    on_store: Launcher, server: ConnectServer, tmp_path: Path, marker: str
+) -> None:
+    handle = on_store.submit(train, str(tmp_path), str(tmp_path / "never"))
+    until(lambda: drivers_of(server), WAIT, "a driver in the stage")
+    [submitter] = submitters()
+    # The driver in the stage waits for its word, and then goes on without it.
+    submitter.suspend()
+    try:
+        folder = RunDirectory(handle.directory).submission_path(0, "stage-0")
+        until(lambda: staged.READY in store.list_names(folder), WAIT, "a driver that has the run")
+        assert staged.GO not in store.list_names(folder)
+        until(lambda: ranks_with(marker), WAIT, "ranks that wait")
+        handle.cancel()
+        with pytest.raises(RunCancelledError):
+            handle.result(WAIT)
+        until(lambda: not ranks_with(marker), WAIT / 4, "the end of the ranks")
+    finally:
+        submitter.resume()
+
+
+def drivers_of(server: ConnectServer) -> list[psutil.Process]:
+    """Those in its stages."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in below if "rankzero.driver.staged" in " ".join(process.cmdline())]
+
+
+def ranks_with(marker: str) -> list[int]:
+    return [pid for pid in processes_with(marker) if "rankzero.worker" in describe(pid)]
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """What a submitter does whose stage, with the driver of the run in it, is lost from sight."""
 
+import json
 import logging
 import os
 import threading
@@ -153,6 +154,30 @@ def test_a_submitter_that_was_refused_its_last_lines_does_not_replace_those_of_t
     driver.finish(state="cancelled")
     handle = RunHandle[None].attach(run.directory)
     assert list(LogCursor(handle).lines(run.status())) == ["[0] of the driver"]
+
+
+def test_a_status_of_the_submitter_that_comes_late_does_not_replace_the_end_of_the_run(tmp_path: Path) -> None:
+    job = Job("run", "train", 1, 1, False, None, None, WAIT, {})
+    run, server, inbox = RunDirectory(str(tmp_path / "run")), Server(), Inbox()
+    assert run.claim(0)
+    run.write_submission(job)
+    recorder = Recorder(run, 0, 0)
+    watch = Watch(run, job, recorder, inbox, leased=False)
+    given = Handover(run, job, 0, recorder, server, Placement(1), inbox, watch)  # type: ignore[arg-type]
+    folder = Path(run.submission_path(0, "stage-0"))
+    with ThreadPoolExecutor(1) as threads:
+        followed = threads.submit(given.run, time.monotonic() + WAIT, {}, Restarts(0, 0))
+        try:
+            until((folder / staged.GO).exists, WAIT, "the submitter to let go")
+            final = RunStatus(state="succeeded", heartbeat=1.0, result={"uri": "r"}, driver_host="executor")
+            staged.put(str(folder), staged.OVER, json.dumps(vars(final)))
+            run.write_status(recorder.status)
+            server.on_end(None)
+            with pytest.raises(DrivenElsewhere):
+                followed.result(WAIT)
+        finally:
+            inbox.interrupt("the test has ended")
+    assert run.status() == final
 
 
 class Cut(Server):

@@ -177,7 +177,7 @@ class Handover:
             now = time.monotonic()
             if now < look_at:
                 continue
-            status = self._asked(self._run.status)
+            status = self._asked(self._read_status)
             look_at = now + (status.interval if status else LOOK_AGAIN)
             if status is None:
                 if now - beat_at > STORE_OUTAGE:
@@ -244,7 +244,16 @@ class Handover:
 
     def last_status(self) -> RunStatus | None:
         """What the driver in the stage has written at last; None if the store cannot be asked for all too long."""
-        return self._answer(self._run.status)
+        return self._answer(self._read_status)
+
+    def _read_status(self) -> RunStatus:
+        """The run's. A write of this process that came late may have replaced the final one, which is put back."""
+        status, own = self._run.status(), self._recorder.status
+        if (status.driver_host, status.driver_pid) == (own.driver_host, own.driver_pid):
+            with contextlib.suppress(FileNotFoundError):
+                self._run.put_status_back(store.read_bytes(store.join(self._folder, staged.OVER)))
+                return self._run.status()
+        return status
 
     def _server_answers(self) -> bool:
         """True if what becomes of the stage will be heard from there."""

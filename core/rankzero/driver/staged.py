@@ -26,7 +26,7 @@ from rankzero.engines.staged import StageEngine
 from rankzero.errors import EngineError
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ def main() -> None:
     _await_go(told["folder"])
     code = 1
     try:
-        _drive(told, engine)
+        final = json.dumps(vars(_drive(told, engine))).encode()
         if told["folder"] != told["tasks"]:
-            within(STORE_TIMEOUT, lambda: store.write_bytes(store.join(told["folder"], staged.OVER), b""))
+            within(STORE_TIMEOUT, lambda: store.write_bytes(store.join(told["folder"], staged.OVER), final))
         # Last: the tasks hold their places until then, and task 0, which sees it, ends this process.
-        store.write_bytes(store.join(told["tasks"], staged.OVER), b"")
+        store.write_bytes(store.join(told["tasks"], staged.OVER), final)
         code = 0
     except BaseException:
         logger.exception("the outcome of the run could not be written")
@@ -94,13 +94,14 @@ def _refuse(told: dict[str, Any], why: str) -> NoReturn:
     os._exit(staged.UNSEEN_CODE)
 
 
-def _drive(told: dict[str, Any], engine: StageEngine) -> None:
+def _drive(told: dict[str, Any], engine: StageEngine) -> RunStatus:
     run = RunDirectory(told["directory"])
     start = Start(told["first_attempt"], Restarts(**told["budget"]))
     driver = Driver(run, engine, told["env"], leased=True, start=start, trackers=told["trackers"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     driver.run()
+    return driver.status
 
 
 def _end_with_task() -> None:

@@ -21,7 +21,7 @@ def _filesystem(location: str) -> tuple[Any, str]:
 
 
 def make_directory(location: str) -> None:
-    """Creates a directory, private to this user, with its parents. An object store has none: names of files make them."""
+    """Creates a directory, private to this user, with its parents; an object store has none."""
     if not is_url(location):
         os.makedirs(location, mode=PRIVATE_DIRECTORY, exist_ok=True)
 

@@ -41,7 +41,7 @@ ENDED = "ended-"
 """With numbers of attempt and task: the agent has ended. Holds what was wrong."""
 
 OVER = "over"
-"""Written by the driver: there are no more attempts."""
+"""Written by the driver: there are no more attempts. For whoever has submitted the stage it holds the final status."""
 
 UNSEEN = "rankzero: this executor cannot drive the run"
 """In the error of a task whose host does not see the run directory, or where no driver can listen."""
