@@ -98,7 +98,7 @@ class Handover:
 
         Raises:
             DrivenElsewhere: the run has ended there, or this process shall end and leave the stage to itself.
-            Unseen: the stage has ended, since an executor does not see the run directory.
+            Unseen: the stage has ended, since an executor does not see the run directory, or can have no driver.
             EngineError: the stage was lost, and the driver with it.
             RankZeroError: the run was cancelled, or could not start in time.
         """
