@@ -1,8 +1,8 @@
 """From a fresh process to rank 0's result on Spark Connect, beside pyspark's TorchDistributor there and the floor.
 
 Run: ``python benchmarks/connect.py [runs]``. One server runs throughout; each launch is a Python process of its own, as
-a pipeline's task is, and its time that of the whole process. What is compared runs in turn. Submitted runs are driven in
-their own stage, on a path and on an object store (moto's server).
+a pipeline's task is, and its time that of the whole process. What is compared runs in turn. Submitted runs are driven
+in their own stage, on a path and on an object store (moto's server).
 """
 
 import contextlib
