@@ -39,7 +39,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, which would pass it on: programs of users are interrupted by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ORPHAN_TIMEOUT = 6.0
+ORPHAN_TIMEOUT = 12.0
+"""Seconds for what a run has started to end; less than those after which agents take a silent driver for dead."""
+
+JVM_TIMEOUT = 60.0
+"""Seconds for a JVM to end by itself: it removes its files, and other suites may be at work."""
 
 LOOK = 0.02
 """Seconds between two looks at a condition."""
@@ -182,7 +186,7 @@ def end_own_jvm() -> None:
     if gateway is not None and hasattr(gateway, "proc"):
         gateway.shutdown()
         gateway.proc.stdin.close()
-        gateway.proc.wait(ORPHAN_TIMEOUT)
+        gateway.proc.wait(JVM_TIMEOUT)
 
 
 @pytest.fixture(autouse=True, scope="session")

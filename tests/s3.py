@@ -63,11 +63,15 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def requests(self, method: str, path: str) -> list[str]:
-        """Lines of its log: requests of a method whose path holds ``path``."""
+    def requests(self, method: str, path: str, among: list[str] | None = None) -> list[str]:
+        """Lines of its log, or some of them: requests of a method whose path holds ``path``."""
         # Between the quote and the method there may be a colour.
         asked = re.compile(rf"{method} \S*{re.escape(path)}")
-        return [line for line in self._log.read_text().splitlines() if asked.search(line)]
+        return [line for line in (self.log() if among is None else among) if asked.search(line)]
+
+    def log(self) -> list[str]:
+        """A line for each request so far."""
+        return self._log.read_text().splitlines()
 
 
 @contextmanager

@@ -78,7 +78,8 @@ def test_a_driver_with_another_clock_is_found() -> None:
 
 
 def test_this_machine_is_examined(tmp_path: Path) -> None:
-    told = doctor("--store", str(tmp_path), "--json")
+    # Two ranks are asked for, and tasks of three.
+    told = doctor("--store", str(tmp_path), "--processes-per-task", "3", "--json")
     assert told.exit_code == 0, told.output
     examination = json.loads(told.stdout)
     levels = {finding["about"]: finding["level"] for finding in examination["findings"]}
@@ -86,7 +87,7 @@ def test_this_machine_is_examined(tmp_path: Path) -> None:
     assert abouts < set(levels)
     assert examination["healthy"]
     assert levels["driver to executors"] == levels["executors to driver"] == levels["store"] == OK
-    assert [rank["rank"] for rank in examination["ranks"]] == [0, 1]
+    assert [rank["rank"] for rank in examination["ranks"]] == [0, 1, 2]
     assert os.listdir(tmp_path) == [], "an examination leaves nothing"
 
 

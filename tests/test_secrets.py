@@ -1,5 +1,6 @@
 """What a run's environment and engine settings hold reaches the ranks, and lies in no file, however the run ends."""
 
+import contextlib
 import os
 import signal
 import time
@@ -28,10 +29,13 @@ def files_with_the_secret(launcher: Launcher) -> list[str]:
     import fsspec
 
     filesystem, path = fsspec.core.url_to_fs(str(launcher.store))
-    filesystem.invalidate_cache()
-    paths = filesystem.find(path)
-    assert paths
-    return [found for found in paths if SECRET.encode() in filesystem.cat_file(found)]
+    while True:
+        filesystem.invalidate_cache()
+        paths = filesystem.find(path)
+        assert paths
+        # A file that is being written has another name by now.
+        with contextlib.suppress(FileNotFoundError):
+            return [found for found in paths if SECRET.encode() in filesystem.cat_file(found)]
 
 
 def is_there() -> bool:

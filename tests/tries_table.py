@@ -17,7 +17,7 @@ from rankzero import ResultRef, RunHandle
 PAGE = ROOT / "docs" / "tries.md"
 HEADER = ["what happens", "Airflow", "Dagster", "the training"]
 OUTCOMES = {"attaches", "delivered", "resumes", "from scratch", "ends"}
-WAIT = 60.0
+WAIT = 120.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.conftest import until
 from rankzero import Launcher
 from rankzero.warm import hugepages
 
-GATHERED = 30.0
+GATHERED = 120.0
 
 
 def kernel_can() -> bool:

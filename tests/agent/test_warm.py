@@ -1,5 +1,6 @@
 """The warm server: one import of torch for many runs, and nothing that one run leaves for the next."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -304,26 +305,49 @@ def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> No
     assert not path.exists()
 
 
-@pytest.fixture
-def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A server that is content with little idling."""
-    program = (
-        "import sys; from rankzero.warm import server as warm\n"
-        "warm.IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = (); warm.main()"
-    )
-    owner = os.getpid()
+@contextlib.contextmanager
+def server_of(owner: int, directory: Path, changes: str) -> Iterator[subprocess.Popen[str]]:
+    """A server with some of its constants or functions changed."""
+    program = f"import time; from rankzero.warm import server as warm\n{changes}; warm.main()"
     started = start_time(owner)
-    directory = tmp_path / "server"
     directory.mkdir(0o700)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / "socket"))
         listener.listen()
         places = [str(directory), str(directory / "socket")]
         command = [sys.executable, "-c", program, *places, str(listener.fileno()), "0", str(owner), started]
-        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], text=True, **pipes)
     with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_server_whose_owner_dies_while_it_imports_leaves_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "server"
+    with (
+        subprocess.Popen(["sleep", "600"]) as owner,
+        server_of(owner.pid, directory, "warm.load = lambda _: (print(flush=True), time.sleep(600))") as server,
+    ):
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            assert (directory / "socket").exists()
+        finally:
+            owner.kill()
+            owner.wait()
+        assert server.wait(60) == 1
+    assert not directory.exists()
+
+
+@pytest.fixture
+def lonely(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server that is content with little idling."""
+    changes = "warm.IDLE_TIMEOUT = 1.0; warm.PRELOADED_LATER = ()"
+    with server_of(os.getpid(), tmp_path / "server", changes) as process:
         yield process
-        process.kill()
 
 
 def test_a_server_ends_when_nobody_comes(lonely: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -332,19 +356,24 @@ def test_a_server_ends_when_nobody_comes(lonely: subprocess.Popen[str], tmp_path
 
 
 def test_a_request_that_makes_no_sense_harms_nobody(lonely: subprocess.Popen[str], tmp_path: Path) -> None:
-    for request in (
+    requests = (
         b"",
         b"{}\n",
         b"[]\n",
         b"nonsense\n",
         json.dumps({"env": {}, "directory": "/", "title": ""}).encode() + b"\n",
-    ):
-        with socket.socket(socket.AF_UNIX) as connection:
+    )
+    with contextlib.ExitStack() as connections:
+        waiting = []
+        # All of them before it has loaded torch: it idles for a second only.
+        for request in requests:
+            connection = connections.enter_context(socket.socket(socket.AF_UNIX))
             connection.settimeout(60)
             connection.connect(str(tmp_path / "server" / "socket"))
             connection.sendall(request)
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(100) == b""
+            waiting.append(connection)
+        assert [connection.recv(100) for connection in waiting] == [b""] * len(requests)
     assert lonely.wait(60) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -217,6 +218,7 @@ class Deployment:
             wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of Airflow")
         finally:
             for pid in processes_with(self.marker):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             if self.postgres:
                 self.postgres.stop()

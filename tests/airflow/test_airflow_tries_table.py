@@ -241,7 +241,7 @@ def ended_then(**operator: Any) -> Callable[[Airflow], None]:
     def scenario(airflow: Airflow) -> None:
         with airflow.ended_by_user(airflow.clear):
             assert not airflow.trigger()
-        assert not airflow.place.ranks()
+        assert wait_until_gone(f"OF_RANK={airflow.place.mark}") == []
         airflow.place.let("end")
         assert airflow.try_again(**operator)
 

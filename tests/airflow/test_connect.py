@@ -47,6 +47,29 @@ def test_a_result_goes_from_task_to_task_also_of_a_deferred_one(
     assert outcome.xcom("report") == 18.0
 
 
+def test_the_test_of_a_connection_starts_ranks_that_look_around(
+    server: ConnectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from airflow_rankzero.hooks.rankzero import RankZeroHook
+
+    monkeypatch.setattr("airflow_rankzero.hooks.rankzero.TEST_START_TIMEOUT", 240.0)
+
+    def told(**extra: Any) -> tuple[bool, str]:
+        fields = {"conn_type": "rankzero", "host": server.url, "extra": {"store": str(tmp_path), **extra}}
+        monkeypatch.setenv("AIRFLOW_CONN_RANKS", json.dumps(fields))
+        return RankZeroHook("ranks").test_connection()
+
+    ok, words = told()
+    assert ok, words
+    assert "by 2 ranks" in words
+    assert "all-reduce: " in words
+    # Whoever tests wants no run.
+    assert list(tmp_path.iterdir()) == []
+    ok, words = told(use_gpu=True)
+    assert not ok
+    assert "GPU" in words
+
+
 @pytest.mark.soak
 def test_the_try_after_a_killed_one_attaches(airflow: Airflow) -> None:  # noqa: F811
     killed(airflow)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,11 @@ def listener() -> Iterator[int]:
 
 
 @pytest.fixture
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+def closed_port() -> Iterator[int]:
+    """Taken, so that nobody else listens there meanwhile; whoever connects is refused."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 def test_the_hook_gives_the_target(tell: Any) -> None:
@@ -82,14 +82,12 @@ def test_master_that_is_silent_is_not_waited_for(tell: Any, monkeypatch: pytest.
             for each in waiting:
                 each.setblocking(False)
                 each.connect_ex(address)
-            started = time.monotonic()
             ok, words = tell(host=f"spark://127.0.0.1:{address[1]}")
         finally:
             for each in waiting:
                 each.close()
     assert not ok
     assert "did not answer within 0.2 s" in words
-    assert time.monotonic() - started < 5
 
 
 def test_missing_java_is_told(tell: Any, listener: int, monkeypatch: pytest.MonkeyPatch) -> None:

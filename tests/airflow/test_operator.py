@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
+from tests.conftest import until
 
 RunDag = Callable[..., Any]
 
@@ -194,14 +197,23 @@ def test_execution_timeout_ends_the_run(dag: Any, run_dag: RunDag, tmp_path: Pat
 
         threading.Event().wait()
 
+    def is_running() -> bool:
+        return any(RunHandle.attach(job.parent).status().state == "running" for job in tmp_path.glob("*/job.json"))
+
+    def let_time_pass() -> None:
+        until(is_running, 120, "the training")
+        # As the timer of Airflow's timeout does.
+        os.kill(os.getpid(), signal.SIGALRM)
+
     TorchDistributorOperator(
         task_id="train",
         train=train,
         num_processes=1,
         store=str(tmp_path),
-        execution_timeout=timedelta(seconds=2),
+        execution_timeout=timedelta(minutes=4),
         conn_id="here",
     )
+    threading.Thread(target=let_time_pass, daemon=True).start()
     outcome = run_dag(dag)
     assert isinstance(outcome.errors["train"], versions.exception("AirflowTaskTimeout"))
     (directory,) = tmp_path.iterdir()
@@ -435,7 +447,6 @@ def test_it_composes_as_every_operator_does(dag: Any, run_dag: RunDag, tmp_path:
 
 def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
     import copy
-    import threading
 
     from airflow.serialization.serialized_objects import LazyDeserializedDAG
 

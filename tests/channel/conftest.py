@@ -156,6 +156,9 @@ class Proxy:
         self._closed = False
         self.forwarded = 0
         self.seen = bytearray()
+        self.cut_at: list[int] = []
+        """Numbers of bytes that are forwarded before each cut that it makes by itself."""
+        self._counting = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -173,13 +176,23 @@ class Proxy:
         try:
             while data := source.recv(1 << 16):
                 self._open.wait()
-                sink.sendall(data)
-                self.forwarded += len(data)
+                # Before its receiver knows of it.
                 self.seen += data
+                sink.sendall(data)
+                self._count(len(data))
         except OSError:
             pass
         for end in (source, sink):
             _reset(end)
+
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self.forwarded += size
+            is_due = bool(self.cut_at) and self.forwarded >= self.cut_at[0]
+            if is_due:
+                self.cut_at.pop(0)
+        if is_due:
+            self.cut()
 
     def cut(self) -> None:
         """Breaks every connection; what is on its way is lost. New ones are taken."""

@@ -58,13 +58,16 @@ def test_a_driver_that_cannot_take_more_slows_bulk_and_nothing_else(serve: Any, 
 
 
 def test_logs_and_files_share_the_way(serve: Any, tmp_path: Path) -> None:
-    serving = serve()
+    room = threading.Event()
+    serving = serve(can_take=room.is_set)
     path = tmp_path / "value"
     path.write_bytes(b"v" * (30 << 20))
     client = serving.client()
     client.send_file("value", str(path), {"type": "commit"})
     for number in range(300):
         client.queue({"type": "log", "n": number, "text": LINE}, bulk=True)
+    # The file has not gone before the lines are there.
+    room.set()
     seen: list[Message] = []
     serving.await_type("commit", seen)
     # Neither waited for the other's end.

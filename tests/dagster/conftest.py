@@ -36,7 +36,7 @@ def dagster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def torch_distributor(tmp_path: Path, marker: str) -> TorchDistributorResource:
     """Two ranks, as processes of this machine."""
     return TorchDistributorResource(
-        engine="local", num_processes=2, store=str(tmp_path / "runs"), env={"MARK": marker}, start_timeout=60
+        engine="local", num_processes=2, store=str(tmp_path / "runs"), env={"MARK": marker}, start_timeout=240
     )
 
 

@@ -17,7 +17,7 @@ from tests.engines.connect_server import ConnectServer
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource, torch_asset, torch_distributor_op
 from rankzero import RunHandle
 
-WAIT = 60.0
+WAIT = 120.0
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.dagster import durable_training
 
 from rankzero import RunHandle
 
-WAIT = 60.0
+WAIT = 120.0
 
 
 @dataclass
@@ -145,7 +145,7 @@ def test_without_another_try_the_training_dies_with_its_step(place: Place, home_
 
     def hurt() -> None:
         seen["ranks"] = place.hurt_step(signal.SIGKILL)
-        seen["left"] = wait_until_gone(f"OF_RANK={place.mark}", 5)
+        seen["left"] = wait_until_gone(f"OF_RANK={place.mark}", WAIT)
 
     with beside(hurt):
         result = execute(durable_training.fragile_job, home_instance)

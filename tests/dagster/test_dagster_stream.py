@@ -15,27 +15,51 @@ import rankzero.train as rt
 from dagster_rankzero import TorchDistributorResource
 from rankzero import RunHandle
 
+LOOKED = 2.5
+"""Seconds, longer than a driver takes between two statuses: by then a report could have been seen."""
 
-def train(epochs: int) -> int:
+
+def train(*pauses: float | str) -> int:
+    """Reports before each pause: of so many seconds, or until whoever sees the report makes that file."""
     import time
 
-    for epoch in range(epochs):
+    for epoch, pause in enumerate(pauses):
         rt.report({"loss": 1.0 / (epoch + 1), "epoch": epoch, "bad": float("nan"), "name": "x"})
-        # Longer than the driver takes between two statuses: this training is about metrics over time.
-        time.sleep(2.5)
-    return epochs
+        if isinstance(pause, str):
+            until(Path(pause).exists, 120, "somebody sees the report")
+        else:
+            time.sleep(pause)
+    return len(pauses)
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Path:
+    """The file that tells a training that its report was seen."""
+    return tmp_path / "seen"
+
+
+def note_events(context: Any, seen: Path, patch: pytest.MonkeyPatch) -> None:
+    """Makes the file when Dagster has stored an event of the step."""
+    log_event = context.log_event
+
+    def log_and_note(event: Any) -> None:
+        log_event(event)
+        seen.touch()
+
+    patch.setattr(context, "log_event", log_and_note)
 
 
 def test_a_point_of_the_curve_that_cannot_be_stored_does_not_end_the_training(
-    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch
+    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch, seen: Path
 ) -> None:
     @dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
     def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
         def log_event(event: Any) -> None:
+            seen.touch()
             raise OSError("the event log is away")
 
         monkeypatch.setattr(context, "log_event", log_event)
-        return torch_distributor.run(context, train, 1)
+        return torch_distributor.run(context, train, str(seen))
 
     done = dg.materialize([model], resources={"torch_distributor": one_rank})
     assert done.output_for_node("model") == 1
@@ -105,39 +129,47 @@ def observed(result: dg.ExecuteInProcessResult) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["run", "stream"])
-def test_an_asset_is_observed_while_its_ranks_train(one_rank: TorchDistributorResource, form: str) -> None:
+def test_an_asset_is_observed_while_its_ranks_train(
+    one_rank: TorchDistributorResource, form: str, monkeypatch: pytest.MonkeyPatch, seen: Path
+) -> None:
     daily = dg.StaticPartitionsDefinition(["a", "b"])
     if form == "run":
 
         @dg.asset(partitions_def=daily)
         def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            return torch_distributor.run(context, train, 2)
+            note_events(context, seen, monkeypatch)
+            return torch_distributor.run(context, train, str(seen), 0.0)
 
     else:
 
         @dg.asset(partitions_def=daily)
         def model(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-            yield from torch_distributor.stream(context, train, 2)
+            for event in torch_distributor.stream(context, train, str(seen), 0.0):
+                yield event
+                seen.touch()
 
     result = dg.materialize([model], resources={"torch_distributor": one_rank}, partition_key="b")
-    seen = observed(result)
-    assert seen[0]["metric/epoch"] == 0
+    shown = observed(result)
+    assert shown[0]["metric/epoch"] == 0
     # What is no number cannot be plotted.
-    assert set(seen[0]) == {"partition", "metric/loss", "metric/epoch"}
-    assert {entry["partition"] for entry in seen} == {"b"}
+    assert set(shown[0]) == {"partition", "metric/loss", "metric/epoch"}
+    assert {entry["partition"] for entry in shown} == {"b"}
     (made,) = result.get_asset_materialization_events()
     assert made.materialization.metadata["metric/epoch"].value == 1
     assert result.output_for_node("model") == 2
 
 
-def test_observations_can_be_switched_off_and_are_throttled(one_rank: TorchDistributorResource) -> None:
+def test_observations_can_be_switched_off_and_are_throttled(
+    one_rank: TorchDistributorResource, monkeypatch: pytest.MonkeyPatch, seen: Path
+) -> None:
     @dg.asset
     def silent(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.options(observation_interval=None).run(context, train, 1)
+        return torch_distributor.options(observation_interval=None).run(context, train, LOOKED)
 
     @dg.asset
     def throttled(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorResource):
-        return torch_distributor.options(observation_interval=600.0).run(context, train, 2)
+        note_events(context, seen, monkeypatch)
+        return torch_distributor.options(observation_interval=600.0).run(context, train, str(seen), LOOKED)
 
     result = dg.materialize([silent, throttled], resources={"torch_distributor": one_rank})
     assert len(observed(result)) == 1
@@ -146,7 +178,7 @@ def test_observations_can_be_switched_off_and_are_throttled(one_rank: TorchDistr
 def test_an_op_streams_its_output_only(one_rank: TorchDistributorResource) -> None:
     @dg.op
     def train_op(context: dg.OpExecutionContext, torch_distributor: TorchDistributorResource):
-        yield from torch_distributor.stream(context, train, 1)
+        yield from torch_distributor.stream(context, train, LOOKED)
 
     @dg.job(resource_defs={"torch_distributor": one_rank})
     def pipeline() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,14 @@ from tests.dagster.durable_training import FOLDER_TAG, lettered
 
 from dagster_rankzero import RankZeroIOManager
 from rankzero import RunHandle
-from rankzero.bounds import STOP_GRACE
 
 DEFINITIONS = Path(__file__).parent / "durable_training.py"
-GONE_WITHIN = STOP_GRACE + 5.0
-"""Nothing outlives a run by more than 5 s, on a machine with other work; benchmarks/dagster_cancel.py holds the 3 s."""
 MAX_RUNTIME_TAG = "dagster/max_runtime"
+
+
+def mark_of(root: Path) -> str:
+    """What ranks carry in their environment."""
+    return f"of-{root.name}-{os.getpid()}"
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Launched:
 
     @property
     def rank_mark(self) -> str:
-        return f"OF_RANK=of-{self.root.name}"
+        return f"OF_RANK={mark_of(self.root)}"
 
     def training(self) -> RunHandle[Any]:
         (job,) = (self.root / "runs").glob(f"{self.run_id[:8]}-*/job.json")
@@ -49,6 +50,9 @@ class Launched:
 
         wait_until(trains, RUN_TIMEOUT, "ranks that train")
         return set(processes_with(self.rank_mark))
+
+    def await_end(self) -> None:
+        wait_until(lambda: self.training().status().final, RUN_TIMEOUT, "the end of the training")
 
     def let_go(self) -> None:
         (self.folder / "go").touch()
@@ -68,7 +72,7 @@ def dagster(root: Path) -> Iterator[Deployment]:
         "TEST_STORE": str(root / "runs"),
         "TEST_ASSETS": str(root / "assets"),
         # Only ranks get the resource's `env`; everything that is started here carries another mark.
-        "TEST_RANK_MARK": f"of-{root.name}",
+        "TEST_RANK_MARK": mark_of(root),
     }
     deployment = Deployment(home, DEFINITIONS, variables)
     try:
@@ -123,18 +127,15 @@ def test_terminating_a_run_ends_its_ranks_and_stores_nothing(
     launched = launch(job)
     assert launched.await_ranks()
 
-    called = time.monotonic()
     dagster.terminate(launched.run_id)
-    left = wait_until_gone(launched.rank_mark, timeout=GONE_WITHIN - (time.monotonic() - called))
-    took = time.monotonic() - called
-    assert left == [], f"ranks {left} still run {took:.2f} s after the call"
-    print(f"ranks were gone {took:.2f} s after the call")
+    # How soon is measured by benchmarks/dagster_cancel.py.
+    launched.await_end()
+    assert wait_until_gone(launched.rank_mark) == []
 
     assert dagster.finish(launched.run_id) == "CANCELED"
     assert instance.get_latest_materialization_event(dg.AssetKey(asset)) is None
     assert launched.training().status().state == "cancelled"
     assert launched.training().submission == 0
-    assert processes_with(launched.rank_mark) == []
 
 
 def test_metrics_are_observed_while_the_ranks_train(
@@ -196,8 +197,8 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(
     # Now, so that it is the training that takes too long.
     instance.add_run_tags(launched.run_id, {MAX_RUNTIME_TAG: "1"})
     assert dagster.finish(launched.run_id) == "FAILURE"
+    launched.await_end()
     assert wait_until_gone(launched.rank_mark) == []
-    wait_until(lambda: launched.training().status().final, RUN_TIMEOUT, "the end of the training")
     assert launched.training().status().state == "cancelled"
 
 

@@ -232,7 +232,7 @@ def ended(dagster: Dagster) -> None:
 def ended_then(**asked: Any) -> Callable[[Dagster], None]:
     def scenario(dagster: Dagster) -> None:
         ended(dagster)
-        assert not dagster.place.ranks()
+        assert wait_until_gone(f"OF_RANK={dagster.place.mark}") == []
         dagster.place.let("end")
         assert dagster.execute_again(**asked)
 

@@ -156,15 +156,6 @@ def test_without_padding_no_row_comes_twice(parquet: Path, tmp_path: Path, world
     assert [len(each) for each in data] == [len(list(each)) for each in data]
 
 
-def test_a_large_dataset_is_shuffled_group_by_group(
-    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = manifest_of_path(str(parquet), "train")
-    small = [batch["name"] for batch in shard_of(manifest, tmp_path).iter_batches(50, shuffle=True)]
-    monkeypatch.setattr(reader, "SMALL", 0)
-    assert [batch["name"] for batch in shard_of(manifest, tmp_path).iter_batches(50, shuffle=True)] == small
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["files", "row group"])
 def test_more_text_than_one_arrow_column_of_it_has_place_for(tmp_path: Path, kind: str) -> None:
@@ -181,7 +172,7 @@ def test_more_text_than_one_arrow_column_of_it_has_place_for(tmp_path: Path, kin
         options = {"use_dictionary": False, "compression": "zstd", "write_statistics": False, "write_batch_size": 1}
         pq.write_table(data, source / "0.parquet", **options)
     rows = reader.Reader(manifest_of_path(str(source), "train"), None, str(tmp_path))
-    for batch in rows.take(torch.arange(8, -1, -1), 2, hold=True):
+    for batch in rows.take(torch.arange(8, -1, -1), 2):
         for row, text in zip(*(batch.column(name) for name in ("row", "text")), strict=True):
             assert text.as_py() == texts[row.as_py()]
 
@@ -209,12 +200,14 @@ def test_a_batch_that_is_written_to_does_not_change_the_next_epoch(tmp_path: Pat
             batch["x"] += 0.5
 
 
-@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("groups", [1, 100])
 def test_many_files_and_groups_need_few_descriptors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int, is_small: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int, is_whole: bool
 ) -> None:
-    monkeypatch.setattr(reader, "SMALL", reader.SMALL if is_small else 0)
+    if not is_whole:
+        monkeypatch.setattr(order, "WHOLE_ROWS", 0)
+        monkeypatch.setattr(order, "WINDOW_ROWS", 400)
     monkeypatch.setattr(reader, "KEPT", 70)
     rows = pa.record_batch({"id": list(range(10))})
     (tmp_path / "arrow").mkdir()
@@ -250,13 +243,12 @@ def test_batches_outlive_their_reader(parquet: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_windows_give_every_row_at_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_shuffle_gives_every_row_at_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, world_size: int, is_whole: bool
 ) -> None:
-    for name, value in {"WHOLE_ROWS": 100, "WINDOW_ROWS": 128, "BLOCKS": 16}.items():
+    for name, value in {"WHOLE_ROWS": 900 if is_whole else 100, "WINDOW_ROWS": 128, "BLOCKS": 16}.items():
         monkeypatch.setattr(order, name, value)
-    # No copy of all rows is held.
-    monkeypatch.setattr(reader, "SMALL", 0)
     folder = tmp_path / "table"
     folder.mkdir()
     for number in range(3):
@@ -300,24 +292,21 @@ def test_the_size_of_a_table_without_rows_is_none(tmp_path: Path) -> None:
     assert manifest_of_path(str(tmp_path / "t.parquet"), "train").rows == 0
 
 
-def test_of_a_shuffled_whole_a_piece_is_drawn_at_a_time(
-    parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_of_a_shuffled_whole_ranks_and_processes_of_a_loader_hold_their_rows_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loader: bool
 ) -> None:
-    manifest = manifest_of_path(str(parquet), "train")
-    monkeypatch.setattr(batches, "PIECE", 100 * manifest.row_size)
-    drawn, rows = [], Order.rows
-
-    def seen(order: Order, low: int, high: int) -> torch.Tensor:
-        drawn.append(high - low)
-        return rows(order, low, high)
-
-    monkeypatch.setattr(Order, "rows", seen)
-    next(shard_of(manifest, tmp_path).iter_batches(10, shuffle=True, prefetch=0))
-    assert sum(drawn) == 100
-    drawn.clear()
-    # Of a process of a loader, which makes every other batch, a piece is not smaller.
-    next(shard_of(manifest, tmp_path).to_torch(10, shuffle=True).all(range(0, 101, 2)))
-    assert drawn[:10] == [10] * 10
+    rows = pa.table({"id": range(1 << 20)})
+    pyarrow.feather.write_feather(rows, tmp_path / "t.arrow", compression="uncompressed")
+    manifest = manifest_of_path(str(tmp_path / "t.arrow"), "train")
+    monkeypatch.setattr(batches, "PIECE", 100_000)
+    shard = shard_of(manifest, tmp_path, 1, 2 if is_loader else 4)
+    # The second of two processes makes every other batch.
+    parts = shard.to_torch(500, shuffle=True).all(range(1, 1 << 20, 2))
+    before, held = pa.total_allocated_bytes(), 0
+    for _ in parts if is_loader else shard.iter_batches(500, shuffle=True, prefetch=0):
+        held = max(held, pa.total_allocated_bytes() - before)
+    assert rows.nbytes / 4 < held < rows.nbytes / 3
 
 
 def test_a_file_that_has_become_shorter_is_named(tmp_path: Path) -> None:

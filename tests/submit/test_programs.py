@@ -130,20 +130,31 @@ def test_a_command_is_told_to_end_and_has_the_grace(launcher: Launcher, folder: 
 
 def test_a_python_command_meets_its_peers_and_says_why_it_failed(launcher: Launcher) -> None:
     source = """
-        import atexit, time, torch, torch.distributed as dist
+        import atexit, os, time, torch, torch.distributed as dist
         from torch.distributed.elastic.multiprocessing.errors import record
+
+        def leave_after(peer):
+            while os.path.exists(f"/proc/{peer}"):
+                time.sleep(0.01)
+            os._exit(1)
 
         @record
         def main():
             dist.init_process_group("gloo")
             total = torch.ones(1)
             dist.all_reduce(total)
+            pids = [None, None]
+            dist.all_gather_object(pids, os.getpid())
             if dist.get_rank() == 1:
                 # Its peer sees that it is gone, and ends, before this process does.
                 dist.destroy_process_group()
-                atexit.register(time.sleep, 0.4)
+                atexit.register(leave_after, pids[0])
                 raise ValueError(f"the sum is {total.item()}")
-            dist.barrier()
+            try:
+                dist.barrier()
+            finally:
+                # Its threads may abort an interpreter that ends with an open group.
+                dist.destroy_process_group()
 
         main()
     """

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,8 @@ Launcher(store=sys.argv[1], run_id="s").map(train, params, metric="loss", max_pa
 def test_an_interrupt_ends_all_trials_and_the_next_call_trains_only_the_rest(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SUBMITTER, str(tmp_path)], start_new_session=True)
     try:
-        until(lambda: (tmp_path / "s-1" / "job.json").exists(), 120, "the second trial")
+        # Each is started by a thread of its own.
+        until(lambda: len(list(tmp_path.glob("s-?/job.json"))) == 2, 120, "both trials")
         handle = RunHandle.attach(tmp_path / "s-1")
         until(lambda: handle.status().metrics and RunHandle.attach(tmp_path / "s-0").status().final, 120, "its metrics")
         process.send_signal(signal.SIGINT)
@@ -145,9 +145,7 @@ def test_an_exception_in_the_caller_ends_all_trials(tmp_path: Path) -> None:
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    deadline = time.monotonic() + 60
-    while not all(one.status.final for one in list_runs(tmp_path)):
-        assert time.monotonic() < deadline
+    until(lambda: all(one.status.final for one in list_runs(tmp_path)), 60, "the end of all trials")
     assert {one.status.state for one in list_runs(tmp_path)} == {"cancelled"}
 
 

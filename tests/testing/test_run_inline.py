@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import until
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, WorkerFailedError
@@ -41,7 +42,8 @@ def _nothing_is_left() -> Any:
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     environment, session = environment_now(), context._session
     yield
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    # What other tests left, a JVM or a warm server, may have started something for a moment.
+    until(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= children, 30, "no child")
     assert environment_now() == environment
     assert context._session is session
     import torch.distributed as dist

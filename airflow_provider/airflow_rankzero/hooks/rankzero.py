@@ -10,9 +10,15 @@ from airflow.sdk import BaseHook
 
 from airflow_rankzero import config
 from airflow_rankzero.connection.target import Target
+from rankzero import SparkConnectEngine
 from rankzero.doctor.before import find_problems
+from rankzero.doctor.examine import Examination, examine
+from rankzero.doctor.findings import OK
 from rankzero.errors import RankZeroError
 from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
+
+TEST_START_TIMEOUT = 30.0
+"""Seconds for ranks to start, of which somebody waits at a web page."""
 
 
 class RankZeroHook(BaseHook):
@@ -40,10 +46,10 @@ class RankZeroHook(BaseHook):
         return Target.from_conn_id(self.rankzero_conn_id)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Looks for what would stop a training, as seen from this machine. Starts no JVM and waits for nothing long.
+        """Looks for what would stop a training, as seen from this machine. Starts no JVM.
 
         Airflow calls it on the API server or on a worker; what is said of Java, GPUs and local paths
-        is true for that machine.
+        is true for that machine. On Spark Connect, which needs no JVM here, two ranks look around on the cluster.
 
         Returns:
             Whether nothing was found, and what was found or looked at, in words.
@@ -52,8 +58,11 @@ class RankZeroHook(BaseHook):
         try:
             target = self.get_conn()
             root = target.store or config.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
-            count = target.processes_per_task or 1
-            problems = find_problems(target.engine(), root, use_gpu=target.use_gpu, processes_per_task=count)
+            engine = target.engine()
+            needs: dict[str, Any] = {"use_gpu": target.use_gpu, "processes_per_task": target.processes_per_task or 1}
+            if isinstance(engine, SparkConnectEngine):
+                return _say(examine(engine, store=root, start_timeout=TEST_START_TIMEOUT, **needs), here)
+            problems = find_problems(engine, root, **needs)
         except RankZeroError as error:
             return False, str(error)
         if problems:
@@ -62,3 +71,12 @@ class RankZeroHook(BaseHook):
             f"seen from {here}: nothing stands against a training on {target}, and {root} can be written. "
             f"What its ranks see shows `rankzero doctor --conn-id {self.rankzero_conn_id}`"
         )
+
+
+def _say(found: Examination, here: str) -> tuple[bool, str]:
+    """What an examination has found: all that is not well, or else all that is."""
+    wrong = [finding for finding in found.findings if finding.level != OK]
+    texts = [
+        f"{each.about}: {each.what}" + (f" ({each.mend})" if each.mend else "") for each in wrong or found.findings
+    ]
+    return found.healthy, f"seen from {here} and by {len(found.ranks)} ranks: " + "; ".join(texts)

@@ -9,8 +9,8 @@ import torch
 WHOLE_ROWS = 1 << 24
 """Rows that are shuffled as a whole: their order takes 128 MiB."""
 
-WHOLE_BYTES = 1 << 30
-"""Bytes of rows that are shuffled as a whole: readers jump to and fro in them, in the page cache."""
+WHOLE_BYTES = 256 << 20
+"""Bytes of rows that are shuffled as a whole: a reader holds its share of them in memory."""
 
 WINDOW_ROWS = 1 << 20
 """Rows of a window of what is larger: their order takes 8 MiB, and several times that while it is drawn."""
@@ -25,13 +25,13 @@ BLOCKS = 512
 class Order:
     """The order of one epoch: that of the files, or a random one that depends on nothing but dataset, seed and epoch.
 
-    A dataset of up to `WHOLE_ROWS` and `WHOLE_BYTES` is shuffled as a whole. A larger one is cut into windows. The rows
-    of each come as blocks, of neighbours in the files, from `BLOCKS` random places, and are shuffled among each other;
-    so a reader that holds a window reads each row once, in pieces that a disk is good at: of a column the bytes of a
-    block over the number of columns, so that a disk reads a few columns about once, and a thousand some 6 times.
+    A dataset of up to `WHOLE_ROWS` and `WHOLE_BYTES` is shuffled as a whole: it is one window. A larger one is cut into
+    several. The rows of each come as blocks, of neighbours in the files, from `BLOCKS` random places, and are shuffled
+    among each other; so a reader that holds a window reads each row once, in pieces that a disk is good at: of a column
+    the bytes of a block over the number of columns, so that a disk reads a few columns about once, and a thousand some
+    6 times.
 
     Attributes:
-        is_whole: False if it is cut into windows.
         window: Positions of a window.
     """
 
@@ -47,12 +47,12 @@ class Order:
         self._rows = rows
         self._seed = seed
         self._epoch = epoch
-        self.is_whole = rows <= WHOLE_ROWS and rows * row_size <= WHOLE_BYTES
-        self.window = rows if self.is_whole else max(1, min(rows, WINDOW_ROWS, WINDOW_BYTES // row_size))
+        self._is_whole = rows <= WHOLE_ROWS and rows * row_size <= WHOLE_BYTES
+        self.window = rows if self._is_whole else max(1, min(rows, WINDOW_ROWS, WINDOW_BYTES // row_size))
         self._block = max(1, self.window // BLOCKS)
         self._drawn: dict[int, torch.Tensor] = {}
         self._blocks: torch.Tensor | None = None
-        self._shift = 0 if seed is None or self.is_whole else random.Random(self._key(-2)).randrange(rows)
+        self._shift = 0 if seed is None or self._is_whole else random.Random(self._key(-2)).randrange(rows)
 
     def rows(self, low: int, high: int) -> torch.Tensor:
         """The rows at the positions from ``low`` to before ``high``."""
@@ -68,7 +68,7 @@ class Order:
         return torch.cat(found) if len(found) != 1 else found[0]
 
     def _rows_at(self, places: torch.Tensor) -> torch.Tensor:
-        if self.is_whole:
+        if self._is_whole:
             return places
         if self._blocks is None:
             self._blocks = self._permutation(-1, self._rows // self._block)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from rankzero import store
-from rankzero.data import mapping
+from rankzero.data import decoded, mapping
 from rankzero.data.files import open_file
 from rankzero.data.manifest import ARROW, File, Manifest
 from rankzero.errors import ResultError
-
-SMALL = 256 << 20
-"""Bytes of a dataset of which a rank that shuffles holds a copy."""
 
 FILES = 64
 """Arrow files that stay open, so that their footers are not read for every group."""
@@ -33,16 +27,13 @@ KEPT = 1 << 14
 NEAR = 64 << 10
 """Bytes between two rows of a group that are read from the disk in one go."""
 
-SPARE = 2 << 30
-"""Bytes that decoded rows leave free on the disk of the scratch directory."""
-
 
 class Reader:
     """Opens the groups of a dataset: the record batches of Arrow files, the row groups of Parquet files.
 
-    An uncompressed Arrow file that this host sees is mapped as it lies there. Everything else is decoded once for all
-    ranks of a task, into Arrow files of its scratch directory, when the first of them needs it; where that disk has no
-    room, by each rank, every time.
+    An uncompressed Arrow file that this host sees is mapped as it lies there. Everything else is decoded once, when the
+    first rank needs it, into Arrow files of the scratch directory of its task; tasks whose directories lie beside each
+    other link each other's. Where that disk has no room, it is decoded by each rank, every time.
     """
 
     def __init__(self, manifest: Manifest, columns: Sequence[str] | None, scratch: str) -> None:
@@ -77,23 +68,24 @@ class Reader:
                 low = end
             number += 1
 
-    def take(self, rows: torch.Tensor, count: int, *, hold: bool) -> Iterator[Any]:
+    def take(self, rows: torch.Tensor, count: int) -> Iterator[Any]:
         """These rows, in this order, as record batches of memory of their own.
 
-        Args:
-            rows: Their numbers.
-            count: Rows of a batch.
-            hold: Whether all are held in memory meanwhile: then each is read once, in the order of the files.
-        """
-        for some in torch.split(rows, len(rows) if hold else count):
-            batch, places = self._gathered(some, hold)
-            for part in torch.split(places, count):
-                yield batch.take(_indices(part))
+        All are held in memory meanwhile: each is read once, in the order of the files.
 
-    def _gathered(self, rows: torch.Tensor, hold: bool) -> tuple[Any, torch.Tensor]:
+        Args:
+            rows: Their numbers, each once.
+            count: Rows of a batch.
+        """
+        batch, places = self._gathered(rows)
+        for part in torch.split(places, count):
+            yield batch.take(_indices(part))
+
+    def _gathered(self, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """A record batch in memory that has these rows, and at which places."""
-        if self._together is not None:
-            return self._together, rows
+        if 2 * len(rows) >= self._manifest.rows:
+            # All there are, as they lie there, are faster to have than half of them.
+            return _in_one([self._opened(number)[0] for number in range(len(self._groups))]), rows
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
         found = []
@@ -101,7 +93,7 @@ class Reader:
             if low < high:
                 wanted = ordered[low:high] - self._starts[number]
                 batch = self._keep(number)
-                if hold and number in self._kept:
+                if number in self._kept:
                     self._read_ahead(batch, wanted)
                 found.append(batch.take(_indices(wanted)))
         places = torch.empty_like(order)
@@ -117,13 +109,6 @@ class Reader:
                     # Of rows of several lengths a guess.
                     begin, end = (buffer.size * row // batch.num_rows for row in (low, high))
                     mapping.read_ahead(buffer.address + begin, end - begin)
-
-    @functools.cached_property
-    def _together(self) -> Any:
-        """All rows in one piece of memory, from which they are taken in one go; None if they are too many for that."""
-        if self._manifest.size > SMALL:
-            return None
-        return _in_one([self._opened(number)[0] for number in range(len(self._groups))])
 
     def _keep(self, number: int) -> Any:
         """A group that is only read from, and stays mapped."""
@@ -155,14 +140,14 @@ class Reader:
                 _check_rows(batch, file, group)
                 return self._selected(batch, file), True
         path = os.path.join(self._scratch, f"{self._key}-{_digits(file.location)}-{group}.arrow")
-        with _locked(path):
-            if not os.path.exists(path):
-                batch = self._decoded(file, group)
-                _check_rows(batch, file, group)
-                batch = self._selected(batch, file)
-                if not self._write(path, batch):
-                    return batch, False
-        return self._mapped(path, 0, writable)[0], True
+
+        def decode() -> Any:
+            batch = self._decoded(file, group)
+            _check_rows(batch, file, group)
+            return self._selected(batch, file)
+
+        found = decoded.place(path, decode)
+        return (self._mapped(path, 0, writable)[0], True) if found is None else (found, False)
 
     def _mapped(self, path: str, group: int, writable: bool) -> tuple[Any, bool]:
         """A record batch of a local Arrow file, and whether its memory is that of the file: else it was compressed."""
@@ -210,26 +195,9 @@ class Reader:
         batches = table.select(stored).cast(kinds).to_batches()
         return _in_one(batches) if batches else pa.RecordBatch.from_pylist([], kinds)
 
-    def _write(self, path: str, batch: Any) -> bool:
-        """Leaves a group for the other ranks; False if there is no room."""
-        import pyarrow as pa
-
-        if shutil.disk_usage(self._scratch).free < batch.nbytes + SPARE:
-            return False
-        writing = f"{path}.writing"
-        try:
-            with pa.OSFile(writing, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
-            os.replace(writing, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(writing)
-            return False
-        return True
-
 
 def _in_one(batches: list[Any]) -> Any:
-    """Record batches as one. Where a text column has more than 2 GiB then, or had in one of them, its offsets are long."""
+    """Record batches as one. Where a text column has more than 2 GiB, then or in one of them, its offsets are long."""
     import pyarrow as pa
 
     long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
@@ -273,14 +241,6 @@ def _opened_file(path: str) -> tuple[Any, Any]:
 
     memory = mapping.shared(path)
     return pa.ipc.open_file(memory), memory
-
-
-@contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """One rank of this task at a time."""
-    with open(f"{path}.lock", "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _indices(numbers: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -63,7 +64,7 @@ def examine(
 
     Args:
         engine: Where trainings shall run.
-        num_processes: Ranks that look around; as many as a training will have shows most.
+        num_processes: Ranks that look around, rounded up to whole tasks; as many as a training will have shows most.
         use_gpu: Give each a GPU.
         processes_per_task: Ranks of one Spark task.
         store: Root of the run directories; None as for `Launcher`.
@@ -79,6 +80,7 @@ def examine(
     if problems:
         return Examination([Finding(PROBLEM, "from here", problem) for problem in problems], [])
     findings = [Finding(OK, "from here", "nothing stands against a training")]
+    num_processes = math.ceil(num_processes / processes_per_task) * processes_per_task
     launcher = Launcher(
         num_processes,
         engine=engine,

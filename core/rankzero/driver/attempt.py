@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import queue
-import tempfile
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.rows import carry_rows, remove_rows
+from rankzero.driver.scratch import Scratch
 from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
@@ -30,7 +30,6 @@ from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeou
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.directory import RunDirectory
-from rankzero.task.hold import scratch_root
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class Attempt:
             logger.info("the connections of attempt %s are encrypted", self._number)
         self._scratch = None
         if self._run.is_remote:
-            self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-driver-", dir=scratch_root())
+            self._scratch = Scratch()
         self._committer = Committer(
             self._run,
             self._number,
@@ -116,7 +115,7 @@ class Attempt:
             secret,
             lambda task, message: self._messages.put((task, message)),
             served={name: file["location"] for name, file in self._job.files.items()} | self._resume_files(),
-            upload_directory=self._scratch.name if self._scratch else self._run.path("result"),
+            upload_directory=self._scratch.path if self._scratch else self._run.path("result"),
             can_take=lambda: self._messages.qsize() < BACKLOG,
             identity=identity,
         )
@@ -135,7 +134,7 @@ class Attempt:
             self._server.close()
             self._committer.close(0.0)
             if self._scratch:
-                self._scratch.cleanup()
+                self._scratch.remove()
 
     def _remove_leftovers(self) -> None:
         """What ranks of an attempt before had begun to write when they, or their driver, died."""

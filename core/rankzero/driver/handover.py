@@ -151,7 +151,8 @@ class Handover:
                 missing = [f"task {task}" for task in range(self._num_tasks)]
                 raise StartTimeoutError(
                     f"the stage of {self._num_tasks} tasks has not begun within start_timeout="
-                    f"{self._job.start_timeout} s: {self._session.place} may have fewer free slots",
+                    f"{self._job.start_timeout} s: {self._session.place} may have fewer free slots; free "
+                    "some, or give more time",
                     missing=missing,
                 )
             if now > say_at:

@@ -74,12 +74,13 @@ def start_timeout(
     """The ranks had not started after ``bound`` seconds, because of these tasks, or else of these ranks."""
     if missing_tasks:
         missing = [f"task {task}" for task in missing_tasks]
-        text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)}"
+        text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)} (are slots free there?)"
     else:
         # Everybody is ready, and rank 0 has not opened the rendezvous.
         missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
         text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
-    return StartTimeoutError(f"the ranks did not start within start_timeout={bound} s: {text}", missing=missing)
+    what = f"the ranks did not start within start_timeout={bound} s: {text}; give more time where all is only slow"
+    return StartTimeoutError(what, missing=missing)
 
 
 def not_stored(error: object) -> ResultError:

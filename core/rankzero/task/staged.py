@@ -257,7 +257,7 @@ def put(folder: str, name: str, text: str) -> None:
 
 
 def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> subprocess.Popen[bytes]:
-    config["driver_code"] = code = tempfile.mkdtemp(prefix="rankzero-driver-", dir=scratch_root())
+    config["driver_code"] = code = tempfile.mkdtemp(prefix="rankzero-stage-", dir=scratch_root())
     env = dict(os.environ)
     if stage["relays"]:
         stage["tasks"] = code

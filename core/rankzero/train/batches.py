@@ -90,7 +90,7 @@ def batches_of(
     def again() -> Columns:
         """A row for a batch that has none of its own: the last position that is left stands for every rank."""
         last = cut(left, total - 1, total) or [(0, 1)]
-        [batch] = reader.take(order.rows(*last[0]), 1, hold=False)
+        [batch] = reader.take(order.rows(*last[0]), 1)
         return tensors(batch, manifest.lengths)
 
     made = _rebatched(ahead(pieces, asked.prefetch), sizes, again)
@@ -110,21 +110,17 @@ def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int 
         for low, high in spans:
             yield from reader.rows(low, high)
         return
-    for _, spans_together in itertools.groupby(_numbered(spans, order, piece_rows), lambda span: span[0]):
-        rows = torch.cat([order.rows(low, high) for _, low, high in spans_together])
-        yield from reader.take(rows, piece_rows, hold=not order.is_whole)
+    for _, spans_of_window in itertools.groupby(_cut_at(spans, order.window), lambda span: span[0] // order.window):
+        rows = torch.cat([order.rows(low, high) for low, high in spans_of_window])
+        yield from reader.take(rows, piece_rows)
 
 
-def _numbered(spans: Spans, order: Order, piece_rows: int) -> Iterator[tuple[int, int, int]]:
-    """The same positions, with the number of their window, or of their piece of what is shuffled as a whole."""
-    size = piece_rows if order.is_whole else order.window
-    before = 0
+def _cut_at(spans: Spans, size: int) -> Iterator[tuple[int, int]]:
+    """The same positions in spans none of which goes over a multiple of ``size``."""
     for low, high in spans:
         while low < high:
-            place = before if order.is_whole else low
-            end = min(high, low + size - place % size)
-            yield place // size, low, end
-            before += end - low
+            end = min(high, (low // size + 1) * size)
+            yield low, end
             low = end
 
 

@@ -137,7 +137,7 @@ class DatasetShard:
         Args:
             batch_size: Rows of a batch of one rank.
             shuffle: Another order of all rows, over all ranks, in each epoch. Of a dataset of more than 16.7 million
-                rows or 1 GiB: of blocks of neighbours, and of the rows within windows of 128 MiB.
+                rows or 256 MiB: of blocks of neighbours, and of the rows within windows of 128 MiB.
             seed: Of the orders.
             drop_last: Leave out the last batch if it is smaller.
             columns: Those that are read; None for all.

@@ -65,19 +65,45 @@ _READ = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Place:
+    """What a server has on the disk."""
+
+    def __init__(self, directory: str, path: str) -> None:
+        """Takes note of its socket.
+
+        Args:
+            directory: Its own, with its log.
+            path: Where its socket is.
+        """
+        self._directory = directory
+        self._path = path
+        self._inode = _inode(path)
+
+    def close(self) -> None:
+        """Removes the socket, so that nobody finds the server, unless another one has taken its place."""
+        if self._inode is not None and self._inode == _inode(self._path):
+            os.unlink(self._path)
+        # The next socket may get the same number.
+        self._inode = None
+
+    def remove(self) -> None:
+        """Removes everything. Forks may have imported from there to the last."""
+        self.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
 class WarmServer:
     """Forks an agent for each connection."""
 
-    def __init__(self, path: str, listener: socket.socket, owner: int) -> None:
+    def __init__(self, place: Place, listener: socket.socket, owner: int) -> None:
         """Prepares the server.
 
         Args:
-            path: Where its socket is.
-            listener: That socket, listening.
+            place: What it has on the disk.
+            listener: Its socket, listening.
             owner: Descriptor of the process (a pidfd) with which the server ends.
         """
-        self._path = path
-        self._inode = _inode(path)
+        self._place = place
         self._listener = listener
         self._agents: dict[int, socket.socket] = {}
         self._idle_since = time.monotonic()
@@ -121,7 +147,7 @@ class WarmServer:
 
     def _load_later(self) -> None:
         try:
-            with ending_with(self._owner):
+            with ending_with(self._owner, self._place):
                 load(PRELOADED_LATER)
                 settle_dynamo()
                 # What the imports left lying about.
@@ -150,9 +176,7 @@ class WarmServer:
         if not self._ending:
             self._ending = True
             self._selector.unregister(self._listener)
-            # Another server may have taken the place.
-            if self._inode == _inode(self._path):
-                os.unlink(self._path)
+            self._place.close()
             self._listener.close()
 
     def _accept(self) -> None:
@@ -259,12 +283,15 @@ def settle_dynamo() -> None:
 
 
 @contextlib.contextmanager
-def ending_with(owner: int) -> Iterator[None]:
+def ending_with(owner: int, place: Place) -> Iterator[None]:
     """Meanwhile this process ends when its owner (a pidfd) does: an import may take long, and runs no loop."""
 
     def look(*_: object) -> None:
         if select.select([owner], [], [], 0)[0]:
-            os._exit(1)
+            try:
+                place.remove()
+            finally:
+                os._exit(1)
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, OWNER_INTERVAL, OWNER_INTERVAL)
@@ -310,14 +337,14 @@ def main() -> None:
     watched = os.pidfd_open(int(owner))
     if process_start(int(owner)) != started:
         raise SystemExit("whoever started this server has exited")
-    with ending_with(watched):
+    place = Place(directory, path)
+    with ending_with(watched, place):
         load(PRELOADED)
     os.environ.pop(forked.ROOM, None)
-    server = WarmServer(path, socket.socket(fileno=int(listener)), watched)
+    server = WarmServer(place, socket.socket(fileno=int(listener)), watched)
     if "torch" in sys.modules and not touches_gpu():
         server.run()
     server.end()
-    # Its forks may have imported from there to the last.
-    shutil.rmtree(directory, ignore_errors=True)
+    place.remove()
     # What the libraries would undo now is switched off, and they would complain (see `forked.prepare`).
     os._exit(0)

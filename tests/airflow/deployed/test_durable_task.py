@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.airflow.deployment import HEARTBEAT, RUN_TIMEOUT, STOP_TIMEOUT, Deployment, wait_until
+from tests.airflow.deployment import RUN_TIMEOUT, STOP_TIMEOUT, Deployment, wait_until
 from tests.conftest import processes_with
 
 from rankzero import RunHandle
-
-GONE_WITHIN = 5.0
-"""Seconds after which nothing of a run may be left."""
 
 
 @dataclass
@@ -63,8 +60,8 @@ class Training:
         return dict(self.airflow.xcom(self.dag_id, self.run_id, "describe"))
 
     def assert_gone(self) -> None:
-        wait_until(lambda: not processes_with(self.marker), HEARTBEAT + GONE_WITHIN, "the end of the ranks")
-        wait_until(lambda: self.run.status().final, STOP_TIMEOUT, "the end of the run")
+        wait_until(lambda: self.run.status().final, RUN_TIMEOUT, "the end of the run")
+        wait_until(lambda: not processes_with(self.marker), STOP_TIMEOUT, "the end of the ranks")
         assert self.run.status().state == "cancelled"
 
 
@@ -131,7 +128,7 @@ def test_marking_a_running_task_ends_its_training(durable: Training, state: str)
 def test_clearing_a_running_task_ends_its_training_and_goes_on_from_the_checkpoint(durable: Training) -> None:
     ranks = durable.await_ranks()
     durable.airflow.clear("durable", durable.run_id, "train")
-    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), HEARTBEAT + GONE_WITHIN, "their end")
+    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), RUN_TIMEOUT, "their end")
     durable.await_try(2)
     durable.let_go()
     made = durable.finish()
@@ -143,7 +140,7 @@ def test_clearing_a_running_task_with_corrected_arguments_begins_from_scratch(du
     ranks = durable.await_ranks()
     durable.airflow.call("POST", "/api/v2/variables", {"key": durable.marker, "value": "0.001"})
     durable.airflow.clear("durable", durable.run_id, "train")
-    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), HEARTBEAT + GONE_WITHIN, "their end")
+    wait_until(lambda: not set(ranks) & set(processes_with(durable.marker)), RUN_TIMEOUT, "their end")
     durable.await_try(2)
     durable.let_go()
     made = durable.finish()
