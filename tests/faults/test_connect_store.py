@@ -1,5 +1,6 @@
 """Runs on an object store that are driven in their own stage: the executors see nothing else of the run."""
 
+import contextlib
 import json
 import os
 import signal
@@ -33,8 +34,20 @@ def on_store(launcher: Launcher, server: ConnectServer, s3_server: S3Server, buc
 
 
 def submitters() -> list[psutil.Process]:
-    drivers = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
-    return [driver for driver in drivers if "rankzero.driver" in " ".join(driver.cmdline())]
+    return [child for child in psutil.Process().children() if "rankzero.driver" in command_of(child)]
+
+
+def drivers_of(server: ConnectServer) -> list[psutil.Process]:
+    """Those in its stages."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in below if "rankzero.driver.staged" in command_of(process)]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Of one that has just ended nothing."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def train(folder: str, enough: str) -> list[Any]:
@@ -239,12 +252,6 @@ def test_agents_that_wait_for_a_driver_which_begins_no_attempt_end_with_the_run(
         until(lambda: not ranks_with(marker), WAIT / 4, "the end of the ranks")
     finally:
         submitter.resume()
-
-
-def drivers_of(server: ConnectServer) -> list[psutil.Process]:
-    """Those in its stages."""
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    return [process for process in below if "rankzero.driver.staged" in " ".join(process.cmdline())]
 
 
 def ranks_with(marker: str) -> list[int]:
