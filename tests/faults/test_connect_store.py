@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import describe, processes_with, until
+from tests.conftest import until
 from tests.engines.connect_server import ConnectServer
 from tests.faults.test_connect import WAIT, driver_of, lose_the_driver
 from tests.s3 import S3Server
@@ -234,28 +234,29 @@ def test_a_stage_whose_driver_cannot_listen_is_driven_from_where_it_was_submitte
 
 @pytest.mark.soak
 def test_agents_that_wait_for_a_driver_which_begins_no_attempt_end_with_the_run(
-    on_store: Launcher, server: ConnectServer, tmp_path: Path, marker: str
+    on_store: Launcher, server: ConnectServer, tmp_path: Path
 ) -> None:
     handle = on_store.submit(train, str(tmp_path), str(tmp_path / "never"))
-    until(lambda: drivers_of(server), WAIT, "a driver in the stage")
+    [driver] = until(lambda: drivers_of(server), WAIT, "a driver in the stage")
+    of_tasks = Path(driver.cmdline()[-1]).parent
     [submitter] = submitters()
     # The driver in the stage waits for its word, and then goes on without it.
     submitter.suspend()
     try:
-        folder = RunDirectory(handle.directory).submission_path(0, "stage-0")
-        until(lambda: staged.READY in store.list_names(folder), WAIT, "a driver that has the run")
-        assert staged.GO not in store.list_names(folder)
-        until(lambda: ranks_with(marker), WAIT, "ranks that wait")
+        until(lambda: f"{staged.ATTEMPT}0" in os.listdir(of_tasks), WAIT, "a driver that listens")
+        port = json.loads((of_tasks / f"{staged.ATTEMPT}0").read_text())["driver"][1]
+        agents = until(lambda: len(found := callers_of(port)) == 2 and found, WAIT, "agents that wait")
         handle.cancel()
         with pytest.raises(RunCancelledError):
             handle.result(WAIT)
-        until(lambda: not ranks_with(marker), WAIT / 4, "the end of the ranks")
+        until(lambda: not any(map(psutil.pid_exists, agents)), WAIT, "the end of the agents")
     finally:
         submitter.resume()
 
 
-def ranks_with(marker: str) -> list[int]:
-    return [pid for pid in processes_with(marker) if "rankzero.worker" in describe(pid)]
+def callers_of(port: int) -> set[int | None]:
+    """Processes that are connected to a port of this host."""
+    return {found.pid for found in psutil.net_connections("tcp") if found.raddr and found.raddr.port == port}
 
 
 @pytest.mark.soak
