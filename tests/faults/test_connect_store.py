@@ -1,6 +1,5 @@
 """Runs on an object store that are driven in their own stage: the executors see nothing else of the run."""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def drivers_of(server: ConnectServer) -> list[psutil.Process]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """Of one that has just ended nothing."""
-    with contextlib.suppress(psutil.Error):
+    """Empty for one that has ended, also while it is looked at."""
+    with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
 
