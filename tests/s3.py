@@ -12,7 +12,7 @@ from pathlib import Path
 from tests import servers
 from tests.conftest import free_port, until
 
-START_TIMEOUT = 60
+START_TIMEOUT = 180
 
 SERVER = """
 import sys

@@ -16,7 +16,7 @@ from tests.conftest import describe, until
 STOP_TIMEOUT = 30.0
 """Seconds for a server to end by itself."""
 
-GONE = 5.0
+GONE = 30.0
 """Seconds for the kernel to end what got SIGKILL."""
 
 

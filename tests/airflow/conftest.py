@@ -36,6 +36,12 @@ os.environ.update(
 )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def airflows_logging() -> None:
+    """Airflow takes the handlers of the root logger when it is imported: `caplog` adds its own after that."""
+    import airflow  # noqa: F401
+
+
 @pytest.fixture(autouse=True)
 def airflows_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
     """A task that Airflow runs in this process (`dag.test`) leaves its handler of SIGTERM."""

@@ -45,7 +45,7 @@ def test_numbers_and_scripts_may_be_templates_and_values_of_other_tasks(
         num_processes=count(),
         processes_per_task="{{ params.ranks }}",
         timeout="{{ params.lr * 1000 }}",
-        start_timeout="{{ 60 }}",
+        start_timeout="{{ 480 }}",
         hang_timeout="{{ none }}",
         max_restarts="{{ params.ranks - 1 }}",
         conn_id="here",
@@ -57,7 +57,7 @@ def test_numbers_and_scripts_may_be_templates_and_values_of_other_tasks(
     assert outcome.xcom("script") == 2, outcome.errors
     (job,) = (json.loads(path.read_text()) for path in store.glob("*__script-*/job.json"))
     names = ("num_processes", "processes_per_task", "timeout", "start_timeout", "hang_timeout", "max_restarts")
-    assert [job[name] for name in names] == [2, 2, 250.0, 60, None, 1]
+    assert [job[name] for name in names] == [2, 2, 250.0, 480, None, 1]
 
 
 def test_mapped_numbers_and_scripts(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:

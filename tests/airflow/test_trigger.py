@@ -99,9 +99,9 @@ def test_a_run_that_is_not_the_triggers_to_end_goes_on(
     handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
     trigger = make_trigger(handle.directory, submission)
     trigger.task_instance = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=-1)
-    asyncio.run(asyncio.wait_for(trigger.on_kill(), 60))
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
     (tmp_path / "go").touch()
-    assert handle.result(60) == 7
+    assert handle.result(120) == 7
 
 
 def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_many_reports_are_thinned_and_the_last_one_kept(tmp_path: Path, marker: 
 
     launcher = Launcher(1, engine=LocalEngine(), store=tmp_path / "runs", env={"MARK": marker})
     handle = launcher.submit(train)
-    handle.wait(60)
+    assert handle.wait(240)
     shown = describe_run(handle)
     rows = [record.data for record in shown["reports"].records]
     assert (len(rows), rows[0]["step"], rows[-1]["step"]) == (TABLE_ROWS, 0, 4999)

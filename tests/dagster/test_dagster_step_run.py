@@ -76,7 +76,7 @@ def open_step(tmp_path: Path, marker: str) -> Iterator[Open]:
     left = [RunHandle.attach(job.parent) for job in (tmp_path / "runs").glob("*/job.json")]
     for handle in left:
         handle.cancel()
-    assert all(handle.wait(30) for handle in left)
+    assert all(handle.wait(120) for handle in left)
 
 
 def test_re_executions_at_the_same_time_have_trainings_of_their_own(

@@ -139,7 +139,7 @@ def test_ctrl_c_of_dagster_dev_ends_the_trainings_of_its_runs(environment: dict[
         await_training(terminal, tmp_path)
         assert_ctrl_c_ends_it(terminal, environment, tmp_path)
         # What the webserver, the daemon and the code server were, too.
-        assert wait_until_gone(dagster.marker) == []
+        assert wait_until_gone(dagster.marker, WAIT) == []
     finally:
         dagster.stop()
         for terminal in terminals:

@@ -10,7 +10,7 @@ import pytest
 from tests import servers
 from tests.conftest import until
 
-START_TIMEOUT = 60.0
+START_TIMEOUT = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rankzero import (
     WorkerFailedError,
 )
 from rankzero.doctor.examine import examine
+from rankzero.engines.connect.server import SESSION_WINDOW
 
 WAIT = 90.0
 
@@ -107,12 +109,15 @@ def test_launches_of_fresh_processes_share_what_is_warm(
         lines = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.splitlines()
         return json.loads(lines[-2]), lines[-1]
 
-    (total, artifacts, _), jvm = launch()
-    again, _ = launch()
-    assert (total, again[0]) == (30.0, 30.0)
+    window = time.time() // SESSION_WINDOW
+    launches = [launch(), launch()]
+    if time.time() // SESSION_WINDOW != window:
+        # They may have got a session each, but not this one, too.
+        launches.append(launch())
+    assert {total for (total, *_), _ in launches} == {30.0}
     # By this id Spark keeps Python daemons apart, each of which would import everything anew.
-    assert again[1] == artifacts
-    assert jvm == "no jvm"
+    assert len({artifacts for (_, artifacts, _), _ in launches}) < len(launches)
+    assert {jvm for _, jvm in launches} == {"no jvm"}
 
 
 def test_first_cause_of_a_failed_rank(on_connect: Launcher) -> None:

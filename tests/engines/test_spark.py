@@ -206,7 +206,7 @@ def test_a_run_is_cancelled_from_another_process_by_its_directory(on_session: La
     )
     thread.join(WAIT)
     assert len(errors) == 1
-    assert wait_until_gone(marker, 3.0) == []
+    assert wait_until_gone(marker) == []
 
 
 def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launcher, session: Any) -> None:
@@ -297,13 +297,14 @@ Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker
 """
     caller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
-    assert caller.stdout.readline() == "[0] asleep\n"
+    # A start on a busy machine may say that it waits.
+    assert any(line == "[0] asleep\n" for line in caller.stdout)
     caller.kill()
     caller.wait()
     handle = RunHandle.attach(tmp_path / "owned")
     assert handle.wait(WAIT)
     assert handle.status().state == "cancelled"
-    assert wait_until_gone(marker, 5.0) == []
+    assert wait_until_gone(marker) == []
 
 
 def test_different_python_versions_are_named(launcher: Launcher) -> None:

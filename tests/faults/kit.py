@@ -224,10 +224,13 @@ class SlotsSession(LocalSession):
     def __init__(self, job: Job, file: str) -> None:
         super().__init__(job)
         self._file = Path(file)
+        self._slots = 0
 
     def slots(self) -> int:
-        """What the file says."""
-        return int(self._file.read_text())
+        """What the file says, or what it said: whoever writes to it empties it first."""
+        if text := self._file.read_text():
+            self._slots = int(text)
+        return self._slots
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.conftest import LOOK, ROOT, describe, processes_with, until, wait_until_gone
+from tests.conftest import LOOK, ORPHAN_TIMEOUT, ROOT, describe, processes_with, until, wait_until_gone
 from tests.faults import kit
 from tests.faults.kit import Proxy
 from tests.faults.trainings import expected
@@ -45,7 +45,7 @@ HANG_TIMEOUT = 4.0
 ROUND_BOUND = 150.0
 """Seconds for a round, however it is hurt."""
 
-GONE = 8.0
+GONE = ORPHAN_TIMEOUT
 """Seconds after a round for every process to be gone: a driver's death is heard of, and ranks get their grace."""
 
 COMMIT_LAG = 3.0

@@ -74,9 +74,12 @@ def driver_of(handle: RunHandle[Any]) -> int:
 
 
 def is_on_executor(status: RunStatus) -> int | None:
-    if status.driver_pid is None or not psutil.pid_exists(status.driver_pid):
+    if status.driver_pid is None:
         return None
-    parents = [parent.name() for parent in psutil.Process(status.driver_pid).parents()]
+    try:
+        parents = [parent.name() for parent in psutil.Process(status.driver_pid).parents()]
+    except psutil.NoSuchProcess:
+        return None
     return status.driver_pid if "java" in parents else None
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ def on_store(launcher: Launcher, server: ConnectServer, s3_server: S3Server, buc
 
 
 def submitters() -> list[psutil.Process]:
-    drivers = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
-    return [driver for driver in drivers if "rankzero.driver" in " ".join(driver.cmdline())]
+    return [child for child in psutil.Process().children() if "rankzero.driver" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Empty for one that has ended, also while it is looked at."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def train(folder: str, enough: str) -> list[Any]:

@@ -126,7 +126,8 @@ FOLLOW = """
 import json, sys
 from rankzero import RunHandle
 handle = RunHandle.attach(sys.argv[1])
-print(json.dumps([list(handle.logs(follow=True)), handle.result()]))
+# A start on a busy machine may say that it waits.
+print(json.dumps([[line for line in handle.logs(follow=True) if "rankzero:" not in line], handle.result()]))
 """
 
 
@@ -146,7 +147,7 @@ def test_after_its_drivers_death_a_run_goes_on_under_the_same_id(single: Launche
     strike_driver(handle, signal.SIGKILL)
     with pytest.raises(EngineError, match="died without ending the run"):
         handle.result(WAIT)
-    assert wait_until_gone(marker, 5.0) == []
+    assert wait_until_gone(marker) == []
     (tmp_path / "go").touch()
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 1"
 
@@ -187,7 +188,7 @@ launcher.submit(count_and_wait, {str(tmp_path)!r})
 
 
 def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -> None:
-    handle = start(single.options(orphan_timeout=2.0), tmp_path)
+    handle = start(single.options(orphan_timeout=4.0), tmp_path)
     assert not handle.wait(6.0)
     (tmp_path / "go").touch()
     assert handle.result(WAIT) == "attempt 0"
@@ -196,12 +197,12 @@ def test_a_follower_keeps_a_leased_run_alive(single: Launcher, tmp_path: Path) -
 def test_the_last_follower_is_not_waited_for(single: Launcher, tmp_path: Path) -> None:
     handle = start(single.options(orphan_timeout=3600.0), tmp_path)
     last = RunHandle.attach(handle.directory)
-    last.hold(2.0)
+    last.hold(4.0)
     # It holds as long as it follows.
-    assert not last.wait(5.0)
+    assert not last.wait(6.0)
     run = RunDirectory(handle.directory)
     until(lambda: run.status().final, WAIT, "the end of the run")
-    with pytest.raises(RunCancelledError, match=r"its last follower was absent for 2.0 s"):
+    with pytest.raises(RunCancelledError, match=r"its last follower was absent for 4.0 s"):
         handle.result()
 
 

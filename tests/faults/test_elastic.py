@@ -187,8 +187,8 @@ def fail_and_leave(slots: str) -> None:
 
 def test_a_wait_between_two_attempts_counts_for_the_timeout(growing: Launcher, slots: Path) -> None:
     slots.write_text("1")
-    brief = growing.options(num_processes=1, max_restarts=1, timeout=2.0, start_timeout=30.0)
-    with pytest.raises(RunTimeoutError, match=r"timeout=2.0 s and was ended between two attempts"):
+    brief = growing.options(num_processes=1, max_restarts=1, timeout=4.0, start_timeout=30.0)
+    with pytest.raises(RunTimeoutError, match=r"timeout=4.0 s and was ended between two attempts"):
         brief.run(fail_and_leave, str(slots))
 
 

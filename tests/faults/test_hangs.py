@@ -105,12 +105,12 @@ def test_steps_and_reports_are_progress(launcher: Launcher) -> None:
         parameter = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         # Each kind alone lasts longer than the timeout.
-        for _ in range(3):
-            time.sleep(HANG_TIMEOUT / 2)
+        for _ in range(12):
+            time.sleep(HANG_TIMEOUT / 8)
             parameter.grad = torch.ones(1)
             optimizer.step()
-        for _ in range(3):
-            time.sleep(HANG_TIMEOUT / 2)
+        for _ in range(12):
+            time.sleep(HANG_TIMEOUT / 8)
             rt.report({})
         return "moving"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, processes_with, until
+from tests.conftest import ORPHAN_TIMEOUT, ROOT, processes_with, until
 from tests.faults import kit
 from tests.faults.kit import Arrival, Proxy, ProxyEngine
 from tests.faults.trainings import HOLD_AT, STEPS, arrive, expected, train
@@ -68,7 +68,7 @@ HEALED = 20.0
 ENDED = 35.0
 """From a stop after the last commit to the end of the run, which waits for the final messages."""
 
-GONE = 5.0
+GONE = ORPHAN_TIMEOUT
 """From the end of a driver to the end of every process of its run."""
 
 RESTARTED = 40.0
@@ -282,9 +282,9 @@ class Stage:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        # A driver in its commit is hurt between two steps.
-        pace = 1.0 if (self.cell.target, self.cell.moment) == ("driver", "checkpoint") else 0.0
-        return {"folder": str(self.folder), "moment": self.cell.moment, "who": self.cell.who, "pace": pace}
+        # A driver in its commit is hurt before there is another checkpoint.
+        stays = (self.cell.target, self.cell.moment) == ("driver", "checkpoint")
+        return {"folder": str(self.folder), "moment": self.cell.moment, "who": self.cell.who, "stays": stays}
 
     def start(self, **options: Any) -> RunHandle[Any]:
         """Submits the training, or runs it in a thread of this process."""
@@ -414,14 +414,19 @@ def driver_of(handle: RunHandle[Any]) -> int:
 
 
 def fill(disk: Path) -> None:
-    """Leaves no room, down to the last byte."""
-    with open(disk / "filler", "ab", buffering=0) as file:
+    """Leaves no room, down to the last byte; takes what a file gives back that was just being replaced, too."""
+    until(lambda: not take_room(disk / "filler"), WAIT, "a full disk", pause=0.2)
+
+
+def take_room(filler: Path) -> int:
+    """The bytes that there were."""
+    with open(filler, "ab", buffering=0) as file:
+        before = file.tell()
         for size in (1 << 16, 1 << 12, 1):
-            try:
+            with suppress(OSError):
                 while file.write(b"\0" * size):
                     pass
-            except OSError:
-                continue
+        return file.tell() - before
 
 
 # -- what comes of it --------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_whatever_dies_takes_the_ranks_along_and_is_named(
     running(handle)
     strike(handle)
     assert handle.wait(WAIT)
-    assert wait_until_gone(marker, 5.0) == []
+    assert wait_until_gone(marker) == []
     status = handle.status()
     assert status.state == state
     assert status.error is not None

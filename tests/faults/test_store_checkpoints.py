@@ -213,7 +213,7 @@ def test_the_value_of_an_attempt_that_fails_is_deleted(launcher: Launcher, bucke
     assert [key.rsplit("/", 1)[-1] for key in keys(bucket) if "/result/" in key] == ["value-1.safetensors"]
 
 
-def half(folder: str, how: str) -> list[Any]:
+def half(folder: str, how: str, bucket: str) -> list[Any]:
     """Commits a checkpoint; what comes of the second depends on ``how``: rank 1 gets to the middle of its upload."""
     import time
 
@@ -240,6 +240,9 @@ def half(folder: str, how: str) -> list[Any]:
         upload._file.flush()
         Path(folder, "half").touch()
         if how == "die":
+            # The store may still complete an upload whose rank has died meanwhile.
+            while not any("0000-000001/rank-0." in key for key in keys(bucket)):
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         while not Path(folder, "go").exists():
             time.sleep(0.01)
@@ -257,7 +260,7 @@ def test_a_rank_that_dies_in_its_upload_costs_that_checkpoint_and_leaves_nothing
     launcher: Launcher, bucket: str, tmp_path: Path
 ) -> None:
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1)
-    assert launcher.run(half, str(tmp_path), "die") == [1, 0]
+    assert launcher.run(half, str(tmp_path), "die", bucket) == [1, 0]
     folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
     assert unfinished(bucket) == []
@@ -267,16 +270,52 @@ def test_a_driver_that_dies_between_parts_and_manifest_has_committed_nothing(
     launcher: Launcher, bucket: str, tmp_path: Path
 ) -> None:
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run")
-    handle = launcher.submit(half, str(tmp_path), "wait")
+    handle = launcher.submit(half, str(tmp_path), "wait", bucket)
     until(lambda: (tmp_path / "half").exists(), WAIT, "the half of an upload")
     until(lambda: any("0000-000001/rank-0." in key for key in keys(bucket)), WAIT, "a part")
     driver = handle.status().driver_pid
     assert driver
     os.kill(driver, signal.SIGKILL)
     assert handle.wait(WAIT)
-    assert launcher.submit(half, str(tmp_path), "wait").result(WAIT) == [1, 0]
+    assert launcher.submit(half, str(tmp_path), "wait", bucket).result(WAIT) == [1, 0]
     folders = {key.split("/")[4] for key in keys(bucket) if "/checkpoints/" in key}
     assert folders == {"0000-000000"}
+    assert unfinished(bucket) == []
+
+
+def test_an_upload_that_a_rank_began_anew_leaves_nothing(launcher: Launcher, bucket: str) -> None:
+    def train() -> None:
+        import io
+        import time
+
+        import torch
+
+        import rankzero.train as rt
+        from rankzero.store import remote
+
+        write, left = remote.Upload.write, list[Any]()
+
+        def fail(upload: remote.Upload, data: Any) -> int:
+            written = write(upload, data)
+            if not left and written >= 1 << 20:
+                # The store is away, for whoever would abort this, too.
+                upload._file.flush()
+                left.append(upload._file)
+                upload._file = io.BytesIO()
+                raise ConnectionResetError("the store cannot be reached")
+            return written
+
+        remote.Upload.write = fail  # type: ignore[method-assign]
+        # As long as this process: to be forgotten would close it.
+        remote.left = left  # type: ignore[attr-defined]
+        rt.report({}, checkpoint={"numbers": torch.ones(NUMBERS)})
+        while rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        assert left
+
+    launcher = launcher.options(num_processes=1, store=f"{bucket}/runs", run_id="run")
+    launcher.run(train)
+    assert [manifest.index for manifest in RunHandle.attach(f"{bucket}/runs/run").checkpoints()] == [0]
     assert unfinished(bucket) == []
 
 
@@ -293,7 +332,7 @@ def proxy(s3_server: "S3Server", bucket: str, tmp_path: Path, monkeypatch: pytes
 def test_a_store_that_is_away_in_an_upload_has_it_when_it_is_back(
     launcher: Launcher, bucket: str, tmp_path: Path, proxy: Proxy
 ) -> None:
-    handle = launcher.options(store=f"{bucket}/runs", run_id="run").submit(half, str(tmp_path), "wait")
+    handle = launcher.options(store=f"{bucket}/runs", run_id="run").submit(half, str(tmp_path), "wait", bucket)
     until(lambda: (tmp_path / "half").exists(), WAIT, "the half of an upload")
     proxy.shut()
     (tmp_path / "go").touch()

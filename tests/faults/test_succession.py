@@ -22,10 +22,12 @@ from rankzero.run.liveness import dead_after
 
 WAIT = 60.0
 
-# Silence of fifteen seconds is for clusters.
+# Silence of fifteen seconds is for clusters; a busy machine may well hold a heartbeat up for one.
 PROGRAM = """
 import sys
+from rankzero.driver import recorder
 from rankzero.run import liveness
+recorder.HEARTBEAT_INTERVAL = 0.5
 liveness.DRIVER_DEAD_AFTER, liveness._MISSED = 3.0, 1.0
 from rankzero.driver.main import drive
 from rankzero.run.directory import RunDirectory

@@ -78,7 +78,13 @@ def opened(folder: str, moment: str) -> str:
 
 
 def train(
-    folder: str, moment: str = "", who: int = 0, steps: int = STEPS, pace: float = 0.0, hold_value: bool = False
+    folder: str,
+    moment: str = "",
+    who: int = 0,
+    steps: int = STEPS,
+    pace: float = 0.0,
+    hold_value: bool = False,
+    stays: bool = False,
 ) -> dict[str, Any]:
     """Trains ``steps`` steps with a checkpoint after each.
 
@@ -89,6 +95,7 @@ def train(
         steps: How many.
         pace: Seconds of a step.
         hold_value: The value stops whoever loads it, at the moment ``delivery``.
+        stays: The rank that stops at the moment ``checkpoint`` does not go on once that is reported.
 
     Returns:
         ``value``, and ``history``: the attempts that took part, with the first step of each.
@@ -122,6 +129,8 @@ def train(
             note(Path(folder, "reported"), str(step))
             with open(Path(folder, "reports"), "a") as file:
                 file.write(f"{context.attempt} {step} {time.time()}\n")
+        if held and stays:
+            arrive(folder, "reported-checkpoint", go="never")
     if holds("half"):
         arrive(folder, moment)
     if holds("committed"):

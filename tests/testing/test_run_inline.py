@@ -116,11 +116,26 @@ def fail_on_rank_1() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_the_first_cause_is_that_of_the_rank_that_failed_and_not_its_echo() -> None:
+def leave_the_group_before_it_fails() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rt.barrier()
+    if rt.get_context().rank == 1:
+        dist.destroy_process_group()
+        # Its peer hears of that first.
+        time.sleep(0.3)
+        raise ValueError("rank 1 has no data")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("function", [fail_on_rank_1, leave_the_group_before_it_fails])
+def test_the_first_cause_is_that_of_the_rank_that_failed_and_not_its_echo(function: Any) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 failed: ValueError: rank 1 has no data") as caught:
-        run_inline(fail_on_rank_1, world_size=2)
+        run_inline(function, world_size=2)
     assert (caught.value.rank, caught.value.exception_type) == (1, "ValueError")
-    assert "fail_on_rank_1" in str(caught.value.traceback)
+    assert function.__name__ in str(caught.value.traceback)
 
 
 def fail_before_there_is_a_group() -> None:

@@ -246,14 +246,18 @@ class Attempt:
             group.wait(policy.STOP_MARGIN)
 
     def _await_commits(self, timeout: float) -> None:
-        """Waits for what is on its way to the store, less long once called off; sweeps an attempt that has failed."""
+        """Waits for what is on its way to the store, less long once called off; then nobody writes there, and what was
+        begun and not ended is deleted.
+        """
         deadline = time.monotonic() + timeout
         self._committer.release()
         deadline = self._await_committer(deadline)
         if self._stopping and self.outcome is None:
             # Not before: the value that was on its way may have made it a success.
             self._storage.sweep()
-            self._await_committer(deadline)
+        else:
+            self._storage.abort_uploads()
+        self._await_committer(deadline)
         self._committer.close(0.0 if self._committer.is_busy else TICK)
         self._take_all()
 

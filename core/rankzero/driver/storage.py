@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
 from rankzero.driver.outcome import Outcome
 from rankzero.driver.rows import remove_rows
+from rankzero.run.checkpoints import FOLDER
 from rankzero.run.directory import RunDirectory
 from rankzero.values.formats import SHARDS
 from rankzero.values.ref import ResultRef, fingerprint_of
@@ -101,6 +103,12 @@ class Storage:
         self._committer.do(lambda: remove_rows(self._run, attempts, self._committer.tables))
         if self._run.is_remote:
             self._committer.do(lambda: remove_values(self._run, attempts))
+
+    def abort_uploads(self) -> None:
+        """Has deleted what ranks of this attempt had begun to write, and began anew when the store was back."""
+        begins = self._run.path(FOLDER, f"{self._number:04d}-"), self._run.path("result", f"value-{self._number}.")
+        for begin in begins if self._run.is_remote else ():
+            self._committer.do(functools.partial(store.abort_uploads, begin))
 
     def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
         """Rank 0's value is in its place, or the store refused it.

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.driver.failure import CAUSE_WINDOW
 from rankzero.errors import InvalidJobError, WorkerFailedError
 from rankzero.testing import rank as ranks
+from rankzero.worker.failures import describe
 
 if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
@@ -121,8 +124,7 @@ def run_inline(
     except BaseException as error:
         if not (had_group or dist.is_initialized()):
             _count_groups_anew()
-        if isinstance(error, Exception) and (failure := peers.failure()):
-            # A broken collective is the echo of it.
+        if isinstance(error, Exception) and (failure := peers.failure_behind(error)):
             raise failure from error
         raise
     else:
@@ -249,6 +251,13 @@ class _Peers:
                 what = f"rank {rank} ended with code {process.returncode}"
                 return WorkerFailedError(what, rank=rank, host=HOST, exit_code=process.returncode)
         return None
+
+    def failure_behind(self, error: Exception) -> WorkerFailedError | None:
+        """The same, of which the error of rank 0 may be the echo: a broken collective is seen before its cause."""
+        deadline = time.monotonic() + (CAUSE_WINDOW if describe(error)["collateral"] else 0.0)
+        while not (found := self.failure()) and time.monotonic() < deadline:
+            time.sleep(WATCH_EVERY)
+        return found
 
     def kill(self) -> None:
         """Ends those that live."""

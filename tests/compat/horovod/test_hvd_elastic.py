@@ -61,7 +61,9 @@ def train(slots: str, sizes: list[int]) -> Any:
         while hvd.rank() == 0 and not is_kept(state.batch):
             time.sleep(0.01)
         if hvd.rank() == 0:
-            Path(slots).write_text(str(sizes[attempt + 1]))
+            # Never seen half written.
+            Path(f"{slots}-new").write_text(str(sizes[attempt + 1]))
+            Path(f"{slots}-new").replace(slots)
         hvd.barrier()
         raise RetryableError("the world changes")
 

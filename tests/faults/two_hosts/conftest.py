@@ -31,7 +31,7 @@ TOOLS = ("ip", "unshare", "nsenter", "mount")
 INTERFACE = "eth0"
 """Name of every host's interface on the switch."""
 
-START_TIMEOUT = 60.0
+START_TIMEOUT = 240.0
 END_TIMEOUT = 15.0
 CALL_TIMEOUT = 120.0
 
