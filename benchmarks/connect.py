@@ -1,9 +1,11 @@
 """From a fresh process to rank 0's result on Spark Connect, beside pyspark's TorchDistributor there and the floor.
 
 Run: ``python benchmarks/connect.py [runs]``. One server runs throughout; each launch is a Python process of its own, as
-a pipeline's task is, and its time that of the whole process. What is compared runs in turn.
+a pipeline's task is, and its time that of the whole process. What is compared runs in turn. Submitted runs are driven
+in their own stage, on a path and on an object store (moto's server).
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -36,6 +38,12 @@ def ours(url: str, store: str) -> object:
     return Launcher(RANKS, engine=SparkConnectEngine(url), store=store).run(all_reduce)
 
 
+def submitted(url: str, store: str) -> object:
+    from rankzero import Launcher, SparkConnectEngine
+
+    return Launcher(RANKS, engine=SparkConnectEngine(url), store=store).submit(all_reduce).result()
+
+
 def peer(url: str, _: str) -> object:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
@@ -64,7 +72,14 @@ def imports(*_: str) -> object:
     return pyspark.sql.connect.session
 
 
-ACTIONS: dict[str, Callable[..., object]] = {"ours": ours, "peer": peer, "floor": floor, "imports": imports}
+ACTIONS: dict[str, Callable[..., object]] = {
+    "ours": ours,
+    "submitted": submitted,
+    "peer": peer,
+    "floor": floor,
+    "imports": imports,
+}
+BUCKET = "s3://benchmark"
 
 
 def fresh(name: str, url: str, store: str) -> Callable[[], object]:
@@ -76,27 +91,43 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     os.environ.setdefault("RANKZERO_TEST_SUITE", "benchmark")
     from tests.engines.connect_server import connect_server
+    from tests.s3 import s3_server
 
     report = Report("connect", "Spark Connect: fresh process to result, 2 ranks, one all-reduce")
-    found: dict[str, list[float]] = {name: [] for name in ACTIONS}
-    with tempfile.TemporaryDirectory(prefix="rankzero-bench-") as store, connect_server(Path(store)) as server:
+    found: dict[str, list[float]] = {name: [] for name in (*ACTIONS, BUCKET)}
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="rankzero-bench-"))
+        # Executors find it by the server's own environment.
+        os.environ.update(stack.enter_context(s3_server(Path(store))).environment)
+        make_bucket()
+        server = stack.enter_context(connect_server(Path(store)))
         runs = {name: fresh(name, server.url, store) for name in ACTIONS}
+        runs[BUCKET] = fresh("submitted", server.url, BUCKET)
         first = timed(runs["ours"])
-        for name in ("peer", "ours", "ours", "floor"):
+        for name in ("peer", "ours", "ours", "submitted", BUCKET, "floor"):
             runs[name]()
         for _ in range(RUNS):
-            for name in ("floor", "ours", "imports") * SHORT:
+            for name in ("floor", "ours", "imports", "submitted", BUCKET) * SHORT:
                 found[name] += timed(runs[name])
             found["peer"] += timed(runs["peer"])
     imported = report.add("importing pyspark's client of Spark Connect", found["imports"])
     least = report.add("no-op barrier stage, pyspark's client", found["floor"])
     seconds = report.add("rankzero", found["ours"])
     report.add("rankzero, the first launch on a server", first)
+    path = report.add("rankzero, submitted: driven in its stage", found["submitted"])
+    url = report.add("the same with the run on an object store", found[BUCKET])
     theirs = report.add("TorchDistributor", found["peer"])
     report.hold("rankzero / TorchDistributor", seconds / theirs, 0.1)
     report.hold("rankzero / floor (no-op barrier stage)", seconds / least, 1.0)
     report.hold("seconds beyond the imports", seconds - imported, 1.0)
+    report.hold("submitted: seconds that an object store takes longer than a path", url - path, 2.0)
     report.finish()
+
+
+def make_bucket() -> None:
+    import s3fs
+
+    s3fs.S3FileSystem().mkdir(BUCKET)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rankzero.channel import auth
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.driver_end.server import ChannelServer
 from rankzero.channel.driver_end.tls import make_identity
+from rankzero.channel.sockets import listen
 
 MEGABYTES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 256
 RUNS = 5
@@ -49,13 +50,12 @@ def transfer(directory: str, *, encrypt: bool) -> tuple[float, float]:
     inbox: queue.Queue[tuple[float, dict[str, Any]]] = queue.Queue()
     server = ChannelServer(
         secret,
-        "127.0.0.1",
         lambda _, message: inbox.put((time.perf_counter(), message)),
         served={"file": os.path.join(directory, "file")},
         upload_directory=directory,
         identity=identity,
     )
-    arguments = (server.start(), secret, identity and identity.certificate, directory)
+    arguments = (server.start(listen("127.0.0.1", None)), secret, identity and identity.certificate, directory)
     process = get_context("fork").Process(target=agent, args=arguments)
     started = time.perf_counter()
     process.start()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.conftest import free_port
 
+from rankzero import LocalEngine
 from rankzero.cli import main
+from rankzero.doctor.examine import examine
 from rankzero.doctor.findings import OK, PROBLEM, WARNING, judge
 
 
@@ -110,3 +113,17 @@ def test_ranks_that_cannot_start_are_a_problem_with_what_to_do(tmp_path: Path) -
     assert told.exit_code == 1
     assert "InsufficientSlotsError" in told.output
     assert "examine fewer ranks" in told.output
+
+
+def never(*_: object) -> None:
+    while True:
+        time.sleep(1)
+
+
+def test_ranks_that_hang_while_they_look_around_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a host sees its peers at the rendezvous, and not at the first all-reduce."""
+    monkeypatch.setattr("rankzero.doctor.examine.look_around", never)
+    monkeypatch.setattr("rankzero.doctor.examine.HANG_TIMEOUT", 1.0)
+    found = examine(LocalEngine(), store=str(tmp_path))
+    assert not found.healthy
+    assert "no rank made progress" in found.findings[-1].what

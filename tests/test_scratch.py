@@ -1,5 +1,6 @@
 """The directory in which a driver has what is on its way to an object store."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,7 +11,13 @@ import pytest
 
 from rankzero.driver.scratch import NEW, Scratch
 
-DRIVER = "import sys; from rankzero.driver.scratch import Scratch; print(Scratch().path, flush=True); sys.stdin.read()"
+DRIVER = """
+import sys
+from rankzero.driver.scratch import Scratch
+own = Scratch()
+print(own.path, flush=True)
+sys.stdin.read()
+"""
 
 
 def driver() -> tuple[subprocess.Popen[str], Path]:
@@ -46,3 +53,24 @@ def test_what_a_killed_driver_left_goes_with_the_next_one(tmp_path: Path, monkey
         for process in (killed, living):
             process.kill()
             process.communicate()
+
+
+def test_one_that_nobody_removes_goes_with_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an attempt whose store fails before there is an agent."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    own = Scratch()
+    assert os.path.isdir(own.path)
+    del own
+    gc.collect()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_place_that_cannot_be_listed_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(os, "listdir", refuse)
+    own = Scratch()
+    assert os.path.isdir(own.path)
+    own.remove()

@@ -19,6 +19,7 @@ import rankzero
 from rankzero import Launcher
 from rankzero.channel.auth import new_secret
 from rankzero.channel.driver_end.server import ChannelServer
+from rankzero.channel.sockets import listen
 
 BOUND = 60.0
 
@@ -37,9 +38,9 @@ def test_of_a_holder_that_stands_still_and_dies_nothing_is_left(
     monkeypatch.setenv("MARK", marker)
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
     secret = new_secret()
-    server = ChannelServer(secret, "127.0.0.1", lambda _, message: inbox.put(message), upload_directory=str(tmp_path))
+    server = ChannelServer(secret, lambda _, message: inbox.put(message), upload_directory=str(tmp_path))
     config = {
-        "driver": [["127.0.0.1"], server.start()],
+        "driver": [["127.0.0.1"], server.start(listen("127.0.0.1", None))],
         "secret": secret,
         "use_gpu": False,
         "ports": None,

@@ -19,6 +19,7 @@ from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.driver_end.server import ChannelServer
 from rankzero.channel.driver_end.tls import Identity, make_identity
 from rankzero.channel.frames import Message
+from rankzero.channel.sockets import listen
 
 TIMEOUT = 20.0
 
@@ -26,7 +27,9 @@ TIMEOUT = 20.0
 class Serving:
     """A running server, what it was told, and the agents that were made for it."""
 
-    def __init__(self, directory: Path, host: str = "127.0.0.1", **options: Any) -> None:
+    def __init__(
+        self, directory: Path, host: str = "127.0.0.1", ports: tuple[int, int] | None = None, **options: Any
+    ) -> None:
         self.inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
         self.secret = auth.new_secret()
         self.directory = directory
@@ -40,13 +43,12 @@ class Serving:
         self.identity: Identity | None = options.get("identity")
         self.server = ChannelServer(
             self.secret,
-            host,
             lambda task, message: self.inbox.put((task, message)),
             upload_directory=str(directory),
             **options,
         )
         self.host = host
-        self.port = self.server.start()
+        self.port = self.server.start(listen(host, ports))
 
     @property
     def address(self) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from rankzero.channel.agent_end.client import ChannelClosed
 from rankzero.channel.auth import Handshake, Hello
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED
 from rankzero.channel.frames import Message
+from rankzero.channel.session import LEFT
 from rankzero.values.digest import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -197,6 +198,7 @@ def test_a_second_session_of_one_task_is_refused_and_the_first_goes_on(serving: 
     first.queue({"type": "still first"})
     assert serving.next() == (0, {"type": "still first"})
     first.close(5.0)
+    assert serving.next() == (0, {"type": LEFT})
     third = serving.client(0)
     third.queue({"type": "third"})
     assert serving.next() == (0, {"type": "third"})

@@ -16,6 +16,8 @@ from rankzero.channel import limits
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST
 from rankzero.channel.frames import FrameError, Message
+from rankzero.channel.session import LEFT
+from rankzero.channel.sockets import listen
 from rankzero.values.digest import digest_of_file
 
 Receive = Callable[..., list[Message]]
@@ -68,7 +70,7 @@ def test_close_delivers_everything_and_is_not_a_loss(
     seen = [message for _, message in iter_queue(serving)]
     assert [message["n"] for message in seen if message["type"] == "log"] == list(range(200))
     types = [message["type"] for message in seen if message["type"] != "log"]
-    assert types == ["bye", "uploaded", "commit"]
+    assert types == ["bye", "uploaded", "commit", LEFT]
     with pytest.raises(ChannelClosed):
         client.receive()
     other = serving.client(1)
@@ -264,8 +266,8 @@ def test_a_driver_that_fails_on_a_message_gets_the_next(serve: Any, tmp_path: Pa
         arrived.set()
 
     secret = "ab" * 32
-    server = ChannelServer(secret, "127.0.0.1", on_message)
-    client = ChannelClient(["127.0.0.1"], server.start(), secret, 0)
+    server = ChannelServer(secret, on_message)
+    client = ChannelClient(["127.0.0.1"], server.start(listen("127.0.0.1", None)), secret, 0)
     client.start()
     client.queue({"type": "bad"})
     client.queue({"type": "good"})

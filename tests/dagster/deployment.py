@@ -101,6 +101,8 @@ class Deployment:
             **environment,
             "DAGSTER_HOME": str(home),
             "DAGSTER_OF_TEST": self.marker,
+            # A run that a busy machine starts slowly fails before it has begun.
+            "DAGSTER_GRPC_TIMEOUT_SECONDS": str(int(START_TIMEOUT)),
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self._server = start(*command, log=home / "dagster-dev.log", env=variables)

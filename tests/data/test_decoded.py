@@ -1,11 +1,15 @@
 """Decoded groups of rows, where several tasks of a host need the same ones."""
 
 import contextlib
+import errno
+import fcntl
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +116,58 @@ def test_one_whose_process_hangs_is_decoded_here(tasks: list[Path], monkeypatch:
     with decoding_elsewhere(first):
         assert decoded.place(str(second), lambda: batch_of(2)) is None
     assert number_at(second) == 2
+
+
+def test_a_group_that_a_dead_host_left_without_content_is_decoded_here(tasks: list[Path]) -> None:
+    dead, alive = (task / "group.arrow" for task in tasks[:2])
+    decoded.place(str(dead), lambda: batch_of(1))
+    dead.write_bytes(b"")
+    assert decoded.place(str(alive), lambda: batch_of(2)) is None
+    assert number_at(alive) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_was_forked_while_a_group_was_decoded_holds_nobody_up(
+    tasks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker of a `DataLoader` that is started while a thread reads ahead."""
+    path, other = (task / "group.arrow" for task in tasks[:2])
+    forked = list[int]()
+
+    def decode() -> Any:
+        if pid := os.fork():
+            forked.append(pid)
+            return batch_of(1)
+        signal.pause()
+
+    try:
+        assert decoded.place(str(path), decode) is None
+        path.unlink()
+        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the lock is held"))
+        assert decoded.place(str(other), lambda: batch_of(2)) is None
+    finally:
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert number_at(other) == 2
+
+
+def test_where_files_cannot_be_locked_groups_are_decoded_all_the_same(
+    tasks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = tasks[0] / "group.arrow"
+    assert decoded.place(str(path), lambda: batch_of(1)) is None
+    assert number_at(path) == 1
+
+
+def test_a_group_behind_a_link_in_the_place_of_a_directory_is_not_taken(tmp_path: Path, tasks: list[Path]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    decoded.place(str(elsewhere / "group.arrow"), lambda: batch_of(1))
+    (tmp_path / "rankzero-agent-link").symlink_to(elsewhere)
+    assert decoded.place(str(tasks[0] / "group.arrow"), lambda: batch_of(2)) is None
+    assert number_at(tasks[0] / "group.arrow") == 2

@@ -42,3 +42,8 @@ def test_a_larger_one_is_shuffled_by_blocks_and_within_windows(rows: int, monkey
     assert min(window) < rows * 0.2
     assert window != sorted(window)
     assert len({row // 128 for row in first[:20]}) > 10
+
+
+@pytest.mark.parametrize(("mebibytes", "held"), [(256, 256), (257, 128), (900, 128)])
+def test_a_reader_holds_256_mebibytes_at_most(mebibytes: int, held: int) -> None:
+    assert Order(mebibytes << 10, 1 << 10, 1, 0).window == held << 10

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ from tests.engines.connect_server import ConnectServer
 from tests.faults.test_connect import WAIT, driver_of, lose_the_driver
 from tests.s3 import S3Server
 
-from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine, WorkerFailedError
+from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine, WorkerFailedError, store
+from rankzero.run.directory import RunDirectory
+from rankzero.task import staged
 
 
 @pytest.fixture
@@ -32,6 +35,12 @@ def on_store(launcher: Launcher, server: ConnectServer, s3_server: S3Server, buc
 
 def submitters() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "rankzero.driver" in command_of(child)]
+
+
+def drivers_of(server: ConnectServer) -> list[psutil.Process]:
+    """Those in its stages."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    return [process for process in below if "rankzero.driver.staged" in command_of(process)]
 
 
 def command_of(process: psutil.Process) -> str:
@@ -127,6 +136,61 @@ def test_a_run_on_an_object_store_is_cancelled_in_its_stage(on_store: Launcher, 
         handle.result(WAIT)
 
 
+def stale_once(folder: str, enough: str) -> list[Any]:
+    """Trains; the second attempt loses its file system."""
+    import rankzero.train as rt
+
+    if rt.get_context().attempt == 1:
+        rt.barrier()
+        if rt.get_context().rank == 0:
+            raise OSError("Stale file handle")
+        rt.barrier()
+    return train(folder, enough)
+
+
+def test_a_place_that_is_taken_back_and_a_failure_that_restart_on_names_start_ranks_again_within_the_stage(
+    on_store: Launcher, tmp_path: Path
+) -> None:
+    once = on_store.options(max_preemptions=1, max_restarts=1, restart_on=("Stale file handle",))
+    handle = once.submit(stale_once, str(tmp_path), str(tmp_path / "enough"))
+    ranks = await_pids(tmp_path)
+    driver = driver_of(handle)
+    until(handle.checkpoints, WAIT, "a checkpoint")
+    agent = psutil.Process(ranks[1]).parent()
+    assert agent
+    agent.terminate()
+    await_pids(tmp_path, attempt=2)
+    assert driver_of(handle) == driver
+    (tmp_path / "enough").touch()
+    assert handle.result(WAIT) == [2, 1]
+    assert handle.status().preemptions == 1
+    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["preempted", "matched"]
+
+
+def test_a_stage_is_over_when_its_driver_is_done_with_what_comes_after_the_result(
+    on_store: Launcher, tmp_path: Path
+) -> None:
+    from rankzero.tracking import Tracker
+
+    class Slow(Tracker):
+        def end(self, run: Any, status: Any) -> None:
+            (tmp_path / "ending").touch()
+            while not (tmp_path / "go").exists():
+                time.sleep(0.02)
+            (tmp_path / "ended").touch()
+
+    handle = on_store.options(trackers=[Slow()], num_processes=1).submit(float, "0.5")
+    assert handle.result(WAIT) == 0.5
+    until((tmp_path / "ending").exists, WAIT, "the tracker")
+    # Beside the code that it was given it meets its tasks.
+    of_tasks = Path(psutil.Process(driver_of(handle)).cmdline()[-1]).parent
+    folder = RunDirectory(handle.directory).submission_path(0, "stage-0")
+    assert staged.OVER not in [*os.listdir(of_tasks), *store.list_names(folder)]
+    (tmp_path / "go").touch()
+    until(lambda: staged.OVER in store.list_names(folder), WAIT, "the end of the driver")
+    assert (tmp_path / "ended").exists()
+
+
 def test_a_submitter_that_shall_end_does_not_wait_for_a_store_that_is_silent(
     on_store: Launcher, s3_server: S3Server, tmp_path: Path
 ) -> None:
@@ -155,6 +219,44 @@ def test_a_stage_on_an_object_store_that_is_lost_starts_again_with_its_driver(
     on_store: Launcher, tmp_path: Path
 ) -> None:
     lose_the_driver(on_store, train, await_pids, tmp_path)
+
+
+@pytest.mark.soak
+def test_a_stage_whose_driver_cannot_listen_is_driven_from_where_it_was_submitted(on_store: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        handle = on_store.options(ports=(port, port)).submit(float, "0.5")
+        with pytest.raises(EngineError, match="cannot listen for the agents"):
+            # Nor can the submitter's driver, which is on the same host.
+            handle.result(WAIT)
+    assert any("this executor cannot drive the run: its driver cannot listen" in line for line in handle.logs(0))
+
+
+@pytest.mark.soak
+def test_agents_that_wait_for_a_driver_which_begins_no_attempt_end_with_the_run(
+    on_store: Launcher, server: ConnectServer, tmp_path: Path
+) -> None:
+    handle = on_store.submit(train, str(tmp_path), str(tmp_path / "never"))
+    [driver] = until(lambda: drivers_of(server), WAIT, "a driver in the stage")
+    of_tasks = Path(driver.cmdline()[-1]).parent
+    [submitter] = submitters()
+    # The driver in the stage waits for its word, and then goes on without it.
+    submitter.suspend()
+    try:
+        until(lambda: f"{staged.ATTEMPT}0" in os.listdir(of_tasks), WAIT, "a driver that listens")
+        port = json.loads((of_tasks / f"{staged.ATTEMPT}0").read_text())["driver"][1]
+        agents = until(lambda: len(found := callers_of(port)) == 2 and found, WAIT, "agents that wait")
+        handle.cancel()
+        with pytest.raises(RunCancelledError):
+            handle.result(WAIT)
+        until(lambda: not any(map(psutil.pid_exists, agents)), WAIT, "the end of the agents")
+    finally:
+        submitter.resume()
+
+
+def callers_of(port: int) -> set[int | None]:
+    """Processes that are connected to a port of this host."""
+    return {found.pid for found in psutil.net_connections("tcp") if found.raddr and found.raddr.port == port}
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """What a submitter does whose stage, with the driver of the run in it, is lost from sight."""
 
+import json
 import logging
 import os
 import threading
@@ -24,7 +25,8 @@ from rankzero.engines.local import LocalSession
 from rankzero.errors import EngineError
 from rankzero.job import Job
 from rankzero.run.cursor import LogCursor
-from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
+from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus
+from rankzero.store import files
 from rankzero.submit.prepare import prepare
 from rankzero.task import staged
 
@@ -115,6 +117,105 @@ def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_w
         assert list(LogCursor(RunHandle[None].attach(run.directory)).lines(run.status())) == ["[0] waiting for slots"]
     finally:
         driver.finish(state="cancelled")
+
+
+def test_a_submitter_that_was_refused_its_last_lines_does_not_replace_those_of_the_driver_in_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(f"memory://{tmp_path.name}/run")
+    assert run.claim(0)
+    run.write_submission(Job("run", "train", 1, 1, False, None, None, WAIT, {}))
+    through, refused, may_write = files._filesystem, list[str](), threading.Event()
+    submitters: list[threading.Thread] = []
+
+    def filesystem(location: str) -> tuple[Any, str]:
+        if threading.current_thread() in submitters and location.startswith(run.path(LINES, "")):
+            refused.append(location)
+            if not may_write.is_set():
+                raise ConnectionResetError("the store takes nothing")
+        return through(location)
+
+    monkeypatch.setattr(files, "_filesystem", filesystem)
+    submitter = Recorder(run, 0, 0)
+    submitter.log(0, ["of the submitter"])
+    submitter.update(state="starting")
+    submitters += [thread for thread in threading.enumerate() if thread.name == "rankzero-flush"]
+    # By then it has decided which piece is its own.
+    until(lambda: refused, WAIT, "a piece that is refused")
+    submitter.let_go()
+    driver = Recorder(run, 0, 0)
+    driver.carry_on(run.status())
+    driver.log(0, ["of the driver"])
+    driver.update(state="running")
+    until(lambda: run.status().written.get(LINES), WAIT, "lines of the driver")
+    may_write.set()
+    for thread in submitters:
+        thread.join(WAIT)
+    driver.finish(state="cancelled")
+    handle = RunHandle[None].attach(run.directory)
+    assert list(LogCursor(handle).lines(run.status())) == ["[0] of the driver"]
+
+
+def test_a_status_of_the_submitter_that_comes_late_does_not_replace_the_end_of_the_run(tmp_path: Path) -> None:
+    job = Job("run", "train", 1, 1, False, None, None, WAIT, {})
+    run, server, inbox = RunDirectory(str(tmp_path / "run")), Server(), Inbox()
+    assert run.claim(0)
+    run.write_submission(job)
+    recorder = Recorder(run, 0, 0)
+    watch = Watch(run, job, recorder, inbox, leased=False)
+    given = Handover(run, job, 0, recorder, server, Placement(1), inbox, watch)  # type: ignore[arg-type]
+    folder = Path(run.submission_path(0, "stage-0"))
+    with ThreadPoolExecutor(1) as threads:
+        followed = threads.submit(given.run, time.monotonic() + WAIT, {}, Restarts(0, 0))
+        try:
+            until((folder / staged.GO).exists, WAIT, "the submitter to let go")
+            final = RunStatus(state="succeeded", heartbeat=1.0, result={"uri": "r"}, driver_host="executor")
+            staged.put(str(folder), staged.OVER, json.dumps(vars(final)))
+            run.write_status(recorder.status)
+            server.on_end(None)
+            with pytest.raises(DrivenElsewhere):
+                followed.result(WAIT)
+        finally:
+            inbox.interrupt("the test has ended")
+    assert run.status() == final
+
+
+class Cut(Server):
+    """Of a store that cannot be asked while the driver in the stage begins."""
+
+    def launch(self, num_tasks: int, config: Any, on_end: OnEnd) -> Group:
+        group = super().launch(num_tasks, config, on_end)
+        folder = Path(config["stage"]["folder"])
+        folder.rename(folder.with_suffix(".cut"))
+        # Not a directory: what asks for its names fails.
+        folder.touch()
+        return group
+
+
+def test_a_driver_that_began_while_its_store_could_not_be_asked_is_no_start_timeout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job("run", "train", 1, 1, False, None, None, 0.2, {})
+    run, inbox = RunDirectory(str(tmp_path / "run")), Inbox()
+    assert run.claim(0)
+    run.write_submission(job)
+    recorder = Recorder(run, 0, 0)
+    watch = Watch(run, job, recorder, inbox, leased=False)
+    given = Handover(run, job, 0, recorder, Cut(), Placement(1), inbox, watch)  # type: ignore[arg-type]
+    folder = Path(run.submission_path(0, "stage-0"))
+    with ThreadPoolExecutor(1) as threads:
+        deadline = time.monotonic() + job.start_timeout
+        followed = threads.submit(given.run, deadline, {}, Restarts(0, 0))
+        try:
+            until(lambda: "cannot look for the driver" in caplog.text, WAIT, "a look that fails")
+            until(lambda: time.monotonic() > deadline, WAIT, "the deadline")
+            folder.unlink()
+            folder.with_suffix(".cut").rename(folder)
+            until((folder / staged.GO).exists, WAIT, "the submitter to let go")
+        finally:
+            inbox.interrupt("the test has ended")
+        with pytest.raises(DrivenElsewhere):
+            followed.result(WAIT)
 
 
 def test_a_task_that_looks_while_an_attempt_is_written_sees_it_as_a_whole_or_not(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_its_size_is_that_of_its_rows_in_memory(tmp_path: Path) -> None:
 
 
 def test_an_older_version_is_read_by_its_path(table: str, launcher: Launcher) -> None:
-    old = launcher.options(dataset=f"{table}@v0").run(seen)
+    old = launcher.options(num_processes=1, dataset=f"{table}@v0").run(seen)
     assert old == expected(range(100))
     with pytest.raises(InvalidJobError, match="9"):
         manifest_of_path(f"{table}@v9", "train")

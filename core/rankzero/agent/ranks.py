@@ -48,7 +48,6 @@ class Rank:
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()
         self.decoder.trust(None)
-        self._main_thread = 0
         self._beat_at = time.monotonic()
         self._stack = b""
         self._untold = bytearray()
@@ -94,13 +93,11 @@ class Rank:
         """Remembers what a message reports of the worker's state."""
         kind = message["type"]
         self._beat_at = time.monotonic()
-        if kind == "ready":
-            self._main_thread = message.pop("main_thread")
-        elif kind in ("commit", "failure"):
+        if kind in ("commit", "failure"):
             self.outcome = kind
 
     def ask_for_stack(self) -> None:
-        """Makes the worker write its stacks, which `take_stack` collects."""
+        """Makes the worker write its stack, which `take_stack` collects."""
         self._stack = b""
         self.kill(worker.STACK_SIGNAL)
         # After it: this may wait for the interpreter's lock, or for a device.
@@ -113,7 +110,7 @@ class Rank:
     def stack(self) -> str:
         """Where the worker stands, in words or as the Python stack of its main thread, innermost call first.
 
-        The stacks of all its threads go to its log.
+        That goes to its log, too, where those of all its threads follow, unless it holds the interpreter's lock.
         """
         if self.outcome == "commit":
             return "it had returned"
@@ -122,7 +119,7 @@ class Rank:
         text = self._stack.decode(errors="replace")
         self.output.add(text.splitlines())
         silence = f"no heartbeat for {time.monotonic() - self._beat_at:.0f} s"
-        lines = _main_stack(text, self._main_thread)
+        lines = _calls(text)
         if lines:
             return "\n".join(lines)
         state = _state_words(self.pid)
@@ -221,16 +218,9 @@ def _reader(fd: int) -> IO[bytes]:
     return open(fd, "rb", buffering=0)
 
 
-def _main_stack(text: str, main_thread: int) -> list[str]:
-    """The lines of the main thread in what faulthandler wrote, without rankzero's own frames."""
-    lines: list[str] = []
-    taking = False
-    for line in text.splitlines():
-        if line.startswith(("Thread 0x", "Current thread 0x")):
-            taking = int(line.split("0x")[1].split()[0], 16) == main_thread
-        elif taking and line.startswith("  File") and not is_own_frame(line):
-            lines.append(line.strip())
-    return lines
+def _calls(text: str) -> list[str]:
+    """The calls in what faulthandler wrote, without rankzero's own."""
+    return [line.strip() for line in text.splitlines() if line.startswith("  File") and not is_own_frame(line)]
 
 
 def _state_words(pid: int) -> str:

@@ -28,7 +28,10 @@ LOGS = 0
 UPLOADS = 1
 """The stream of an agent's uploads, which go one after the other; what it fetches has a stream for each file."""
 
-MADE_UP = frozenset({"disconnected", "reconnected", "lost", "uploaded", "fetched"})
+LEFT = "left"
+"""Type of the message that the driver's end synthesizes for an agent's farewell: everything of it has arrived."""
+
+MADE_UP = frozenset({"disconnected", "reconnected", "lost", "uploaded", "fetched", LEFT})
 """Types of messages that an end of the channel synthesizes itself; nobody can send them."""
 
 _ACK = struct.Struct(">QQ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rankzero.channel import limits
@@ -16,7 +16,7 @@ Wait = Callable[[Any, int, float], None]
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
-def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
+def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
     """A listening socket.
 
     Args:

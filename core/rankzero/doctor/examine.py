@@ -26,6 +26,9 @@ REDUCED = 32
 CALL_TIMEOUT = 2.0
 """Seconds for one address of a rank to answer."""
 
+HANG_TIMEOUT = 60.0
+"""Seconds for ranks that have started to get on with it: somebody waits for them."""
+
 
 @dataclass(frozen=True)
 class Examination:
@@ -88,6 +91,7 @@ def examine(
         processes_per_task=processes_per_task,
         store=root,
         start_timeout=start_timeout,
+        hang_timeout=HANG_TIMEOUT,
         run_id=f"doctor-{secrets.token_hex(4)}",
         labels={"doctor": "1"},
     )

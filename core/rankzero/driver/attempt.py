@@ -11,9 +11,10 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
-from rankzero.channel.driver_end.tls import make_identity
 from rankzero.channel.frames import Message
+from rankzero.channel.session import LEFT
 from rankzero.driver import policy, verdict
+from rankzero.driver.agents import agent_config
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
 from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
@@ -89,18 +90,17 @@ class Attempt:
         self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
         encrypts = self._session.encrypts if self._job.encrypt is None else self._job.encrypt
-        identity = make_identity() if encrypts else None
+        identity = self._session.identity() if encrypts else None
         if identity:
             logger.info("the connections of attempt %s are encrypted", self._number)
         self._scratch = None
         if self._run.is_remote:
             self._scratch = Scratch()
-        config = CheckpointConfig(**self._job.checkpoints)
         self._committer = Committer(
             self._run,
             self._number,
             self._job.num_processes,
-            config,
+            CheckpointConfig(**self._job.checkpoints),
             self._job.fresh_since,
             lambda manifest: self._send({"type": CHECKPOINT_COMMITTED, "manifest": manifest}),
             lambda index: self._send({"type": CHECKPOINT_LOST, "index": index}),
@@ -113,33 +113,22 @@ class Attempt:
         secret = self._session.secret(self._number)
         self._server = ChannelServer(
             secret,
-            self._session.bind_host,
             lambda task, message: self._messages.put((task, message)),
             served={name: file["location"] for name, file in self._job.files.items()} | self._resume_files(),
             upload_directory=self._scratch.path if self._scratch else self._run.path("result"),
-            ports=(self._job.ports[0], self._job.ports[1]) if self._job.ports else None,
             can_take=lambda: self._messages.qsize() < BACKLOG,
             identity=identity,
         )
         try:
-            agent_config = {
+            config = {
+                **agent_config(self._job, self._number, env, start_deadline - time.monotonic()),
                 "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
-                "attempt": self._number,
                 "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
-                "use_gpu": self._job.use_gpu,
-                "ports": self._job.ports,
-                "grace": self._job.stop_grace,
-                "connect_timeout": policy.connect_timeout(start_deadline - time.monotonic()),
-                "exit_timeout": self._job.exit_timeout,
-                "restart_count": self._number - self._job.first_attempt,
-                "max_restarts": self._job.max_restarts,
-                "warm_start": self._job.warm_start,
-                "env": env,
             }
             self._recorder.note_places(self._job.num_processes, held=True)
-            group = self._session.launch(self._num_tasks, agent_config, self._on_engine_end)
-            self._follow(group)
+            self._group = self._session.launch(self._num_tasks, config, self._on_engine_end)
+            self._follow(self._group)
         finally:
             self._recorder.note_places(self._job.num_processes, held=False)
             self._server.close()
@@ -159,7 +148,7 @@ class Attempt:
 
     def _start_server(self) -> int:
         try:
-            return self._server.start()
+            return self._server.start(self._session.listen(self._job.ports))
         except OSError as error:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
@@ -298,6 +287,8 @@ class Attempt:
             self._handle_own(kind, message)
         elif kind == "join":
             self._on_join(task, message)
+        elif kind == LEFT:
+            self._group.note_farewell(task)
         elif member := self._roster.get(task):
             if "local_rank" in message:
                 self._handle_rank(self._roster.rank(member, message["local_rank"]), member, message)

@@ -141,6 +141,11 @@ class Driver:
             self._places.close()
 
     @property
+    def status(self) -> RunStatus:
+        """The run's, as this driver has it."""
+        return self._recorder.status
+
+    @property
     def left_nothing(self) -> bool:
         """False if an engine session did not close: a JVM that was stopped may still be there."""
         return self._places.left_nothing

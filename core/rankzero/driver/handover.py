@@ -16,6 +16,7 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver import policy
+from rankzero.driver.agents import agent_config
 from rankzero.driver.policy import Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.watch import DRIVER, TICK, Inbox, Watch
@@ -97,7 +98,7 @@ class Handover:
 
         Raises:
             DrivenElsewhere: the run has ended there, or this process shall end and leave the stage to itself.
-            Unseen: the stage has ended, since an executor does not see the run directory.
+            Unseen: the stage has ended, since an executor does not see the run directory, or can have no driver.
             EngineError: the stage was lost, and the driver with it.
             RankZeroError: the run was cancelled, or could not start in time.
         """
@@ -111,12 +112,13 @@ class Handover:
             "secret": new_secret(),
             "num_tasks": self._num_tasks,
             "place": self._session.place,
-            "encrypts": self._session.encrypts,
+            "encrypts": self._session.encrypts if self._job.encrypt is None else self._job.encrypt,
+            "ports": self._job.ports,
             "first_attempt": self._number,
             "budget": asdict(budget),
             "trackers": trackers,
         }
-        config = {"use_gpu": self._job.use_gpu, "warm_start": self._job.warm_start, "env": env, "stage": stage}
+        config = {**agent_config(self._job, self._number, env, self._job.start_timeout), "stage": stage}
         group = self._session.launch(self._num_tasks, config, self._on_end)
         try:
             self._await_driver(group, deadline)
@@ -176,7 +178,7 @@ class Handover:
             now = time.monotonic()
             if now < look_at:
                 continue
-            status = self._asked(self._run.status)
+            status = self._asked(self._read_status)
             look_at = now + (status.interval if status else LOOK_AGAIN)
             if status is None:
                 if now - beat_at > STORE_OUTAGE:
@@ -243,7 +245,16 @@ class Handover:
 
     def last_status(self) -> RunStatus | None:
         """What the driver in the stage has written at last; None if the store cannot be asked for all too long."""
-        return self._answer(self._run.status)
+        return self._answer(self._read_status)
+
+    def _read_status(self) -> RunStatus:
+        """The run's. A write of this process that came late may have replaced the final one, which is put back."""
+        status, own = self._run.status(), self._recorder.status
+        if (status.driver_host, status.driver_pid) == (own.driver_host, own.driver_pid):
+            with contextlib.suppress(FileNotFoundError):
+                self._run.put_status_back(store.read_bytes(store.join(self._folder, staged.OVER)))
+                return self._run.status()
+        return status
 
     def _server_answers(self) -> bool:
         """True if what becomes of the stage will be heard from there."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 
 from rankzero.task.hold import scratch_root
 
@@ -29,16 +30,24 @@ class Scratch:
     def __init__(self) -> None:
         """Makes the directory. Raises OSError if there is no room, RuntimeError if there is no place for it."""
         root = scratch_root()
-        _remove_left(root)
-        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
-        self._lock = os.open(self.path, os.O_RDONLY)
+        # A place may be one that can be written to and not be listed.
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_left(root)
+        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+        lock = os.open(self.path, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An attempt that fails before its agents are there calls nothing.
+        self._remove = weakref.finalize(self, _remove, self.path, lock)
 
     def remove(self) -> None:
         """Removes the directory."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._remove()
+
+
+def _remove(path: str, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
 
 
 def _remove_left(root: str) -> None:

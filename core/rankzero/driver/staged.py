@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
@@ -23,9 +23,10 @@ from rankzero.driver.policy import Restarts
 from rankzero.driver.succession import Start
 from rankzero.engines.base import within
 from rankzero.engines.staged import StageEngine
+from rankzero.errors import EngineError
 from rankzero.host import descendants
 from rankzero.host.processes import allow_open_files
-from rankzero.run.directory import RunDirectory
+from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.task import staged
 
 logger = logging.getLogger(__name__)
@@ -45,25 +46,28 @@ def main() -> None:
     if os.getppid() != told["holder"][0]:
         sys.exit("the task that started this driver has ended")
     threading.Thread(target=_end_with_task, name="rankzero-task", daemon=True).start()
+    try:
+        engine = StageEngine.listen(told)
+    except (OSError, EngineError) as error:
+        _refuse(told, f"its driver cannot listen for the agents: {error}")
+    engine.announce(told["first_attempt"])
     claims: list[bool | str] = []
     within(STORE_TIMEOUT, lambda: claims.append(_claim(told)))
     claim = claims[0] if claims else f"its store has not answered within {STORE_TIMEOUT:g} s"
     if isinstance(claim, str):
-        staged.put(told["tasks"], staged.WHY, claim)
-        # A thread may still wait for the store.
-        os._exit(staged.UNSEEN_CODE)
+        _refuse(told, f"it does not see {told['directory']}: {claim}")
     if not claim:
         sys.exit(f"{told['folder']} has had a driver: Spark runs this stage again")
     allow_open_files()
     _await_go(told["folder"])
     code = 1
     try:
-        _drive(told)
-        # The tasks hold their places until then; whoever submitted the stage only follows.
-        store.write_bytes(store.join(told["tasks"], staged.OVER), b"")
-        code = 0
+        final = json.dumps(vars(_drive(told, engine))).encode()
         if told["folder"] != told["tasks"]:
-            within(STORE_TIMEOUT, lambda: store.write_bytes(store.join(told["folder"], staged.OVER), b""))
+            within(STORE_TIMEOUT, lambda: store.write_bytes(store.join(told["folder"], staged.OVER), final))
+        # Last: the tasks hold their places until then, and task 0, which sees it, ends this process.
+        store.write_bytes(store.join(told["tasks"], staged.OVER), final)
+        code = 0
     except BaseException:
         logger.exception("the outcome of the run could not be written")
     finally:
@@ -84,16 +88,20 @@ def _claim(told: dict[str, Any]) -> bool | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _drive(told: dict[str, Any]) -> None:
+def _refuse(told: dict[str, Any], why: str) -> NoReturn:
+    staged.put(told["tasks"], staged.WHY, why)
+    # A thread may still wait for the store.
+    os._exit(staged.UNSEEN_CODE)
+
+
+def _drive(told: dict[str, Any], engine: StageEngine) -> RunStatus:
     run = RunDirectory(told["directory"])
-    engine = StageEngine(
-        told["tasks"], told["num_tasks"], told["host"], told["secret"], told["place"], told["encrypts"]
-    )
     start = Start(told["first_attempt"], Restarts(**told["budget"]))
     driver = Driver(run, engine, told["env"], leased=True, start=start, trackers=told["trackers"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: driver.inbox.interrupt(f"the driver got {signal.Signals(got).name}"))
     driver.run()
+    return driver.status
 
 
 def _end_with_task() -> None:

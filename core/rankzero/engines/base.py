@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import abc
 import logging
+import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero.channel.auth import new_secret
+from rankzero.channel.sockets import listen
 from rankzero.data.manifest import Manifest
 from rankzero.errors import EngineError, RankZeroError
 from rankzero.job import Job
 
 if TYPE_CHECKING:
+    from rankzero.channel.driver_end.tls import Identity
     from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -128,6 +131,24 @@ class EngineSession(abc.ABC):
     def bind_host(self) -> str:
         """Address on which the driver's channel listens."""
 
+    def listen(self, ports: Sequence[int] | None) -> socket.socket:
+        """A socket on which the driver's channel listens for the agents of an attempt.
+
+        Args:
+            ports: First and last that may be; None for any.
+
+        Raises:
+            OSError: none is free.
+        """
+        return listen(self.bind_host, ports)
+
+    def identity(self) -> Identity:
+        """With what the connections of an attempt are encrypted. Raises EngineError."""
+        # Here: who only describes an engine need not load TLS.
+        from rankzero.channel.driver_end.tls import make_identity
+
+        return make_identity()
+
     @property
     @abc.abstractmethod
     def driver_host(self) -> str:
@@ -213,6 +234,9 @@ class AgentGroup(abc.ABC):
 
         From now on the agents, or the driver beside them, are heard of without the engine.
         """
+
+    def note_farewell(self, task: int) -> None:  # noqa: B027 - most engines hear of the end at once
+        """An agent has said farewell: nothing of it is left, and it is about to exit."""
 
     @abc.abstractmethod
     def cancel(self) -> None:

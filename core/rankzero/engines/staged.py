@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero.channel.driver_end.tls import Identity, make_identity
+from rankzero.channel.sockets import listen
 from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession, OnEnd
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.errors import explain
@@ -16,9 +20,6 @@ from rankzero.errors import RankZeroError
 from rankzero.host.network import is_loopback, own_addresses
 from rankzero.job import Job
 from rankzero.task import staged
-
-PRIVATE = ("secret", "env")
-"""What the tasks know by themselves, and no file holds."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class StageEngine(Engine):
         host: The address of this task's executor, as Spark has it.
         stage_secret: Known to the tasks.
         place: Where the stage runs, in words.
-        encrypts: Its cluster encrypts its own connections.
+        listener: On which agents of all attempts find the driver.
+        own_identity: With what their connections are encrypted, if they are.
     """
 
     folder: str
@@ -39,9 +41,38 @@ class StageEngine(Engine):
     host: str
     stage_secret: str
     place: str
-    encrypts: bool
+    listener: socket.socket
+    own_identity: Identity | None
     can_detach = False
     prefers_own_process = False
+
+    @staticmethod
+    def listen(told: dict[str, Any]) -> StageEngine:
+        """The engine of a driver that was told this by its task.
+
+        Raises:
+            OSError: no port is free.
+            EngineError: no certificate can be made.
+        """
+        identity = make_identity() if told["encrypts"] else None
+        host = LOOPBACK if is_loopback(told["host"]) else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        listener = listen(host, told["ports"])
+        return StageEngine(
+            told["tasks"], told["num_tasks"], told["host"], told["secret"], told["place"], listener, identity
+        )
+
+    def announce(self, number: int) -> None:
+        """Has the tasks start their agents of an attempt, which wait for its driver at the listener."""
+        certificate = self.own_identity and base64.b64encode(self.own_identity.certificate).decode()
+        where = {"driver": [self.hosts, self.listener.getsockname()[1]], "certificate": certificate}
+        staged.put(self.folder, f"{staged.ATTEMPT}{number}", json.dumps(where))
+
+    @property
+    def hosts(self) -> list[str]:
+        """The address by which Spark knows this executor, and the others of its host."""
+        if self.host == LOOPBACK:
+            return [LOOPBACK]
+        return list(dict.fromkeys([self.host, *own_addresses(), socket.gethostname()]))
 
     def check(self, job: Job) -> None:
         """Nothing: the stage runs."""
@@ -87,21 +118,26 @@ class StageSession(EngineSession):
     @property
     def driver_hosts(self) -> list[str]:
         """That, and the other addresses of its host."""
-        if self._engine.host == LOOPBACK:
-            return [LOOPBACK]
-        return list(dict.fromkeys([self._engine.host, *own_addresses(), socket.gethostname()]))
+        return self._engine.hosts
 
     @property
     def bind_host(self) -> str:
-        """Loopback where all tasks are of this host; else any address."""
-        if is_loopback(self._engine.host):
-            return LOOPBACK
-        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        """Where it listens already: loopback where all tasks are of this host; else any address."""
+        return str(self._engine.listener.getsockname()[0])
+
+    def listen(self, ports: Sequence[int] | None) -> socket.socket:
+        """There."""
+        return self._engine.listener.dup()
 
     @property
     def encrypts(self) -> bool:
-        """As whoever submitted the stage was told."""
-        return self._engine.encrypts
+        """As whoever submitted the stage has decided."""
+        return self._engine.own_identity is not None
+
+    def identity(self) -> Identity:
+        """That which the agents know."""
+        assert self._engine.own_identity
+        return self._engine.own_identity
 
     def secret(self, attempt: int) -> str:
         """As the tasks compute it."""
@@ -109,8 +145,7 @@ class StageSession(EngineSession):
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> StageGroup:
         """Tells the tasks where this driver is."""
-        told = {name: value for name, value in config.items() if name not in PRIVATE}
-        return StageGroup(self._engine, told, on_end)
+        return StageGroup(self._engine, config["attempt"], on_end)
 
     def close(self) -> None:
         """Nothing: the stage ends when this driver says so."""
@@ -119,12 +154,13 @@ class StageSession(EngineSession):
 class StageGroup(AgentGroup):
     """The agents of one attempt."""
 
-    def __init__(self, engine: StageEngine, told: AgentConfig, on_end: OnEnd) -> None:
+    def __init__(self, engine: StageEngine, number: int, on_end: OnEnd) -> None:
         super().__init__()
         self._engine = engine
-        self._number = told["attempt"]
+        self._number = number
         self._on_end = on_end
-        staged.put(engine.folder, f"{staged.ATTEMPT}{self._number}", json.dumps(told))
+        self._left: set[int] = set()
+        engine.announce(number)
         threading.Thread(target=self._follow, name="rankzero-stage", daemon=True).start()
 
     def _follow(self) -> None:
@@ -132,6 +168,8 @@ class StageGroup(AgentGroup):
         tick = threading.Event()
         # As long as this process, which ends with its task.
         while not names <= set(os.listdir(self._engine.folder)):
+            if self._ended.is_set():
+                return
             tick.wait(staged.ENDED_LOOK)
         texts = []
         for name in sorted(names):
@@ -140,6 +178,13 @@ class StageGroup(AgentGroup):
         errors = [text for text in texts if text]
         self._ended.set()
         self._on_end(RuntimeError(errors[0]) if errors else None)
+
+    def note_farewell(self, task: int) -> None:
+        """Sooner heard of than its task's report, for which Spark may take a second."""
+        self._left.add(task)
+        if len(self._left) == self._engine.num_tasks and not self._ended.is_set():
+            self._ended.set()
+            self._on_end(None)
 
     def cancel(self) -> None:
         """Has the tasks kill their agents."""

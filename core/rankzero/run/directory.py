@@ -308,6 +308,10 @@ class RunDirectory:
         """Replaces the status, durably once its outcome is certain: a heartbeat is not worth that."""
         store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode(), durable=status.certain)
 
+    def put_status_back(self, data: bytes) -> None:
+        """Writes a status again that was read elsewhere, durably."""
+        store.write_bytes(self.path("status.json"), data, durable=True)
+
     def request_cancel(self, submission: int) -> None:
         """Leaves the request for one submission; its driver acts on it."""
         store.write_bytes(self.submission_path(submission, "cancel"), b"requested")

@@ -31,6 +31,7 @@ class PieceWriter:
         self._piece: int | None = None
         self._content = b""
         self._end = Position()
+        self._follows = False
 
     @property
     def written(self) -> Position:
@@ -38,8 +39,11 @@ class PieceWriter:
         return self._end if self._piece is None else Position(self._piece, len(self._content))
 
     def note_end(self, end: Position) -> None:
-        """What another driver wrote can be read so far, as long as this one has written nothing."""
-        self._end = end
+        """What another driver wrote can be read so far, as long as this one has written nothing.
+
+        Its last write may still be under way. An empty piece is made where that may land, and so replaces nothing.
+        """
+        self._end, self._follows = end, True
 
     def append(self, lines: list[str]) -> None:
         """Adds lines to what waits for `flush`. Raises OSError when too much waits already."""
@@ -56,7 +60,11 @@ class PieceWriter:
             return
         # Where it goes is decided by what was acknowledged alone: after a lost answer the same piece is written again.
         if self._piece is None:
-            self._piece = end_of(self._location).piece
+            piece = end_of(self._location).piece
+            if self._follows:
+                store.create(_name(self._location, piece), b"")
+                piece += 1
+            self._piece = piece
         piece, content = self._piece, self._content
         if len(content) >= PIECE:
             piece, content = piece + 1, b""

@@ -21,11 +21,8 @@ def _filesystem(location: str) -> tuple[Any, str]:
 
 
 def make_directory(location: str) -> None:
-    """Creates a directory, private to this user, with its parents."""
-    if is_url(location):
-        filesystem, path = _filesystem(location)
-        filesystem.makedirs(path, exist_ok=True)
-    else:
+    """Creates a directory, private to this user, with its parents; an object store has none."""
+    if not is_url(location):
         os.makedirs(location, mode=PRIVATE_DIRECTORY, exist_ok=True)
 
 

@@ -31,7 +31,8 @@ GO = "go"
 """Written by whoever has submitted the stage: it writes nothing into the run directory any more."""
 
 ATTEMPT = "attempt-"
-"""Begins the name of the file, with the attempt's number, that says where agents find the driver."""
+"""Begins the name of the file, with the attempt's number, that says where agents find the driver. That of the first is
+there before the driver knows whether it is the one: agents start meanwhile, and wait for it."""
 
 CANCEL = "cancel-"
 """The same: the agents of this attempt are to be killed."""
@@ -40,13 +41,13 @@ ENDED = "ended-"
 """With numbers of attempt and task: the agent has ended. Holds what was wrong."""
 
 OVER = "over"
-"""Written by the driver: there are no more attempts."""
+"""Written by the driver: there are no more attempts. For whoever has submitted the stage it holds the final status."""
 
-UNSEEN = "rankzero: this executor does not see the run directory"
-"""In the error of a task whose host has no such directory, or another one of that name."""
+UNSEEN = "rankzero: this executor cannot drive the run"
+"""In the error of a task whose host does not see the run directory, or where no driver can listen."""
 
 UNSEEN_CODE = 3
-"""Exit code of a driver that does not see it."""
+"""Exit code of a driver there."""
 
 WHY = "unseen"
 """In this file it says why."""
@@ -54,7 +55,7 @@ WHY = "unseen"
 DRIVER_ENDED = "rankzero: the driver of the run in task 0 ended"
 
 LOOK = 0.02
-LOOK_REMOTE = 0.25
+LOOK_REMOTE = 0.1
 """Seconds between two looks of the driver and of whoever has submitted the stage for each other; on an object store,
 where that is a request, more."""
 
@@ -124,7 +125,7 @@ def _require_directory(stage: dict[str, Any]) -> None:
     except OSError:
         is_this = False
     if not is_this:
-        raise RuntimeError(f"{UNSEEN} {directory}")
+        raise RuntimeError(f"{UNSEEN}: it does not see {directory}")
 
 
 def _next_attempt(
@@ -144,23 +145,29 @@ def _next_attempt(
 
 def _await_attempt(stage: dict[str, Any], last: int, driver: subprocess.Popen[bytes] | None) -> int | None:
     """The number of the next attempt; None if there is none. The stage ends with the driver, and so does this."""
-    folder, began = stage["tasks"], time.monotonic()
+    began = time.monotonic()
     while True:
-        # In this order: a driver that has ended has written what it had to say.
-        code = driver.poll() if driver else None
-        names = os.listdir(folder)
+        names = _look(stage, driver)
         numbers = [int(name[len(ATTEMPT) :]) for name in names if name.startswith(ATTEMPT)]
         later = [number for number in numbers if number > last]
         if OVER in names:
             return None
         if later:
             return min(later)
-        if code == UNSEEN_CODE:
-            with open(os.path.join(folder, WHY)) as file:
-                raise RuntimeError(f"{UNSEEN} {stage['directory']}: {file.read()}")
-        if code is not None:
-            raise RuntimeError(f"{DRIVER_ENDED} with exit code {code}")
         time.sleep(LOOK if time.monotonic() - began < PATIENCE else LONG_LOOK)
+
+
+def _look(stage: dict[str, Any], driver: subprocess.Popen[bytes] | None) -> list[str]:
+    """The names in the folder. Raises RuntimeError if the driver has ended, and not said that all is over."""
+    # In this order: a driver that has ended has written what it had to say.
+    code = driver.poll() if driver else None
+    names = os.listdir(stage["tasks"])
+    if code is None or OVER in names:
+        return names
+    if code == UNSEEN_CODE:
+        with open(os.path.join(stage["tasks"], WHY)) as file:
+            raise RuntimeError(f"{UNSEEN}: {file.read()}")
+    raise RuntimeError(f"{DRIVER_ENDED} with exit code {code}")
 
 
 def _hold_attempt(
@@ -178,8 +185,10 @@ def _hold_attempt(
             arguments = (agent, driver, stage["tasks"], f"{CANCEL}{number}", ended)
             threading.Thread(target=_kill_on_request, args=arguments, daemon=True).start()
 
+    own = {"secret": attempt_secret(stage["secret"], number)}
+    own["restart_count"] = config["restart_count"] + number - stage["first_attempt"]
     try:
-        hold({**told, **config, "secret": attempt_secret(stage["secret"], number)}, watch)
+        hold({**config, **told, **own}, watch)
     except RuntimeError as failure:
         return str(failure)
     finally:
@@ -193,8 +202,9 @@ def _report_end(
     """Says that this task's agent has ended; task 0 may have to do so for all tasks."""
     errors = {task: error}
     if stage["relays"]:
-        if driver and driver.poll() is not None and OVER not in os.listdir(stage["tasks"]):
-            raise RuntimeError(f"{DRIVER_ENDED} with exit code {driver.poll()}")
+        if driver and OVER in _look(stage, driver) and error:
+            # It began no attempt, and nobody else can reach the agents that wait for it: Spark can.
+            raise RuntimeError(error)
         errors = dict(enumerate(_gather(error, stage, number, driver)))
     if "tasks" in stage:
         for ended, what in errors.items():
@@ -233,7 +243,7 @@ def _kill_on_request(
     while not ended.wait(DRIVER_LOOK):
         looks += 1
         with contextlib.suppress(OSError):
-            is_asked = looks % LOOKS_PER_LISTING == 0 and name in os.listdir(folder)
+            is_asked = looks % LOOKS_PER_LISTING == 0 and not {name, OVER}.isdisjoint(os.listdir(folder))
             if is_asked or (driver and driver.poll() is not None):
                 agent.kill()
                 return

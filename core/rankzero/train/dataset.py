@@ -143,7 +143,8 @@ class DatasetShard:
             columns: Those that are read; None for all.
             collate: Makes a batch of the dict of columns.
             device: Where tensors go; None for that of the rank.
-            prefetch: Pieces of some 32 MiB that a thread reads ahead; 0 for none.
+            prefetch: Pieces of some 32 MiB that a thread reads ahead; 0 for none. With 4 a window is gathered while
+                that before it is consumed.
             pad: False, for scoring, where ranks do not wait for each other: no row comes twice, and a rank may have a
                 batch less.
 

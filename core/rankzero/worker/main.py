@@ -23,7 +23,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from rankzero.train.parts import Parts
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Makes a worker write its Python stacks, also while it is blocked in native code."""
+"""Makes a worker write the Python stack of its main thread, also while that is blocked in native code."""
 
 INLINE_LIMIT = 64 << 10
 """Bytes of JSON up to which a value travels in the commit itself."""
@@ -60,7 +59,8 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
     faulthandler.enable(all_threads=False)
     os.set_inheritable(stack_fd, False)
-    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
+    # That of the thread which it interrupts, the main one: to walk others that run may crash (CPython issue 116008).
+    faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
     control = Control(control_fd)
     ending = contextlib.ExitStack()
     try:
@@ -90,7 +90,7 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
-    control.send({"type": "ready", "torch": torch.__version__, "main_thread": threading.main_thread().ident})
+    control.send({"type": "ready", "torch": torch.__version__})
     start = control.receive()
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
@@ -139,7 +139,9 @@ def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | 
 
 
 def _dump(start: Message) -> None:
-    """This rank hangs: what its collectives do, beside its stacks in the log."""
+    """This rank hangs: the stacks of all its threads, and what its collectives do, in its log."""
+    # None of them runs meanwhile: this one has the interpreter's lock.
+    faulthandler.dump_traceback(file=2, all_threads=True)
     context = start["context"]
     place = context["storage_path"]
     directory = os.path.join(place, "flight", f"attempt-{context['attempt']}") if place else None

@@ -15,6 +15,7 @@ from rankzero.channel.session import (
     BULK,
     CONTENT,
     CONTROL,
+    LEFT,
     MADE_UP,
     OWN,
     Session,
@@ -138,9 +139,13 @@ class Peer:
             self._begin_fetch(message.get("stream"), message.get("name"))
         elif kind == "farewell":
             self.has_left = True
-            self._uploads.when_idle(self.say_farewell)
+            self._uploads.when_idle(self._take_leave)
         else:
             raise FrameError(f"unknown word {kind!r} of the channel")
+
+    def _take_leave(self) -> None:
+        self.deliver({"type": LEFT})
+        self.say_farewell()
 
     def say_farewell(self) -> None:
         """Confirms to the agent that the session has ended well, and that everything has arrived."""

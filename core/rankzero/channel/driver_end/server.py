@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from rankzero.channel.driver_end.peer import Line, OnMessage, Peer
 from rankzero.channel.driver_end.tls import Identity
 from rankzero.channel.frames import FrameError, Message
 from rankzero.channel.session import CONTROL, message_body
-from rankzero.channel.sockets import listen
 
 logger = logging.getLogger(__name__)
 
@@ -43,31 +43,25 @@ class ChannelServer:
     def __init__(
         self,
         secret: str,
-        bind_host: str,
         on_message: OnMessage,
         *,
         served: dict[str, str] | None = None,
         upload_directory: str = ".",
-        ports: tuple[int, int] | None = None,
         can_take: Callable[[], bool] = lambda: True,
         identity: Identity | None = None,
     ) -> None:
-        """Prepares the server; `start` opens the port.
+        """Prepares the server.
 
         Args:
             secret: The run's secret, hex.
-            bind_host: Address or name to bind; ``"::"`` takes IPv4 too.
             on_message: Called in the server's thread for every message of an agent, in order.
             served: Name to location of the files that agents may fetch.
             upload_directory: Local directory that receives uploads.
-            ports: First and last port to try; None lets the system choose.
             can_take: While it gives False, agents may send no further bulk (logs, uploads) than
                 `limits.BULK_WINDOW`; other messages are not held up.
             identity: With what it encrypts; None for plain connections.
         """
         self._secret = secret
-        self._bind_host = bind_host
-        self._ports = ports
         self._on_message = on_message
         self._served = served or {}
         self._upload_directory = upload_directory
@@ -83,15 +77,16 @@ class ChannelServer:
         self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
         self._stopped = threading.Event()
 
-    def start(self) -> int:
-        """Opens the port, starts the thread, returns the port.
+    def start(self, listener: socket.socket) -> int:
+        """Starts the thread, which takes whoever calls there; returns the port.
 
-        Raises:
-            OSError: No port of the range is free, or the host is not one of this machine's.
+        Args:
+            listener: As `listen` makes it. Closed in the end.
         """
-        self._listener = listen(self._bind_host, self._ports)
+        self._listener = listener
+        port = int(listener.getsockname()[1])
         self._thread.start()
-        return int(self._listener.getsockname()[1])
+        return port
 
     def send(self, task: int, message: Message) -> None:
         """Queues a message for one agent, who may be disconnected; a lost one is ignored. From any thread."""

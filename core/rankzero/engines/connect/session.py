@@ -154,7 +154,7 @@ class ConnectSession(EngineSession):
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
         """Starts the barrier stage in a thread, under a tag of its own."""
         cores = int(self._settings.get(TASK_CPUS, "1"))
-        if "connect_timeout" in config:
+        if "stage" not in config:
             config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_TIMEOUT)}
         task = make_task(
             task_config(config, cores, self._job.processes_per_task, threads_set=THREADS in self._settings),
