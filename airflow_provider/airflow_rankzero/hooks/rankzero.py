@@ -49,7 +49,8 @@ class RankZeroHook(BaseHook):
         """Looks for what would stop a training, as seen from this machine. Starts no JVM.
 
         Airflow calls it on the API server or on a worker; what is said of Java, GPUs and local paths
-        is true for that machine. On Spark Connect, which needs no JVM here, two ranks look around on the cluster.
+        is true for that machine. On Spark Connect, which needs no JVM here, two ranks (or those of one
+        task, if these are more) look around on the cluster.
 
         Returns:
             Whether nothing was found, and what was found or looked at, in words.

@@ -73,7 +73,7 @@ ENDED_LOOK = 0.1
 """Seconds between two looks of the driver for what its agents leave."""
 
 DRIVER_EXIT_TIMEOUT = 10.0
-"""Seconds for the driver to end once it has said that all is over."""
+"""Seconds for the driver, and for agents, to end once the driver has said that all is over."""
 
 RELAY_TIMEOUT = 30.0
 """Seconds for the other tasks to say that their agents have ended, once the driver has cancelled these or has ended.
@@ -238,13 +238,19 @@ def _end_if_stuck(driver: subprocess.Popen[bytes], folder: str, cancel: str, don
 def _kill_on_request(
     agent: Any, driver: subprocess.Popen[bytes] | None, folder: str, name: str, ended: threading.Event
 ) -> None:
-    """Kills the agent when the driver asks for that, or has ended: then the whole stage is to end, and soon."""
+    """Kills the agent when the driver asks for that, or has ended: then the whole stage is to end, and soon.
+
+    An agent that had an attempt is about to exit when all is over, and clears up; one that had none would wait on.
+    """
     looks = 0
     while not ended.wait(DRIVER_LOOK):
         looks += 1
         with contextlib.suppress(OSError):
-            is_asked = looks % LOOKS_PER_LISTING == 0 and not {name, OVER}.isdisjoint(os.listdir(folder))
-            if is_asked or (driver and driver.poll() is not None):
+            has_died = driver is not None and driver.poll() is not None
+            names = os.listdir(folder) if has_died or looks % LOOKS_PER_LISTING == 0 else []
+            if OVER in names and ended.wait(DRIVER_EXIT_TIMEOUT):
+                return
+            if has_died or not {name, OVER}.isdisjoint(names):
                 agent.kill()
                 return
 
