@@ -163,10 +163,15 @@ def go_on() -> list[int]:
 def test_an_elastic_run_goes_on_with_what_a_lost_worker_leaves(
     on_session: Callable[..., Launcher], cluster: Standalone
 ) -> None:
+    from pyspark import SparkContext
+
     elastic = on_session(num_processes=(2, 6), max_restarts=1, run_id="elastic")
     while len(cluster.workers) < 3:
         cluster.add_worker()
     cluster.await_workers()
+    context = SparkContext._active_spark_context
+    # A worker that is there may have no executor yet, and the run would begin without it.
+    until(lambda: context.defaultParallelism == 6, WAIT, "the cores of all workers")
     values: list[Any] = []
     thread = threading.Thread(target=lambda: values.append(elastic.run(go_on)))
     thread.start()
