@@ -58,6 +58,20 @@ class Server:
         return self.answers
 
 
+def handed(
+    tmp_path: Path, server: Server, start_timeout: float = WAIT
+) -> tuple[Handover, RunDirectory, Recorder, Inbox]:
+    """A stage of one task on that server, what it is of, and what its submitter writes and hears."""
+    job = Job("run", "train", 1, 1, False, None, None, start_timeout, {})
+    run, inbox = RunDirectory(str(tmp_path / "run")), Inbox()
+    assert run.claim(0)
+    run.write_submission(job)
+    recorder = Recorder(run, 0, 0)
+    watch = Watch(run, job, recorder, inbox, leased=False)
+    given = Handover(run, job, 0, recorder, server, Placement(1), inbox, watch)  # type: ignore[arg-type]
+    return given, run, recorder, inbox
+
+
 @pytest.mark.parametrize(
     ("status", "error", "message"),
     [
@@ -76,13 +90,8 @@ def test_a_stage_that_was_lost_from_sight_is_not_followed_for_ever(
 ) -> None:
     monkeypatch.setattr(handover, "SILENCE", 0.2)
     caplog.set_level(logging.WARNING)
-    job = Job("run", "train", 1, 1, False, None, None, WAIT, {})
-    run, server, inbox = RunDirectory(str(tmp_path / "run")), Server(), Inbox()
-    assert run.claim(0)
-    run.write_submission(job)
-    recorder = Recorder(run, 0, 0)
-    watch = Watch(run, job, recorder, inbox, leased=False)
-    given = Handover(run, job, 0, recorder, server, Placement(1), inbox, watch)  # type: ignore[arg-type]
+    server = Server()
+    given, run, _, inbox = handed(tmp_path, server)
     with ThreadPoolExecutor(1) as threads:
         followed = threads.submit(given.run, time.monotonic() + WAIT, {}, Restarts(0, 0))
         try:
@@ -157,13 +166,8 @@ def test_a_submitter_that_was_refused_its_last_lines_does_not_replace_those_of_t
 
 
 def test_a_status_of_the_submitter_that_comes_late_does_not_replace_the_end_of_the_run(tmp_path: Path) -> None:
-    job = Job("run", "train", 1, 1, False, None, None, WAIT, {})
-    run, server, inbox = RunDirectory(str(tmp_path / "run")), Server(), Inbox()
-    assert run.claim(0)
-    run.write_submission(job)
-    recorder = Recorder(run, 0, 0)
-    watch = Watch(run, job, recorder, inbox, leased=False)
-    given = Handover(run, job, 0, recorder, server, Placement(1), inbox, watch)  # type: ignore[arg-type]
+    server = Server()
+    given, run, recorder, inbox = handed(tmp_path, server)
     folder = Path(run.submission_path(0, "stage-0"))
     with ThreadPoolExecutor(1) as threads:
         followed = threads.submit(given.run, time.monotonic() + WAIT, {}, Restarts(0, 0))
@@ -195,16 +199,10 @@ class Cut(Server):
 def test_a_driver_that_began_while_its_store_could_not_be_asked_is_no_start_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job("run", "train", 1, 1, False, None, None, 0.2, {})
-    run, inbox = RunDirectory(str(tmp_path / "run")), Inbox()
-    assert run.claim(0)
-    run.write_submission(job)
-    recorder = Recorder(run, 0, 0)
-    watch = Watch(run, job, recorder, inbox, leased=False)
-    given = Handover(run, job, 0, recorder, Cut(), Placement(1), inbox, watch)  # type: ignore[arg-type]
+    given, run, _, inbox = handed(tmp_path, Cut(), start_timeout=0.2)
     folder = Path(run.submission_path(0, "stage-0"))
     with ThreadPoolExecutor(1) as threads:
-        deadline = time.monotonic() + job.start_timeout
+        deadline = time.monotonic() + 0.2
         followed = threads.submit(given.run, deadline, {}, Restarts(0, 0))
         try:
             until(lambda: "cannot look for the driver" in caplog.text, WAIT, "a look that fails")

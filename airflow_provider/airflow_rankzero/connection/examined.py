@@ -19,7 +19,11 @@ def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         InvalidJobError: there is no such connection, or it cannot be used.
     """
-    target = Target.from_conn_id(conn_id)
+    return arguments(Target.from_conn_id(conn_id), conf)
+
+
+def arguments(target: Target, conf: Mapping[str, str]) -> dict[str, Any]:
+    """The same of a target."""
     return {
         "engine": target.engine(conf),
         "store": target.store or config.store(),

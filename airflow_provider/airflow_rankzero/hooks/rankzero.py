@@ -8,7 +8,7 @@ from typing import Any
 
 from airflow.sdk import BaseHook
 
-from airflow_rankzero import config
+from airflow_rankzero.connection.examined import arguments
 from airflow_rankzero.connection.target import Target
 from rankzero import SparkConnectEngine
 from rankzero.doctor.before import find_problems
@@ -58,12 +58,11 @@ class RankZeroHook(BaseHook):
         here = socket.gethostname()
         try:
             target = self.get_conn()
-            root = target.store or config.store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
-            engine = target.engine()
-            needs: dict[str, Any] = {"use_gpu": target.use_gpu, "processes_per_task": target.processes_per_task or 1}
-            if isinstance(engine, SparkConnectEngine):
-                return _say(examine(engine, store=root, start_timeout=TEST_START_TIMEOUT, **needs), here)
-            problems = find_problems(engine, root, **needs)
+            given = arguments(target, {})
+            if isinstance(given["engine"], SparkConnectEngine):
+                return _say(examine(**given, start_timeout=TEST_START_TIMEOUT), here)
+            root = given.pop("store") or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
+            problems = find_problems(given.pop("engine"), root, **given)
         except RankZeroError as error:
             return False, str(error)
         if problems:

@@ -200,15 +200,15 @@ def _in_one(batches: list[Any]) -> Any:
     """Record batches as one. Where a text column has more than 2 GiB, then or in one of them, its offsets are long."""
     import pyarrow as pa
 
-    long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
-    if any(batch.schema != batches[0].schema for batch in batches[1:]):
-        found = []
-    else:
-        found = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    tables = [pa.Table.from_batches([batch]) for batch in batches]
+    kinds = tables[0].schema
+    found = []
+    if all(table.schema == kinds for table in tables):
+        found = pa.concat_tables(tables).combine_chunks().to_batches()
     if len(found) != 1:
-        fields = [field.with_type(long.get(field.type, field.type)) for field in batches[0].schema]
-        tables = [pa.Table.from_batches([batch]).cast(pa.schema(fields)) for batch in batches]
-        [found] = [pa.concat_tables(tables).combine_chunks().to_batches()]
+        long = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+        kinds = pa.schema([field.with_type(long.get(field.type, field.type)) for field in kinds])
+        found = pa.concat_tables([table.cast(kinds) for table in tables]).combine_chunks().to_batches()
     [batch] = found
     return batch
 
