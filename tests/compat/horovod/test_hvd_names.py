@@ -137,6 +137,7 @@ def test_a_driver_that_installs_needs_nothing_else(tmp_path: Path) -> None:
     assert lines[-1] == "[('there', 2.0, 2), ('there', 2.0, 2)]"
 
 
+@pytest.mark.soak
 def test_a_driver_that_installs_needs_nothing_else_on_spark(tmp_path: Path) -> None:
     session = (
         "from pyspark.sql import SparkSession; SparkSession.builder.master('local-cluster[2,1,1024]')"

@@ -1,6 +1,6 @@
 """Horovod's names: `install` makes ``import horovod.torch`` and ``from sparkdl import HorovodRunner`` find ours.
 
-What is found is our own module, under a second name. So what refers to it is pickled by the first, which every rank has.
+What is found is our own module, under another name: what refers to it is pickled by the first, which every rank has.
 """
 
 from __future__ import annotations

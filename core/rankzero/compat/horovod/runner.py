@@ -121,7 +121,7 @@ _CHANGE_NOTHING = frozenset(
 )  # fmt: skip
 
 _ELSEWHERE = "hosts are the engine's: give launcher=Launcher(engine=...)"
-_MPI = "ranks meet by torch.distributed"
+_MPI = "ranks meet by torch.distributed, without MPI"
 _RESIZED = "use rankzero.compat.horovod.spark.run_elastic"
 
 _REFUSED = {

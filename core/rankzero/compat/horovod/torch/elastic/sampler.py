@@ -70,18 +70,18 @@ class ElasticSampler(Sampler[int]):
         Args:
             states: Of all ranks.
         """
-        self.epoch = states[0]["epoch"]
-        self.processed_indices = processed_by_all(states)
-        self.reset()
+        self.load_state_dict(merged(states))
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and processed indices."""
-        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+        """Epoch and processed indices, as a sorted tensor: there may be millions."""
+        indices = torch.tensor(list(self.processed_indices), dtype=torch.int64)
+        return {"epoch": self.epoch, "processed_indices": indices.sort().values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self.epoch = state["epoch"]
-        self.processed_indices = set(state["processed_indices"])
+        indices = state["processed_indices"]
+        self.processed_indices = set(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
@@ -91,6 +91,8 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
-def processed_by_all(states: list[dict[str, Any]]) -> set[int]:
-    """What ranks have processed in rank 0's epoch."""
-    return {index for state in states if state["epoch"] == states[0]["epoch"] for index in state["processed_indices"]}
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's epoch, and what all ranks have processed in it."""
+    epoch = states[0]["epoch"]
+    indices = torch.cat([state["processed_indices"] for state in states if state["epoch"] == epoch])
+    return {"epoch": epoch, "processed_indices": indices.unique()}

@@ -11,7 +11,7 @@ import torch
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
-from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler, processed_by_all
+from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler, merged
 from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
 
@@ -197,8 +197,7 @@ class TorchState(ObjectState):
         parts = dict(saved["parts"])
         for name, state in parts.items():
             if isinstance(getattr(self, name), ElasticSampler):
-                done = processed_by_all(allgather_object(state, f"elastic.{name}"))
-                parts[name] = {**state, "processed_indices": sorted(done)}
+                parts[name] = merged(allgather_object(state, f"elastic.{name}"))
         return {**saved, "parts": parts}
 
     def load(self, saved: dict[str, Any]) -> None:
