@@ -49,6 +49,8 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
                           torch.cat([every[other][: other + 1] for other in range(size)]))  # fmt: skip
         check("scaled", hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
               torch.full((2,), 2.0 * size))  # fmt: skip
+        large = (1 << 40) + 3
+        check("scaled integers", hvd.allreduce(torch.tensor([large]), op=hvd.Max, prescale_factor=3.0), [3 * large])
         check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
         check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
 
