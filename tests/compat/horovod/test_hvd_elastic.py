@@ -111,7 +111,8 @@ def test_what_is_assigned_later_is_saved_and_restored() -> None:
     state.model = other = linear(2.0)
     torch.nn.init.constant_(other.weight, 3.0)
     state.restore()
-    assert state.model is other and weight(other) == 2.0, "as it was when it was assigned"
+    assert state.model is other
+    assert weight(other) == 2.0, "as it was when it was assigned"
     torch.nn.init.constant_(other.weight, 4.0)
     state.optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
     state.epoch = 1

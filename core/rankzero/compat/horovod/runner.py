@@ -125,6 +125,8 @@ _MPI = "ranks meet by torch.distributed, without MPI"
 _RESIZED = "use rankzero.compat.horovod.spark.run_elastic"
 
 _REFUSED = {
+    "np": "it is num_proc: give one of both",
+    "func": "it is fn: give one of both",
     "hosts": _ELSEWHERE,
     "hostfile": _ELSEWHERE,
     "host_discovery_script": _ELSEWHERE,

@@ -95,4 +95,4 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Rank 0's epoch, and what all ranks have processed in it."""
     epoch = states[0]["epoch"]
     indices = torch.cat([state["processed_indices"] for state in states if state["epoch"] == epoch])
-    return {"epoch": epoch, "processed_indices": indices.unique()}
+    return {"epoch": epoch, "processed_indices": torch.unique(indices)}
