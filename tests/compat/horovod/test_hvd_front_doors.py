@@ -192,7 +192,11 @@ def test_an_elastic_state_goes_on_from_its_last_commit(tmp_path: Path) -> None:
         (lambda: horovod_run(print, num_proc=0), InvalidJobError, "num_processes is 0"),
         (lambda: horovod_spark.run(print, launcher=Launcher(), nic="eth0"), InvalidJobError, "no option 'nic'"),
         (lambda: horovod_spark.run_elastic(print, launcher=Launcher(), slots=2), InvalidJobError, "slots=2"),
-        (lambda: horovod_spark.run_elastic(print, 2, launcher=Launcher(), np=2), InvalidJobError, "np=2 .* is num_proc"),
+        (
+            lambda: horovod_spark.run_elastic(print, 2, launcher=Launcher(), np=2),
+            InvalidJobError,
+            "np=2 .* is num_proc",
+        ),
         (lambda: log_to_driver(3), TypeError, "takes a text"),
     ],
 )
