@@ -111,7 +111,7 @@ class _Session:
     result: object = None
     progress: int = 0
     checkpoints: int = 0
-    at_return: list[Callable[[], None]] = field(default_factory=list)
+    at_return: list[Callable[[], object]] = field(default_factory=list)
     datasets: str | None = None
     scratch: str | None = None
     parts: Parts | None = None
@@ -312,7 +312,7 @@ def set_result(value: object) -> None:
     current().result = value
 
 
-def at_return(function: Callable[[], None]) -> None:
+def at_return(function: Callable[[], object]) -> None:
     """Calls a function when the training function has returned, before its value is stored. Not after a failure."""
     current().at_return.append(function)
 

@@ -10,7 +10,16 @@ import torch
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.execute import AVERAGE, MAX, MIN, PRODUCT, SUM
 from rankzero.compat.horovod.torch.messages import meta_of
-from rankzero.compat.horovod.torch.pending import Key, Pending, begin, checked, issue, key_of, keys_of, synchronize
+from rankzero.compat.horovod.torch.pending import (
+    Key,
+    Pending,
+    begin,
+    checked,
+    issue_in_place,
+    key_of,
+    keys_of,
+    synchronize,
+)
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
@@ -43,7 +52,7 @@ def _issue(tensor: torch.Tensor, key: Key, op: str, before: float, after: float,
     shape = tuple(checked(tensor).shape)
     _check_type(tensor, op)
     meta = meta_of("allreduce", str(tensor.dtype), shape, op, 0, float(before), float(after), tensor.device.type)
-    return issue(key, meta, tensor, group, lambda _: tensor)
+    return issue_in_place(key, meta, tensor, group)
 
 
 def allreduce_async_(

@@ -9,6 +9,7 @@ allreduces of one kind fused. A rank that waits for nothing joins no round, and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued
+from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued, listed
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
 from rankzero.compat.horovod.torch.messages import (
     Handle,
@@ -30,19 +31,20 @@ from rankzero.compat.horovod.torch.messages import (
     Said,
     aligned,
     inline_begin,
+    last_words,
 )
 from rankzero.compat.horovod.torch.rounds import Received, Rounds
 from rankzero.compat.horovod.torch.stalls import roll_of
+from rankzero.compat.horovod.torch.turn import Turn
+
+logger = logging.getLogger(__name__)
 
 ROUND_PAUSE = 0.001
 """Seconds before the next round when one has agreed on nothing."""
 
-NAMED = 5
-"""Operations that an error names, of those that failed together."""
-
 
 class Coordinator:
-    """Of one set of ranks, in one rank. Its rounds are driven by whoever waits, and by a thread of its own."""
+    """Of one set of ranks, in one rank. Its rounds are driven by whoever waits, and else by a thread of its own."""
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, warn_after: float) -> None:
         """Makes the set's process groups. Every rank of the world must make them, members or not.
@@ -57,6 +59,7 @@ class Coordinator:
         self._data = {"cpu": dist.new_group(list(ranks), timeout=timeout, backend="gloo")}
         if dist.get_backend() != "gloo":
             self._data["gpu"] = dist.new_group(list(ranks), timeout=timeout)
+        self._groups = [control, *self._data.values()]
         self.ranks = list(ranks)
         me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
@@ -67,16 +70,16 @@ class Coordinator:
         self.warn_after = warn_after
         self._numbers = Numbers()
         self._calls: Counter[str] = Counter()
-        self._agreement = Agreement(self.ranks)
+        self._agreement = Agreement(self.ranks, self._timeout, warn_after)
         self._requests: dict[str, Request] = {}
         self._new: list[Request] = []
         self._flag = 0
         self._joining: Handle | None = None
+        self._ending: Handle | None = None
         self._waiters = 0
         self._failed: HorovodInternalError | None = None
         self._mutex = threading.Lock()
-        self._turn = threading.Lock()
-        self._wanted = threading.Condition(self._mutex)
+        self._turn = Turn(self._mutex)
         self._thread: threading.Thread | None = None
         self._round_since: float | None = None
 
@@ -91,8 +94,9 @@ class Coordinator:
 
     def count_call(self, kind: str) -> int:
         """The number of a call without a name, from 1."""
-        self._calls[kind] += 1
-        return self._calls[kind]
+        with self._mutex:
+            self._calls[kind] += 1
+            return self._calls[kind]
 
     # -- what callers do -----------------------------------------------------------------------
 
@@ -118,54 +122,68 @@ class Coordinator:
 
     def drive(self) -> None:
         """Lets the coordinator's own thread carry out what was issued, while this one goes on."""
-        with self._wanted:
+        with self._mutex:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rankzero-horovod", daemon=True)
                 self._thread.start()
-            self._wanted.notify()
+            self._turn.wake()
 
-    def wait(self, handle: Handle) -> torch.Tensor:
+    def wait(self, handle: Handle) -> Any:
         """The result of an operation. Raises what it failed with."""
+
+        def is_needed() -> bool:
+            # Not the turn alone ends the wait: whoever has it may wait for ranks that wait for this one to go on.
+            return not handle.is_done
+
         with self._mutex:
             self._waiters += 1
-        try:
-            while not handle.is_done:
-                with self._turn:
-                    if not (handle.is_done or self._failed):
-                        self._round()
-                if self._failed and not handle.is_done:
-                    # It failed while it was carried out.
-                    handle.finish(error=self._failed)
-        finally:
-            with self._mutex:
+            try:
+                while self._turn.take(is_needed):
+                    self._carry_on()
+                    if self._failed and not handle.is_done:
+                        # It failed while it was carried out.
+                        handle.finish(error=self._failed)
+            finally:
                 self._waiters -= 1
+                self._turn.wake()
         if handle.error:
             raise handle.error
-        result: torch.Tensor = handle.result
-        return result
+        return handle.result
 
     def join(self) -> int:
         """Takes part in the others' allreduces, with zeros, until every rank is here; the rank that came last."""
         handle = Handle()
         with self._mutex:
+            if self._failed:
+                raise self._failed
             self._joining = handle
             self._flag |= JOINED
         return int(self.wait(handle))
 
-    def shut_down(self) -> None:
-        """Says that this rank issues nothing more, and waits until all say so.
+    def end(self) -> None:
+        """Says that this rank issues nothing more; `await_end` waits until all say so.
 
         What another rank still expects of this one fails there, at once.
         """
-        if self.rank < 0 or self.size == 1:
-            return
         with self._mutex:
             self._flag |= SHUT_DOWN
-        while not self._is_over:
-            with self._turn:
-                if not self._is_over:
-                    self._round()
-        self._wake()
+            self._ending = Handle()
+            if self._failed or self.rank < 0 or self.size == 1:
+                self._ending.finish()
+
+    def await_end(self) -> None:
+        """Waits until no rank issues anything more, or one has failed."""
+        if self._ending:
+            with contextlib.suppress(HorovodInternalError):
+                self.wait(self._ending)
+
+    def destroy(self) -> None:
+        """Closes the connections of the set, after its end."""
+        for group in self._groups:
+            if self.rank >= 0:
+                dist.destroy_process_group(group)
+
+    # -- who is waited for ---------------------------------------------------------------------
 
     def stall(self) -> float:
         """Seconds for which the present round has waited for a rank."""
@@ -190,35 +208,36 @@ class Coordinator:
     def _awaited(self) -> str:
         """What this rank has issued and not got."""
         with self._mutex:
-            return ", ".join(map(repr, sorted(self._requests)))
+            return listed(sorted(self._requests))
 
     # -- rounds --------------------------------------------------------------------------------
 
-    @property
-    def _is_over(self) -> bool:
-        return self._failed is not None or self._agreement.is_over
-
-    def _wake(self) -> None:
-        """Lets the thread see what has changed."""
-        with self._wanted:
-            self._wanted.notify()
-
-    def _has_work(self) -> bool:
-        return bool(self._requests or self._joining)
-
     def _run(self) -> None:
-        while not self._is_over:
-            with self._wanted:
-                self._wanted.wait_for(lambda: self._has_work() or self._is_over)
-            with self._turn:
-                if self._has_work() and not self._is_over:
-                    self._round()
+        def is_needed() -> bool:
+            return not (self._failed or self._agreement.is_over)
+
+        def has_work() -> bool:
+            is_ending = self._ending and not self._ending.is_done
+            return bool(self._requests or self._joining or is_ending) and not self._waiters
+
+        with self._mutex:
+            while self._turn.take(is_needed, has_work):
+                self._carry_on()
+
+    def _carry_on(self) -> None:
+        """A round, without the mutex, and the end of the turn."""
+        self._mutex.release()
+        try:
+            self._round()
+        finally:
+            self._mutex.acquire()
+            self._turn.give()
 
     def _round(self) -> None:
-        """One exchange, and what it makes possible. Needs `_turn`."""
+        """One exchange, and what it makes possible. Needs the turn."""
+        if self._failed:
+            return
         try:
-            if self._failed:
-                raise self._failed
             with self._mutex:
                 new, self._new = self._new, []
                 flags = self._flag | (WAITING if self._waiters else 0)
@@ -229,12 +248,17 @@ class Coordinator:
             said = [self._numbers.decode(message) for message in received.messages]
             ready = self._agreement.hear(said)
             self._carry_out(ready, said, received)
-            self._end_joins()
-            self._agreement.look_for_stalls(said, agreed=bool(ready))
+            self._end_waits()
+            if late := self._agreement.look_for_stalls(said, agreed=bool(ready)):
+                logger.warning("%s", late)
         except Exception as error:
             self._fail(error)
             return
-        if not ready and self._requests:
+        except BaseException as error:
+            # Of a signal's handler: this rank no longer knows where the others are.
+            self._fail(HorovodInternalError(f"{self._me} was interrupted by {type(error).__name__}"))
+            raise
+        if not ready:
             time.sleep(ROUND_PAUSE)
 
     def _exchange(self, message: bytes) -> Received:
@@ -246,7 +270,8 @@ class Coordinator:
                 raise StallError(self.call_roll()) from error
             lost = self.ranks[self._rounds.source]
             raise StallError(
-                f"{self._me} waits for {self._awaited() or 'the others'}, but rank {lost} has died or failed: {error}"
+                f"{self._me} waits for {self._awaited() or 'the others'}, but rank {lost}, or one that it waited for, "
+                f"has died: {error}"
             ) from error
         finally:
             self._round_since = None
@@ -294,29 +319,42 @@ class Coordinator:
             request = self._requests.pop(name, None)
         return request or Request(name, 0, meta, execute.neutral(meta))
 
-    def _end_joins(self) -> None:
+    def _end_waits(self) -> None:
+        """Ends a `join` that all ranks have come to, and the wait for the end of all."""
         last = self._agreement.end_joins()
-        if last is None:
-            return
+        joining = None
         with self._mutex:
-            joining, self._joining = self._joining, None
-            self._flag &= ~JOINED
-            # Ranks that joined early have called less.
-            self._calls.clear()
+            if last is not None:
+                joining, self._joining = self._joining, None
+                self._flag &= ~JOINED
+                # Ranks that joined early have called less.
+                self._calls.clear()
         if joining:
             joining.finish(last)
+        if self._ending and self._agreement.is_over:
+            self._ending.finish()
 
     def _fail(self, error: Exception) -> None:
+        failed = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
+        if failed is not error:
+            failed.__cause__ = error
         with self._mutex:
-            self._failed = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
+            self._failed = failed
             waiting = [request.handle for request in self._requests.values()]
-            waiting += [self._joining] if self._joining else []
+            waiting += [handle for handle in (self._joining, self._ending) if handle]
             self._requests.clear()
             self._new.clear()
             self._joining = None
         for handle in waiting:
             handle.finish(error=self._failed)
-        self._wake()
+        if not isinstance(failed, StallError):
+            # The others hear of it in their next round, which nobody here waits for.
+            words = last_words(f"{self._me} failed: {failed}")
+            threading.Thread(target=self._say, args=(words,), name="rankzero-horovod-end", daemon=True).start()
+
+    def _say(self, words: bytes) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._rounds.exchange(words)
 
 
 @contextlib.contextmanager
@@ -325,5 +363,4 @@ def _naming(names: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
-        raise HorovodInternalError(f"{', '.join(map(repr, names[:NAMED]))}{more}: {error}") from error
+        raise HorovodInternalError(f"{listed(names)}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -50,7 +51,9 @@ class Group(Protocol):
 
 
 def neutral(meta: Meta) -> torch.Tensor:
-    """What a rank that has joined gives to a sum or an average."""
+    """What a rank that has joined gives to a sum or an average; nothing to a barrier."""
+    if not meta.dtype:
+        return torch.empty(0)
     return torch.zeros(meta.shape, dtype=meta.torch_dtype, device=meta.device)
 
 
@@ -82,6 +85,7 @@ def allreduce(group: Group, batch: Sequence[tuple[Meta, Request]]) -> None:
 def _fused(batch: Sequence[tuple[Meta, Request]]) -> Iterator[tuple[Meta, list[Request]]]:
     """Which are reduced together; the same on all ranks, so by what is the same on all."""
     kinds: dict[Any, list[Request]] = {}
+    sizes: Counter[Any] = Counter()
     for meta, request in batch:
         size = request.tensor.nbytes
         if size >= LARGE:
@@ -89,10 +93,12 @@ def _fused(batch: Sequence[tuple[Meta, Request]]) -> Iterator[tuple[Meta, list[R
             continue
         kind = meta.dtype, meta.op, meta.before, meta.after, meta.device
         together = kinds.setdefault(kind, [])
-        if sum(other.tensor.nbytes for other in together) + size > FUSION_LIMIT:
+        if sizes[kind] + size > FUSION_LIMIT:
             yield together[0].meta, together
             kinds[kind] = together = []
+            sizes[kind] = 0
         together.append(request)
+        sizes[kind] += size
     for together in kinds.values():
         yield together[0].meta, together
 
@@ -181,7 +187,8 @@ def _allgather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """The tensors of all ranks, one after the other; their first dimensions may differ."""
     if group.size == 1:
         return tensor.detach().clone()
-    sizes = [count * _row_bytes(tensor) for [count] in _counts(group, [len(tensor)], tensor.device)]
+    rows = [count for [count] in _counts(group, [len(tensor)], tensor.device)]
+    sizes = [count * _row_bytes(tensor) for count in rows]
     mine = _bytes(tensor)
     if len(mine) < max(sizes):
         mine = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
@@ -189,9 +196,7 @@ def _allgather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     if max(sizes):
         dist.all_gather(found, mine, group=group.process_group(mine.device))
     whole = torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
-    return (
-        whole.view(tensor.dtype).view(-1, *tensor.shape[1:]) if len(whole) else tensor.new_empty(0, *tensor.shape[1:])
-    )
+    return whole.view(tensor.dtype).view(sum(rows), *tensor.shape[1:])
 
 
 def _alltoall(group: Group, tensor: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,12 @@ _ALIGNED = 16
 _HEAD = struct.Struct("<IIIHBx")
 """Bytes of the message, bytes of the text, count of operations, count of inline tensors, flags."""
 
+FAILED = 8
+"""Flag of a message that says that its rank has failed, and why."""
+
+INLINED = 1 << 12
+"""Tensors of one rank that travel in a round at most."""
+
 KNOWN = 1 << 14
 """Names that have numbers: more than a model has parameters. Who makes up new names for ever begins anew then."""
 
@@ -142,11 +148,13 @@ class Said:
         flags: Of the coordinator.
         issued: What it has newly issued, by full name.
         inline: Where the data of tiny tensors begins in the message, by full name.
+        last_words: Of a rank that has failed.
     """
 
     flags: int
     issued: dict[str, Meta]
     inline: dict[str, int]
+    last_words: str = ""
 
 
 class Numbers:
@@ -170,7 +178,7 @@ class Numbers:
             number = self._numbers.get((request.name, request.meta))
             if number is None:
                 fresh.append([request.name, request.call, *astuple(request.meta)])
-            elif request.meta.inline_bytes:
+            elif request.meta.inline_bytes and len(operations) < INLINED:
                 operations.append(_OPERATION.pack(number, request.call))
                 data.append(padded(bytes_of(request.tensor)))
             else:
@@ -183,6 +191,8 @@ class Numbers:
     def decode(self, message: memoryview) -> Said:
         """What a rank sent. Called for the messages of a round in the order of ranks, so that all number alike."""
         length, text, count, inlined, flags = _HEAD.unpack_from(message)
+        if flags & FAILED:
+            return Said(flags, {}, {}, bytes(message[length - text : length]).decode())
         end = _HEAD.size + count * _OPERATION.size
         issued: dict[str, Meta] = {}
         inline: dict[str, int] = {}
@@ -202,6 +212,12 @@ class Numbers:
                     self._known.append(key)
                 issued[full_name(name, call)] = key[1]
         return Said(flags, issued, inline)
+
+
+def last_words(text: str) -> bytes:
+    """The message of a rank that has failed."""
+    data = text.encode()
+    return _HEAD.pack(_HEAD.size + len(data), len(data), 0, 0, FAILED) + data
 
 
 def length_of(message: memoryview) -> int:
@@ -227,6 +243,6 @@ def padded(data: bytes) -> bytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor on the CPU."""
+    """The memory of a tensor on the CPU."""
     whole = tensor.contiguous()
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)

@@ -9,7 +9,17 @@ import torch
 
 from rankzero.compat.horovod.torch.allreduce import allreduce, grouped_allreduce
 from rankzero.compat.horovod.torch.messages import Meta
-from rankzero.compat.horovod.torch.pending import Key, Pending, begin, checked, issue, key_of, keys_of, synchronize
+from rankzero.compat.horovod.torch.pending import (
+    Key,
+    Pending,
+    begin,
+    checked,
+    issue,
+    issue_in_place,
+    key_of,
+    keys_of,
+    synchronize,
+)
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 Splits = torch.Tensor | Sequence[int] | None
@@ -81,7 +91,7 @@ def _issue_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, gro
         raise ValueError(f"root_rank is {root_rank}; the ranks are {group.ranks}")
     root = group.ranks.index(root_rank)
     meta = Meta("broadcast", str(checked(tensor).dtype), tuple(tensor.shape), root=root, device=tensor.device.type)
-    return issue(key_of("broadcast", name, group), meta, tensor, group, lambda _: tensor)
+    return issue_in_place(key_of("broadcast", name, group), meta, tensor, group)
 
 
 def broadcast_async_(

@@ -19,7 +19,8 @@ class Pending:
 
     def __init__(self, handle: Handle, group: ProcessSet, finish: Callable[[Any], Any]) -> None:
         self.handle = handle
-        self.group = group
+        # The set may be removed before somebody waits.
+        self.coordinator = group.coordinator
         self.finish = finish
 
     def __call__(self) -> Any:
@@ -42,6 +43,8 @@ def checked(tensor: Any) -> torch.Tensor:
     """The tensor. Raises TypeError."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a collective takes a torch.Tensor, not a {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError("a collective takes a dense tensor: to_dense() it, or use hvd.sparse_allreduce_async")
     return tensor
 
 
@@ -72,13 +75,36 @@ def issue(
     return Pending(handle, group, finish or (lambda result: result))
 
 
+def issue_in_place(key: Key, meta: Meta, tensor: torch.Tensor, group: ProcessSet) -> Pending:
+    """As `issue`, of what is written into the tensor.
+
+    Raises:
+        ValueError: see `issue`; or several elements share a place in memory.
+    """
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError("elements of the tensor share their memory (expand): nothing can be written there; clone() it")
+    if not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg()):
+        return issue(key, meta, tensor, group, lambda _: tensor)
+    # Another thread may carry it out, and must not write into one of inference mode; nor are its bytes its values.
+    with torch.inference_mode(False):
+        copy = tensor.detach().resolve_conj().resolve_neg().clone()
+
+    def finish(_: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.copy_(copy)
+
+    return issue(key, meta, copy, group, finish)
+
+
 P = TypeVar("P", Pending, list[Pending])
 
 
 def begin(pending: P) -> P:
     """Lets a thread carry out one operation, or several, while the caller goes on."""
     for one in _each(pending):
-        one.group.coordinator.drive()
+        one.coordinator.drive()
     return pending
 
 
@@ -93,7 +119,7 @@ def synchronize(handle: Pending | Sequence[Pending]) -> Any:
     Raises:
         HorovodInternalError: it failed.
     """
-    found = [one.finish(one.group.coordinator.wait(one.handle)) for one in _each(handle)]
+    found = [one.finish(one.coordinator.wait(one.handle)) for one in _each(handle)]
     return found[0] if isinstance(handle, Pending) else found
 
 

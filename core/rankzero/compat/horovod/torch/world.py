@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
+from rankzero.compat.horovod.torch.messages import Meta, Request
 from rankzero.compat.horovod.torch.stalls import Watcher
 from rankzero.train.context import at_return
 
@@ -22,6 +23,9 @@ WARN_AFTER = 60.0
 
 STALL_TIMEOUT = 1800.0
 """Seconds; ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
+
+MOST_SECONDS = 30 * 24 * 3600.0
+"""Of both."""
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -58,16 +62,24 @@ class ProcessSet:
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
-        def seconds(name: str, default: float) -> float:
-            return float(os.environ.get(name) or default) or default
-
-        warn_after = seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", WARN_AFTER)
-        timeout = timedelta(seconds=seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT))
+        warn_after = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", WARN_AFTER)
+        timeout = timedelta(seconds=_seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIMEOUT))
         self.process_set_id = number
         self._coordinator = Coordinator(self.ranks, timeout, warn_after)
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name) or "0"
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1
+    if not 0 <= found <= MOST_SECONDS:
+        raise ValueError(f"{name} is {text!r}; give seconds, or 0 for {default:.0f}")
+    return found or default
 
 
 global_process_set = ProcessSet([])
@@ -98,20 +110,36 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if not isinstance(process_sets, str):
         for process_set in process_sets or ():
             add_process_set(process_set)
-    at_return(shutdown)
+    at_return(_end)
     _watcher = Watcher(lambda: [one._coordinator for one in list(_sets.values()) if one._coordinator])
 
 
 def shutdown() -> None:
     """Ends this rank's part, once all ranks do: what another one still expects of it fails there."""
+    for coordinator in _end():
+        coordinator.destroy()
+
+
+def _end() -> list[Coordinator]:
+    """Ends this rank's part, but leaves connections to the end of the process."""
     global _watcher
+    found = [process_set.coordinator for process_set in _sets.values()]
+    for coordinator in found:
+        coordinator.end()
+    if len(found) > 1:
+        # Ranks wait in one set for what this rank leaves out, while it waits for those of another.
+        for coordinator in found:
+            if coordinator.rank >= 0:
+                coordinator.drive()
+    for coordinator in found:
+        coordinator.await_end()
     for process_set in _sets.values():
-        process_set.coordinator.shut_down()
         process_set._coordinator = None
     _sets.clear()
     if _watcher:
         _watcher.stop()
         _watcher = None
+    return found
 
 
 def is_initialized() -> bool:
@@ -124,6 +152,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises:
         ValueError: a rank that does not exist, or a set that is there already.
+        MismatchError: the ranks gave different ones.
     """
     everybody = global_process_set.coordinator.ranks
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -131,6 +160,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"process set {found.ranks} has ranks that do not exist; there are {len(everybody)}")
     if any(found.ranks == other.ranks for other in _sets.values()):
         raise ValueError(f"a process set of the ranks {found.ranks} is there already")
+    # Groups that ranks make of different ranks wait for each other: this names them.
+    agreed = global_process_set.coordinator
+    agreed.wait(
+        agreed.issue(Request("process_set", max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks)), torch.empty(0)))
+    )
     found._open(max(_sets) + 1)
     _sets[max(_sets) + 1] = found
     return found
@@ -140,7 +174,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Removes a set; False if it is not there, or the global one. Called by every rank."""
     if process_set is global_process_set or process_set not in _sets.values():
         return False
-    process_set.coordinator.shut_down()
+    process_set.coordinator.end()
+    process_set.coordinator.await_end()
+    process_set.coordinator.destroy()
     del _sets[process_set.process_set_id or 0]
     process_set._coordinator = process_set.process_set_id = None
     return True
