@@ -51,6 +51,18 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
               torch.full((2,), 2.0 * size))  # fmt: skip
         large = (1 << 40) + 3
         check("scaled integers", hvd.allreduce(torch.tensor([large]), op=hvd.Max, prescale_factor=3.0), [3 * large])
+        for count in (2, 400):
+            # Views whose memory is not their value.
+            views = torch._neg_view(torch.full((count,), 2.0)), torch.full((count,), 2 + 2j).conj()
+            for view in views:
+                expected = view.clone() * size
+                check("view", hvd.allreduce_(view, op=hvd.Sum).clone(), expected)
+            with torch.inference_mode():
+                later = [hvd.allreduce_async_(torch.ones(count), op=hvd.Sum, name=f"inference.{i}") for i in range(2)]
+                for total in hvd.synchronize(later):
+                    check("inference mode", total, torch.full((count,), float(size)))
+        for shape in ((3, 0), (3, 0, 2)):
+            check("no columns", hvd.allgather(torch.ones(shape)).shape, (3 * size, *shape[1:]))
         check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
         check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
 

@@ -143,6 +143,10 @@ def test_bad_calls_are_refused(launcher: Launcher) -> None:
             hvd.allreduce(one, average=True, op=hvd.Sum)
         with pytest.raises(TypeError, match="takes a torch.Tensor, not a list"):
             hvd.allreduce([1.0])
+        with pytest.raises(TypeError, match="takes a dense tensor"):
+            hvd.allreduce(torch.eye(2).to_sparse())
+        with pytest.raises(ValueError, match="share their memory"):
+            hvd.allreduce_(torch.ones(1).expand(4))
         with pytest.raises(ValueError, match="root_rank is 7"):
             hvd.broadcast(one, 7)
         with pytest.raises(ValueError, match="needs splits"):
