@@ -160,6 +160,16 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._rz.should_synchronize = True
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler asks this in its step, before it looks for overflows, which must be those of all ranks.
+        self._rz.before_unscaling()
+        return bool(vars(self).get("_step_supports_amp_scaling", False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = value
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's. Raises AssertionError between ``backward()`` and ``step()``."""
         self._rz.check_idle()

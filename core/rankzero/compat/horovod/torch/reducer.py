@@ -63,6 +63,7 @@ class Reducer:
     def __init__(self, names: Mapping[torch.Tensor, str], passes: int, how: Reduction) -> None:
         self.should_synchronize = True
         self._is_synchronized = False
+        self._is_ready = False
         self._passes = passes
         self._how = how
         # A second optimizer may have parameters of the same names, as the two networks of a GAN.
@@ -107,10 +108,16 @@ class Reducer:
             )
 
     def before_step(self) -> None:
-        """`synchronize`, unless the user did."""
-        if self.should_synchronize:
+        """`synchronize`, unless the user said that it is not needed, or `before_unscaling` did."""
+        if self.should_synchronize and not self._is_ready:
             self.synchronize()
-        self._is_synchronized = False
+        self._is_synchronized = self._is_ready = False
+
+    def before_unscaling(self) -> None:
+        """`synchronize` for the step that follows, or does not where gradients have overflowed."""
+        if self.should_synchronize and not self._is_synchronized:
+            self.synchronize()
+            self._is_ready = True
 
     def synchronize(self) -> None:
         """Begins what no hook has begun, with zeros where there is no gradient, and waits for all.
@@ -152,7 +159,7 @@ class Reducer:
                 # Of a step that is given up: elastic.run restores after such an error.
                 continue
         self._begin_anew()
-        self._is_synchronized = False
+        self._is_synchronized = self._is_ready = False
 
     def _begin_anew(self) -> None:
         self._sent.clear()
@@ -175,7 +182,7 @@ class Reducer:
                 f"gradients of {self._names[parameter]!r} were computed more than backward_passes_per_step="
                 f"{self._passes} times before step(): increase it to accumulate gradients locally"
             )
-        self._is_synchronized = False
+        self._is_synchronized = self._is_ready = False
         self._left[parameter] -= 1
         if self._left[parameter] == 0:
             self._begin(parameter)
