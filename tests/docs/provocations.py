@@ -343,3 +343,27 @@ def a_rank_that_did_not_come(launcher: Launcher, here: Path) -> None:
     import rankzero.compat.horovod.torch as hvd
 
     raise hvd.StallError(launcher.run(train))
+
+
+@provocation
+def a_rank_that_stays_away(launcher: Launcher, here: Path) -> None:
+    def train() -> str:
+        import time
+
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            time.sleep(4)
+            return ""
+        try:
+            hvd.allreduce(torch.ones(2), name="gradient")
+        except hvd.StallError as error:
+            return str(error)
+        return ""
+
+    import rankzero.compat.horovod.torch as hvd
+
+    raise hvd.StallError(launcher.options(env={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}).run(train))

@@ -28,8 +28,8 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
             if not torch.equal(torch.as_tensor(found), torch.as_tensor(expected)):
                 wrong.append(f"{what}: {found} is not {expected}")
 
-        for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
-                      torch.float64):  # fmt: skip
+        integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        for dtype in (*integers, torch.float16, torch.bfloat16, torch.float32, torch.float64):
             for rows in (1, 40):
                 mine = torch.full((rows, 2), rank + 1, dtype=dtype)
                 every = torch.stack([torch.full((rows, 2), other + 1, dtype=dtype) for other in range(size)])
@@ -49,6 +49,8 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
                           torch.cat([every[other][: other + 1] for other in range(size)]))  # fmt: skip
         check("scaled", hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
               torch.full((2,), 2.0 * size))  # fmt: skip
+        large = (1 << 40) + 3
+        check("scaled integers", hvd.allreduce(torch.tensor([large]), op=hvd.Max, prescale_factor=3.0), [3 * large])
         check("fp16", hvd.allreduce(torch.full((3,), 1.5), compression=hvd.Compression.fp16), torch.full((3,), 1.5))
         check("scalar", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), sum(map(float, range(size))))
 
@@ -58,6 +60,16 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
         check("alltoall even", hvd.alltoall(torch.full((size,), rank)), torch.arange(size))
         share = hvd.reducescatter(torch.arange(5.0), op=hvd.Sum)
         check("reducescatter", hvd.allgather(share), torch.arange(5.0) * size)
+        later = hvd.grouped_reducescatter_async([torch.arange(5.0), torch.ones(1, 2)], prescale_factor=2.0)
+        shares = hvd.synchronize(later)
+        check("grouped reducescatter", hvd.allgather(shares[0]), torch.arange(5.0) * 2)
+        check("rows for the first rank alone", len(shares[1]), 1 if rank == 0 else 0)
+        for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.bool):
+            moved = torch.full((2, 3), rank % 2).to(dtype)
+            check(f"allgather {dtype}", hvd.allgather(moved[rank % 2 :]).float(),
+                  torch.cat([torch.full((2 - other % 2, 3), float(other % 2)) for other in range(size)]))  # fmt: skip
+            check(f"broadcast {dtype}", hvd.broadcast(moved, size - 1).float(),
+                  torch.full((2, 3), float((size - 1) % 2)))  # fmt: skip
 
         inplace = torch.full((4,), float(rank))
         assert hvd.allreduce_(inplace, op=hvd.Sum) is inplace
@@ -66,6 +78,8 @@ def test_values_of_all_types_and_operations(launcher: Launcher) -> None:
         check("grouped", grouped[1], torch.full((2, 2), float(size)))
         gathered = hvd.grouped_allgather([torch.full((2,), rank), torch.full((1, 2), rank)])
         check("grouped gather", gathered[0], torch.arange(size).repeat_interleave(2))
+        later = hvd.grouped_allgather_async([torch.full((2,), rank)], name="later")
+        check("grouped gather later", hvd.synchronize(later)[0], torch.arange(size).repeat_interleave(2))
         assert hvd.broadcast_object({"rank": rank} if rank == 0 else None) == {"rank": 0}
         assert hvd.allgather_object("x" * rank) == ["x" * other for other in range(size)]
         hvd.barrier()
@@ -124,16 +138,27 @@ def test_gradients_pass_through(launcher: Launcher) -> None:
 
         hvd.init()
         rank, size = hvd.rank(), hvd.size()
+        # Horovod averages the gradients of what was gathered or broadcast.
         x = torch.full((rank + 1, 2), 1.0, requires_grad=True)
-        (hvd.allgather(x, name="x") * torch.arange(1.0, sum(range(size + 1)) + 1)[:, None]).sum().backward()
-        start = sum(range(rank + 1))
-        assert torch.equal(x.grad[:, 0], torch.arange(start + 1.0, start + rank + 2) * size)
-        y = torch.ones(3, requires_grad=True)
-        (hvd.allreduce(y, op=hvd.Sum) * (rank + 1)).sum().backward()
-        assert torch.equal(y.grad, torch.full((3,), float(sum(range(size + 1)))))
+        start, rows = sum(range(rank + 1)), sum(range(size + 1))
+        for gather in (hvd.allgather, lambda one, name: hvd.grouped_allgather([one], name=name)[0]):
+            for name in ("x", None):
+                x.grad = None
+                (gather(x, name=name) * torch.arange(1.0, rows + 1)[:, None] * (rank + 1)).sum().backward()
+                expected = torch.arange(start + 1.0, start + rank + 2) * rows / size
+                assert torch.allclose(x.grad[:, 0], expected), (name, x.grad)
+        mean = rows / size
+        for op, factor in ((hvd.Sum, rows), (hvd.Average, mean)):
+            y = torch.ones(3, requires_grad=True)
+            (hvd.allreduce(y, op=op) * (rank + 1)).sum().backward()
+            assert torch.allclose(y.grad, torch.full((3,), float(factor)))
+            pair = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+            first, second = hvd.grouped_allreduce(pair, op=op)
+            ((first.sum() + 2 * second.sum()) * (rank + 1)).backward()
+            assert torch.allclose(pair[1].grad, torch.full((2,), 2.0 * factor))
         z = torch.ones(2, requires_grad=True)
-        hvd.broadcast(z, 0, name="z").sum().backward()
-        assert torch.equal(z.grad, torch.full((2,), float(size if rank == 0 else 0)))
+        (hvd.broadcast(z, 0, name="z") * (rank + 1)).sum().backward()
+        assert torch.allclose(z.grad, torch.full((2,), mean if rank == 0 else 0.0))
         # Rank r gets r + 1 rows of each rank, and multiplies them by r + 1.
         rows = torch.ones(sum(range(size + 1)), 2, requires_grad=True)
         for name in (None, "rows"):
@@ -146,12 +171,14 @@ def test_gradients_pass_through(launcher: Launcher) -> None:
         even = torch.ones(size, requires_grad=True)
         (hvd.alltoall(even) * (rank + 1)).sum().backward()
         assert torch.equal(even.grad, torch.arange(1.0, size + 1))
-        # Each rank's share of a sum takes part in that rank's loss alone.
-        whole = torch.ones(5, requires_grad=True)
-        share = hvd.reducescatter(whole, op=hvd.Sum)
-        (share * (rank + 1)).sum().backward()
-        owners = hvd.allgather(torch.full_like(share, rank + 1.0).detach())
-        assert torch.equal(whole.grad, owners)
+        # Horovod's: a sum's gradient is gathered times the ranks, an average's as it is.
+        for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
+            for scatter in (hvd.reducescatter, lambda one, op: hvd.grouped_reducescatter([one], op=op)[0]):
+                whole = torch.ones(5, requires_grad=True)
+                share = scatter(whole, op=op)
+                (share * (rank + 1)).sum().backward()
+                owners = hvd.allgather(torch.full_like(share, rank + 1.0).detach())
+                assert torch.equal(whole.grad, owners * factor)
         return True
 
     assert launcher.run(train)
@@ -176,10 +203,7 @@ def test_ranks_with_less_data_join(launcher: Launcher) -> None:
         import rankzero.compat.horovod.torch as hvd
 
         hvd.init()
-        found = [
-            hvd.allreduce(torch.full((4,), 1.0), op=hvd.Sum, name=f"b{step}")[0].item()
-            for step in range(hvd.rank() + 1)
-        ]
+        found = [hvd.allreduce(torch.full((4,), 1.0), op=hvd.Sum)[0].item() for _ in range(hvd.rank() + 1)]
         last = hvd.join()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size(), "all are back"
         return hvd.allgather_object((found, last))

@@ -19,7 +19,6 @@ from rankzero.compat.horovod.torch.allreduce import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    reducescatter,
 )
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
@@ -36,10 +35,17 @@ from rankzero.compat.horovod.torch.ops import (
     broadcast_async,
     broadcast_async_,
     grouped_allgather,
+    grouped_allgather_async,
     join,
 )
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer
 from rankzero.compat.horovod.torch.pending import poll, synchronize
+from rankzero.compat.horovod.torch.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from rankzero.compat.horovod.torch.sparse import sparse_allreduce_async
 from rankzero.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 from rankzero.compat.horovod.torch.world import (
@@ -114,10 +120,13 @@ __all__ = [
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -132,6 +141,7 @@ __all__ = [
     "process_set_ids",
     "rank",
     "reducescatter",
+    "reducescatter_async",
     "remove_process_set",
     "rocm_built",
     "shutdown",

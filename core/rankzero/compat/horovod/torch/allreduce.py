@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.execute import AVERAGE, MAX, MIN, PRODUCT, SUM
 from rankzero.compat.horovod.torch.messages import meta_of
-from rankzero.compat.horovod.torch.pending import Key, Pending, begin, checked, issue, key_of, part_of, synchronize
+from rankzero.compat.horovod.torch.pending import Key, Pending, begin, checked, issue, key_of, keys_of, synchronize
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 Average, Sum, Min, Max, Product = AVERAGE, SUM, MIN, MAX, PRODUCT
@@ -91,17 +91,19 @@ def allreduce_(
 
 
 class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *options: Any) -> Any:
-        ctx.options = options
-        name, op, before, after, group = options
-        return allreduce_(tensor.detach().clone(), None, name, op, before, after, group)
+    """Of one tensor, or of several together; the gradients are reduced as the tensors are."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        name, op, before, after, group = ctx.options
-        name = None if name is None else f"{name}.gradient"
-        return (allreduce(gradient, None, name, Compression.none, op, before, after, group), *[None] * 5)
+    def forward(ctx: Any, kind: str, name: str | None, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
+        ctx.kind, ctx.name, ctx.options = kind, name, options
+        copies = [tensor.detach().clone() for tensor in tensors]
+        return tuple(synchronize(issue_reductions(kind, name, copies, *options)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        name = None if ctx.name is None else f"{ctx.name}.gradient"
+        reduced: Any = _Allreduce.apply(ctx.kind, name, ctx.options, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, None, *reduced
 
 
 def allreduce(
@@ -135,13 +137,27 @@ def allreduce(
         HorovodInternalError: another rank died.
     """
     compressed, context = compression.compress(checked(tensor))
-    options = name, checked_op(op, average), prescale_factor, postscale_factor, process_set
+    options = checked_op(op, average), prescale_factor, postscale_factor, process_set
     if compressed.requires_grad and torch.is_grad_enabled():
-        reduced: Any = _Allreduce.apply(compressed, *options)  # type: ignore[no-untyped-call]
+        (reduced,) = _Allreduce.apply("allreduce", name, options, compressed)  # type: ignore[no-untyped-call]
     else:
-        reduced = allreduce_(compressed.detach().clone(), None, *options)
+        reduced = allreduce_(compressed.detach().clone(), None, name, *options)
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
+
+
+def issue_reductions(
+    kind: str,
+    name: str | None,
+    tensors: Sequence[torch.Tensor],
+    op: str,
+    before: float,
+    after: float,
+    group: ProcessSet,
+) -> list[Pending]:
+    """Issues reductions in place, which `synchronize` carries out together."""
+    keys = keys_of(kind, name, group, len(tensors))
+    return [_issue(tensor, key, op, before, after, group) for tensor, key in zip(tensors, keys, strict=True)]
 
 
 def grouped_allreduce_async_(
@@ -154,13 +170,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Pending]:
     """Begins reductions in place; `synchronize` gives the tensors."""
-    key, op = key_of("grouped", name, process_set), checked_op(op, average)
-    found = [
-        _issue(tensor, part_of(key, index), op, prescale_factor, postscale_factor, process_set)
-        for index, tensor in enumerate(tensors)
-    ]
-    process_set.coordinator.drive()
-    return found
+    op = checked_op(op, average)
+    return begin(issue_reductions("grouped", name, tensors, op, prescale_factor, postscale_factor, process_set))
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[Pending]:
@@ -184,30 +195,21 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reductions of several tensors, together; arguments as for `allreduce`."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    pending = grouped_allreduce_async(
-        [tensor for tensor, _ in pairs], average, name, op, prescale_factor, postscale_factor, process_set
+    """Reductions of several tensors, together; differentiable; arguments as for `allreduce`."""
+    options = checked_op(op, average), prescale_factor, postscale_factor, process_set
+    return compressed_by(
+        compression,
+        tensors,
+        lambda them: _Allreduce.apply("grouped", name, options, *them),  # type: ignore[no-untyped-call]
     )
-    reduced = synchronize(pending)
+
+
+def compressed_by(
+    compression: Any,
+    tensors: Sequence[torch.Tensor],
+    reduce: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """What ``reduce`` makes of tensors in the type in which they travel."""
+    pairs = [compression.compress(checked(tensor)) for tensor in tensors]
+    reduced = reduce([tensor for tensor, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: str = AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """This rank's rows of the reduction; the first ranks get one more where they do not divide."""
-    total = allreduce(
-        tensor, None, None if name is None else f"{name}.scatter", compression, op, prescale_factor,
-        postscale_factor, process_set,
-    )  # fmt: skip
-    size, mine = process_set.size(), process_set.rank()
-    rows, more = divmod(len(total), size)
-    start = mine * rows + min(mine, more)
-    return total[start : start + rows + (mine < more)]

@@ -8,11 +8,11 @@ allreduces of one kind fused. A rank that waits for nothing joins no round, and 
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,11 +32,13 @@ from rankzero.compat.horovod.torch.messages import (
     inline_begin,
 )
 from rankzero.compat.horovod.torch.rounds import Received, Rounds
-
-logger = logging.getLogger(__name__)
+from rankzero.compat.horovod.torch.stalls import roll_of
 
 ROUND_PAUSE = 0.001
 """Seconds before the next round when one has agreed on nothing."""
+
+NAMED = 5
+"""Operations that an error names, of those that failed together."""
 
 
 class Coordinator:
@@ -60,6 +62,8 @@ class Coordinator:
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         """This rank's index in the set; -1 if it is no member."""
         self._rounds = Rounds(control, self.rank, len(ranks))
+        self._roll = roll_of(control, self.ranks, self.rank) if self.rank >= 0 else None
+        self._timeout = timeout.total_seconds()
         self.warn_after = warn_after
         self._numbers = Numbers()
         self._calls: Counter[str] = Counter()
@@ -157,32 +161,57 @@ class Coordinator:
             return
         with self._mutex:
             self._flag |= SHUT_DOWN
-        while not (self._failed or self._agreement.is_over):
+        while not self._is_over:
             with self._turn:
-                if not (self._failed or self._agreement.is_over):
+                if not self._is_over:
                     self._round()
+        self._wake()
 
     def stall(self) -> float:
         """Seconds for which the present round has waited for a rank."""
         since = self._round_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def waiting_names(self) -> list[str]:
+    def call_roll(self) -> str:
+        """Says that this rank is there; who is not, and what this rank waits for."""
+        number, stall = self._rounds.number, self.stall()
+        missing: list[int] = []
+        if self._roll:
+            self._roll.say(number)
+            missing = self._roll.missing(number)
+        whom = f"rank {missing}" if missing else "another rank"
+        names = self._awaited()
+        return f"{self._me} has waited {stall:.0f} s for {whom} to {f'issue {names}' if names else 'go on or to end'}"
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.ranks[self.rank]}"
+
+    def _awaited(self) -> str:
         """What this rank has issued and not got."""
         with self._mutex:
-            return sorted(self._requests)
+            return ", ".join(map(repr, sorted(self._requests)))
 
     # -- rounds --------------------------------------------------------------------------------
+
+    @property
+    def _is_over(self) -> bool:
+        return self._failed is not None or self._agreement.is_over
+
+    def _wake(self) -> None:
+        """Lets the thread see what has changed."""
+        with self._wanted:
+            self._wanted.notify()
 
     def _has_work(self) -> bool:
         return bool(self._requests or self._joining)
 
     def _run(self) -> None:
-        while not (self._failed or self._agreement.is_over):
+        while not self._is_over:
             with self._wanted:
-                self._wanted.wait_for(self._has_work)
+                self._wanted.wait_for(lambda: self._has_work() or self._is_over)
             with self._turn:
-                if self._has_work() and not self._failed:
+                if self._has_work() and not self._is_over:
                     self._round()
 
     def _round(self) -> None:
@@ -213,10 +242,11 @@ class Coordinator:
         try:
             return self._rounds.exchange(message)
         except RuntimeError as error:
-            names = ", ".join(map(repr, self.waiting_names())) or "join()"
+            if self.stall() >= self._timeout:
+                raise StallError(self.call_roll()) from error
+            lost = self.ranks[self._rounds.source]
             raise StallError(
-                f"rank {self.ranks[self.rank]} waits for {names}, but another rank has died, or has issued nothing "
-                f"for {self.stall():.0f} s: {error}"
+                f"{self._me} waits for {self._awaited() or 'the others'}, but rank {lost} has died or failed: {error}"
             ) from error
         finally:
             self._round_since = None
@@ -243,15 +273,20 @@ class Coordinator:
                 request.handle.finish(error=error)
             elif meta.kind != "allreduce":
                 # The others' order is the order in which all ranks do it.
-                execute.allreduce(self, batch)
+                self._reduce(batch)
                 batch = []
-                execute.run(self, meta, request)
+                with _naming([name]):
+                    execute.run(self, meta, request)
             elif meta.inline_bytes and all(name in message.inline for message in said):
                 begins = tuple(message.inline[name] for message in said)
                 execute.reduce_inline(meta, request, received.tensors(meta, begins))
             else:
                 batch.append((meta, request))
-        execute.allreduce(self, batch)
+        self._reduce(batch)
+
+    def _reduce(self, batch: Sequence[tuple[Meta, Request]]) -> None:
+        with _naming([request.full_name for _, request in batch]):
+            execute.allreduce(self, batch)
 
     def _taken(self, name: str, meta: Meta) -> Request:
         """This rank's part; zeros of a rank that has joined."""
@@ -266,6 +301,8 @@ class Coordinator:
         with self._mutex:
             joining, self._joining = self._joining, None
             self._flag &= ~JOINED
+            # Ranks that joined early have called less.
+            self._calls.clear()
         if joining:
             joining.finish(last)
 
@@ -279,3 +316,14 @@ class Coordinator:
             self._joining = None
         for handle in waiting:
             handle.finish(error=self._failed)
+        self._wake()
+
+
+@contextlib.contextmanager
+def _naming(names: Sequence[str]) -> Iterator[None]:
+    """Lets what torch says of an operation begin with its name."""
+    try:
+        yield
+    except RuntimeError as error:
+        more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
+        raise HorovodInternalError(f"{', '.join(map(repr, names[:NAMED]))}{more}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,10 @@ _REDUCE = {
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
 }
+
+
+_WIDER = {torch.int16: torch.int32}
+"""Types that torch cannot reduce, and in which they are reduced."""
 
 
 class Group(Protocol):
@@ -97,6 +102,7 @@ def _begin(group: Group, meta: Meta, requests: Sequence[Request]) -> Callable[[]
     tensors = [request.tensor for request in requests]
     is_one = len(tensors) == 1 and tensors[0].is_contiguous()
     flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = flat.to(_WIDER.get(flat.dtype, flat.dtype))
     if meta.before != 1.0:
         flat.copy_(scaled(flat, meta.before))
     work = None
@@ -107,7 +113,7 @@ def _begin(group: Group, meta: Meta, requests: Sequence[Request]) -> Callable[[]
         if work is not None:
             work.wait()
         total = _after(flat, meta, group.size)
-        if total is not flat or not is_one:
+        if not is_one or total.data_ptr() != tensors[0].data_ptr():
             for tensor, part in zip(tensors, torch.split(total, [tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         for request in requests:
@@ -128,8 +134,9 @@ def _cut(total: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Times a factor, in the tensor's own type."""
-    return (tensor * factor).to(tensor.dtype)
+    """Times a factor, in the tensor's own type. Of integers in float64, as Horovod does."""
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return ((tensor if is_real else tensor.double()) * factor).to(tensor.dtype)
 
 
 def run(group: Group, meta: Meta, request: Request) -> None:
@@ -144,12 +151,21 @@ def run(group: Group, meta: Meta, request: Request) -> None:
         request.handle.finish(_alltoall(group, request.tensor, request.splits or []))
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor: what only moves may be of types that torch cannot reduce."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
 def _broadcast(group: Group, meta: Meta, tensor: torch.Tensor) -> torch.Tensor:
     if group.size > 1:
-        whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        dist.broadcast(whole, group.ranks[meta.root], group=group.process_group(whole.device))
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(whole)
+        data = _bytes(tensor)
+        dist.broadcast(data, group.ranks[meta.root], group=group.process_group(data.device))
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
     return tensor
 
 
@@ -165,14 +181,17 @@ def _allgather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """The tensors of all ranks, one after the other; their first dimensions may differ."""
     if group.size == 1:
         return tensor.detach().clone()
-    rows = [count for [count] in _counts(group, [len(tensor)], tensor.device)]
-    mine = tensor.detach().contiguous()
-    if len(mine) < max(rows):
-        mine = torch.cat([mine, mine.new_zeros((max(rows) - len(mine), *mine.shape[1:]))])
-    found = [torch.empty_like(mine) for _ in rows]
-    if max(rows):
+    sizes = [count * _row_bytes(tensor) for [count] in _counts(group, [len(tensor)], tensor.device)]
+    mine = _bytes(tensor)
+    if len(mine) < max(sizes):
+        mine = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
+    found = [torch.empty_like(mine) for _ in sizes]
+    if max(sizes):
         dist.all_gather(found, mine, group=group.process_group(mine.device))
-    return torch.cat([part[:count] for part, count in zip(found, rows, strict=True)])
+    whole = torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+    return (
+        whole.view(tensor.dtype).view(-1, *tensor.shape[1:]) if len(whole) else tensor.new_empty(0, *tensor.shape[1:])
+    )
 
 
 def _alltoall(group: Group, tensor: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +201,9 @@ def _alltoall(group: Group, tensor: torch.Tensor, splits: list[int]) -> tuple[to
     if group.size == 1:
         output.copy_(tensor.detach())
     else:
-        mine = tensor.detach().contiguous()
-        dist.all_to_all_single(output, mine, received, splits, group=group.process_group(mine.device))
+        row, mine = _row_bytes(tensor), _bytes(tensor)
+        dist.all_to_all_single(
+            _bytes(output), mine, [count * row for count in received], [count * row for count in splits],
+            group=group.process_group(mine.device),
+        )  # fmt: skip
     return output, torch.tensor(received, dtype=torch.int32)

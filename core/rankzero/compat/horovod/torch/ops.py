@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rankzero.compat.horovod.torch.allreduce import Sum, allreduce
+from rankzero.compat.horovod.torch.allreduce import allreduce, grouped_allreduce
 from rankzero.compat.horovod.torch.messages import Meta
-from rankzero.compat.horovod.torch.pending import Key, Pending, begin, checked, issue, key_of, part_of, synchronize
+from rankzero.compat.horovod.torch.pending import Key, Pending, begin, checked, issue, key_of, keys_of, synchronize
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 Splits = torch.Tensor | Sequence[int] | None
@@ -29,39 +29,50 @@ def allgather_async(
     return begin(_issue_allgather(tensor, key_of("allgather", name, process_set), process_set))
 
 
+def _issue_allgathers(kind: str, name: str | None, tensors: Sequence[torch.Tensor], group: ProcessSet) -> list[Pending]:
+    keys = keys_of(kind, name, group, len(tensors))
+    return [_issue_allgather(tensor, key, group) for tensor, key in zip(tensors, keys, strict=True)]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Pending]:
+    """Begins `grouped_allgather`."""
+    return begin(_issue_allgathers("grouped_allgather", name, tensors, process_set))
+
+
 class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> Any:
-        pending = _issue_allgather(tensor, key_of("allgather", name, group), group)
-        ctx.rows, ctx.name, ctx.group = len(tensor), name, group
-        return synchronize(pending)
+    """Of one tensor, or of several together. The gradient is this rank's rows of the average, as Horovod's."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def forward(ctx: Any, kind: str, name: str | None, group: ProcessSet, *tensors: torch.Tensor) -> Any:
+        pending = _issue_allgathers(kind, name, tensors, group)
+        ctx.rows, ctx.name, ctx.group = [len(tensor) for tensor in tensors], name, group
+        return tuple(synchronize(pending))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         name = None if ctx.name is None else f"{ctx.name}.gradient"
-        total = allreduce(gradient, name=name, op=Sum, process_set=ctx.group)
-        rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", ctx.group).tolist()
-        start = sum(rows[: ctx.group.rank()])
-        return total[start : start + ctx.rows], None, None
+        averages = grouped_allreduce(gradients, name=name, process_set=ctx.group)
+        rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", ctx.group)
+        starts = rows[: ctx.group.rank()].sum(0).tolist()
+        parts = [whole[start : start + own] for whole, start, own in zip(averages, starts, ctx.rows, strict=True)]
+        return None, None, None, *parts
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors, together."""
+    return list(_Allgather.apply("grouped_allgather", name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """The tensors of all ranks along the first dimension, in which they may differ; differentiable."""
-    found: torch.Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
-    return found
-
-
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
-    """`allgather` of several tensors."""
-    key = key_of("grouped_allgather", name, process_set)
-    found: list[torch.Tensor] = synchronize(
-        [_issue_allgather(tensor, part_of(key, index), process_set) for index, tensor in enumerate(tensors)]
-    )
-    return found
+    (found,) = _Allgather.apply("allgather", name, process_set, tensor)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, found)
 
 
 def _issue_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet) -> Pending:
@@ -96,6 +107,8 @@ def broadcast_(
 
 
 class _Broadcast(torch.autograd.Function):
+    """The gradient is the average on the root, as Horovod's, and nothing elsewhere."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, group: ProcessSet) -> Any:
         ctx.root, ctx.name, ctx.group = root, name, group
@@ -104,16 +117,16 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         name = None if ctx.name is None else f"{ctx.name}.gradient"
-        total = allreduce(gradient, name=name, op=Sum, process_set=ctx.group)
+        average = allreduce(gradient, name=name, process_set=ctx.group)
         is_root = global_process_set.rank() == ctx.root
-        return (total if is_root else torch.zeros_like(total)), None, None, None
+        return (average if is_root else torch.zeros_like(average)), None, None, None
 
 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """The tensor of ``root_rank``, on every rank; differentiable."""
-    found: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Broadcast.apply(checked(tensor), root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -172,7 +185,7 @@ def alltoall(
     Returns:
         What came from every rank; with ``splits`` also how many rows from each.
     """
-    found: Any = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    found: Any = _Alltoall.apply(checked(tensor), splits, name, process_set)  # type: ignore[no-untyped-call]
     return found[0] if splits is None else found
 
 

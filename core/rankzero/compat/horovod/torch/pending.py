@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,15 +22,20 @@ class Pending:
         self.group = group
         self.finish = finish
 
+    def __call__(self) -> Any:
+        """As `synchronize`: so Horovod's sparse ones are waited for."""
+        return synchronize(self)
+
 
 def key_of(kind: str, name: str | None, group: ProcessSet) -> Key:
     """What the ranks match an operation by; without a name the number of the call, which then counts on every rank."""
     return (kind, group.coordinator.count_call(kind)) if name is None else (f"{kind}.{name}", 0)
 
 
-def part_of(key: Key, index: int) -> Key:
-    """Of an operation on several tensors that of one."""
-    return f"{key[0]}.{index}", key[1]
+def keys_of(kind: str, name: str | None, group: ProcessSet, count: int) -> list[Key]:
+    """As `key_of`, for each of several tensors that go together."""
+    whole, call = key_of(kind, name, group)
+    return [(whole, call)] if count == 1 else [(f"{whole}.{index}", call) for index in range(count)]
 
 
 def checked(tensor: Any) -> torch.Tensor:
@@ -67,9 +72,13 @@ def issue(
     return Pending(handle, group, finish or (lambda result: result))
 
 
-def begin(pending: Pending) -> Pending:
-    """Lets a thread carry it out while the caller goes on."""
-    pending.group.coordinator.drive()
+P = TypeVar("P", Pending, list[Pending])
+
+
+def begin(pending: P) -> P:
+    """Lets a thread carry out one operation, or several, while the caller goes on."""
+    for one in _each(pending):
+        one.group.coordinator.drive()
     return pending
 
 

@@ -29,9 +29,14 @@ class Rounds:
         self._rank = rank
         self._size = size
         self._small = Received(rank, size, SMALL)
+        self.number = 0
+        """Of the present round, from 1; the same on all ranks."""
+        self.source = rank
+        """Index of the rank from which this one receives."""
 
     def exchange(self, message: bytes) -> Received:
         """Sends this rank's message. What it returns stays as it is until the next round. Raises RuntimeError."""
+        self.number += 1
         self._gather(self._small, message)
         longest = max(map(length_of, self._small.messages))
         if longest <= SMALL:
@@ -44,6 +49,7 @@ class Rounds:
         begin = message[: len(received.mine)]
         received.mine[: len(begin)] = begin
         for step, (to, outgoing, source, incoming) in enumerate(received.steps):
+            self.source = source
             sending = self._group.send([outgoing], to, step)
             self._group.recv([incoming], source, step).wait()
             sending.wait()

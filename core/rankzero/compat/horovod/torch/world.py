@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import rankzero.train as rt
 from rankzero.compat.horovod.torch.coordinator import Coordinator
+from rankzero.compat.horovod.torch.stalls import Watcher
 from rankzero.train.context import at_return
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ProcessSet:
 
 global_process_set = ProcessSet([])
 _sets: dict[int, ProcessSet] = {}
-_watcher: threading.Thread | None = None
+_watcher: Watcher | None = None
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -85,6 +85,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     Raises:
         ValueError: ``comm`` is an MPI communicator or a part of the ranks.
     """
+    global _watcher
     if is_initialized():
         return
     rt.ensure_process_group()
@@ -98,15 +99,19 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         for process_set in process_sets or ():
             add_process_set(process_set)
     at_return(shutdown)
-    _watch()
+    _watcher = Watcher(lambda: [one._coordinator for one in list(_sets.values()) if one._coordinator])
 
 
 def shutdown() -> None:
     """Ends this rank's part, once all ranks do: what another one still expects of it fails there."""
+    global _watcher
     for process_set in _sets.values():
         process_set.coordinator.shut_down()
         process_set._coordinator = None
     _sets.clear()
+    if _watcher:
+        _watcher.stop()
+        _watcher = None
 
 
 def is_initialized() -> bool:
@@ -135,6 +140,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Removes a set; False if it is not there, or the global one. Called by every rank."""
     if process_set is global_process_set or process_set not in _sets.values():
         return False
+    process_set.coordinator.shut_down()
     del _sets[process_set.process_set_id or 0]
     process_set._coordinator = process_set.process_set_id = None
     return True
@@ -245,31 +251,3 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Does nothing."""
-
-
-def _watch() -> None:
-    """Warns of what some ranks have not issued for long."""
-    global _watcher
-    if _watcher is None:
-        _watcher = threading.Thread(target=_warn_of_stalls, name="rankzero-horovod-stalls", daemon=True)
-        _watcher.start()
-
-
-def _warn_of_stalls() -> None:
-    warned: list[str] = []
-    while True:
-        _PAUSE.wait(1.0)
-        for process_set in list(_sets.values()):
-            group = process_set._coordinator
-            if group is None or group.stall() < group.warn_after:
-                warned = []
-            elif (names := group.waiting_names()) and names != warned:
-                warned = names
-                others = [other for other in group.ranks if other != group.ranks[group.rank]]
-                logger.warning(
-                    "rank %s has waited %.0f s for some of the ranks %s to issue %s",
-                    group.ranks[group.rank], group.stall(), others, ", ".join(names),
-                )  # fmt: skip
-
-
-_PAUSE = threading.Event()
