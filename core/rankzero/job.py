@@ -110,6 +110,10 @@ class Job:
     torch: str | None = None
     created: float = field(default_factory=time.time)
 
+    def encrypts(self, *, by_default: bool) -> bool:
+        """Whether connections of agents and driver are encrypted, by default as the engine's own are."""
+        return by_default if self.encrypt is None else self.encrypt
+
     @property
     def num_tasks(self) -> int:
         """Tasks of a job that is spread over tasks; of an elastic one the most."""

@@ -44,6 +44,7 @@ def is_mapped_by_a_jvm(path: str) -> bool:
     return False
 
 
+@pytest.mark.soak
 def test_a_run_has_the_archive_made_that_the_next_one_starts_with(launcher: Launcher, cache: Path) -> None:
     path = archive.path_for(java())
     old = [cache / f"{number}.jsa" for number in range(5)]

@@ -89,7 +89,7 @@ class Attempt:
         self._start_deadline = start_deadline
         self._say_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
-        encrypts = self._session.encrypts if self._job.encrypt is None else self._job.encrypt
+        encrypts = self._job.encrypts(by_default=self._session.encrypts)
         identity = self._session.identity() if encrypts else None
         if identity:
             logger.info("the connections of attempt %s are encrypted", self._number)

@@ -112,7 +112,7 @@ class Handover:
             "secret": new_secret(),
             "num_tasks": self._num_tasks,
             "place": self._session.place,
-            "encrypts": self._session.encrypts if self._job.encrypt is None else self._job.encrypt,
+            "encrypts": self._job.encrypts(by_default=self._session.encrypts),
             "ports": self._job.ports,
             "first_attempt": self._number,
             "budget": asdict(budget),

@@ -17,7 +17,7 @@ from rankzero.engines.base import AgentConfig, AgentGroup, Engine, EngineSession
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark.errors import explain
 from rankzero.errors import RankZeroError
-from rankzero.host.network import is_loopback, own_addresses
+from rankzero.host.network import bind_address, own_addresses
 from rankzero.job import Job
 from rankzero.task import staged
 
@@ -55,8 +55,7 @@ class StageEngine(Engine):
             EngineError: no certificate can be made.
         """
         identity = make_identity() if told["encrypts"] else None
-        host = LOOPBACK if is_loopback(told["host"]) else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        listener = listen(host, told["ports"])
+        listener = listen(bind_address(told["host"]), told["ports"])
         return StageEngine(
             told["tasks"], told["num_tasks"], told["host"], told["secret"], told["place"], listener, identity
         )

@@ -105,6 +105,13 @@ def own_addresses() -> list[str]:
     return [str(address) for address in found if not (address.is_loopback or address.is_link_local)]
 
 
+def bind_address(host: str) -> str:
+    """Where to listen for those who connect to an address or name of this machine: all its addresses, or loopback."""
+    if is_loopback(host):
+        return host
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
 def is_loopback(host: str) -> bool:
     """True for an address or name that means this host on every host."""
     host = without_brackets(host)

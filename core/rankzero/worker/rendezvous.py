@@ -42,10 +42,9 @@ def bind(start: Message) -> int:
     import torch.distributed as dist
 
     host = start["master_addr"]
-    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
     # that /etc/hosts does not know, so that it asks a DNS for the name of each.
-    listener = listen(host if network.is_loopback(host) else everywhere, start["ports"])
+    listener = listen(network.bind_address(host), start["ports"])
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         listener.getsockname()[1],

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.faults.kit import SlotsEngine
 
+import rankzero.compat.horovod.torch as hvd
 from rankzero import Launcher, RetryableError
 from rankzero.driver import policy
 
@@ -89,3 +91,133 @@ def test_a_commit_is_gone_on_from_by_fewer_ranks_and_by_more(tmp_path: Path, mon
         speed = 0.5 * speed + 1.0
         weight -= lr * speed
     assert weights == [pytest.approx(weight)] * 2, "no step is lost, none counts twice, and all ranks agree"
+
+
+def weight(model: torch.nn.Linear) -> float:
+    return model.weight.item()
+
+
+def linear(value: float) -> torch.nn.Linear:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def test_what_is_assigned_later_is_saved_and_restored() -> None:
+    state = hvd.elastic.TorchState(linear(1.0), None, epoch=0)
+    assert state.optimizer is None, "a name that is there, as the caller gave it"
+    state.restore()
+    assert (state.optimizer, state.epoch) == (None, 0)
+    state.model = other = linear(2.0)
+    torch.nn.init.constant_(other.weight, 3.0)
+    state.restore()
+    assert state.model is other
+    assert weight(other) == 2.0, "as it was when it was assigned"
+    torch.nn.init.constant_(other.weight, 4.0)
+    state.optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    state.epoch = 1
+    state.save()
+    torch.nn.init.constant_(other.weight, 5.0)
+    state.optimizer.param_groups[0]["lr"] = 0.1
+    state.epoch = 2
+    state.restore()
+    assert (weight(other), state.optimizer.param_groups[0]["lr"], state.epoch) == (4.0, 0.5, 1)
+
+
+def test_a_sampler_has_what_scripts_read() -> None:
+    sampler = hvd.elastic.ElasticSampler(range(5), shuffle=False)
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+    sampler.record_batch(0, 2)
+    sampler.reset()
+    assert (sampler.remaining_indices, sampler.indices) == ([2, 3, 4], [2, 3, 4])
+    assert (sampler.num_samples, sampler.total_size, len(sampler)) == (3, 3, 3)
+    other = hvd.elastic.ElasticSampler(range(5), shuffle=False)
+    other.load_state_dict({"epoch": 0, "processed_indices": [0]})
+    assert list(other) == [1, 2, 3, 4], "of a list or a set, as users keep it"
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == [2, 3, 4]
+
+
+class Counter(hvd.elastic.State):
+    """As it would be written for Horovod: it remembers in attributes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+        self.model, self.count = model, 0
+        self._saved_count, self._saved_model = 0, model.state_dict()
+
+    def save(self) -> None:
+        self._saved_count = self.count
+        self._saved_model = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def restore(self) -> None:
+        self.count = self._saved_count
+        self.model.load_state_dict(self._saved_model)
+
+    def sync(self) -> None:
+        self.count = self._bcast_object(self.count)
+
+
+def test_a_state_that_was_written_for_horovod_remembers_in_its_attributes() -> None:
+    state = Counter(linear(1.0))
+    torch.nn.init.constant_(state.model.weight, 2.0)  # type: ignore[arg-type]
+    state.count = 3
+    state.save()
+    model = linear(1.0)
+    later = Counter(model)
+    later.load(state.saved())
+    assert (later.count, weight(model)) == (3, 2.0)
+    assert later.model is model, "the one that the training has"
+
+
+class Best(hvd.elastic.TorchState):
+    def save(self) -> None:
+        self._saved_best = getattr(self, "best", None)
+        super().save()
+
+    def restore(self) -> None:
+        super().restore()
+        self.best = self._saved_best
+
+
+def several_parts() -> Any:
+    import time
+
+    import rankzero.train as rt
+
+    hvd.init()
+    model = linear(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    samplers = {name: hvd.elastic.ElasticSampler(range(4), shuffle=False) for name in ("first", "second")}
+    state = Best(model, optimizer, scheduler=scheduler, **samplers)
+    if hvd.rank() == 1:
+        # It has gone further than rank 0.
+        optimizer.step()
+        scheduler.step()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> Any:
+        steps = scheduler.last_epoch
+        if rt.get_context().attempt == 1:
+            lefts = [list(sampler.remaining_indices) for sampler in samplers.values()]
+            return hvd.allgather_object((steps, optimizer.param_groups[0]["lr"], state.best, lefts))
+        assert steps == 0, "rank 0's"
+        optimizer.step()
+        scheduler.step()
+        state.best = "so far"
+        samplers["first"].record_batch(0, 1)
+        if hvd.rank() == 1:
+            samplers["second"].record_batch(0, 2)
+        state.commit()
+        while hvd.rank() == 0 and rt.get_checkpoint() is None:
+            time.sleep(0.01)
+        hvd.barrier()
+        raise RetryableError("again")
+
+    return loop(state)
+
+
+def test_every_part_of_a_state_comes_back(tmp_path: Path) -> None:
+    found = Launcher(2, store=tmp_path, max_restarts=1).run(several_parts)
+    assert found == [(1, 0.5, "so far", [[2, 3], [0, 2]])] * 2

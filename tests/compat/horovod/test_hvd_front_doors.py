@@ -11,6 +11,7 @@ from torch import nn
 from rankzero import EngineError, InvalidJobError, Launcher
 from rankzero.compat.horovod import HorovodRunner, log_to_driver
 from rankzero.compat.horovod import run as horovod_run
+from rankzero.compat.horovod import spark as horovod_spark
 
 train_ds = torch.utils.data.TensorDataset(
     torch.randn(80, 4, generator=torch.Generator().manual_seed(1)), torch.arange(80) % 3
@@ -181,6 +182,21 @@ def test_an_elastic_state_goes_on_from_its_last_commit(tmp_path: Path) -> None:
         (lambda: HorovodRunner(np="2"), InvalidJobError, "np is '2'"),
         (lambda: HorovodRunner(np=1, driver_log_verbosity="none"), InvalidJobError, "driver_log_verbosity"),
         (lambda: horovod_run(print, num_proc=2, use_mpi=True), InvalidJobError, "use_mpi"),
+        (lambda: horovod_run(print, num_proc=2, nump_proc=4), InvalidJobError, "no option 'nump_proc'"),
+        (lambda: horovod_run(print, num_proc=2, np=4), InvalidJobError, "np=4 .* is num_proc"),
+        (lambda: horovod_run(print, np=2, hosts="a:1,b:1"), InvalidJobError, "hosts='a:1,b:1' .* engine"),
+        (lambda: horovod_run(print, np=2, min_num_proc=1), InvalidJobError, "min_num_proc=1 .*run_elastic"),
+        (lambda: horovod_run(print, np=2, executable="python2"), InvalidJobError, "executable"),
+        (lambda: horovod_run("train.py", np=2), InvalidJobError, "'train.py'"),
+        (lambda: horovod_run(len, args=(1, 2), np=2), InvalidJobError, "do not fit"),
+        (lambda: horovod_run(print, num_proc=0), InvalidJobError, "num_processes is 0"),
+        (lambda: horovod_spark.run(print, launcher=Launcher(), nic="eth0"), InvalidJobError, "no option 'nic'"),
+        (lambda: horovod_spark.run_elastic(print, launcher=Launcher(), slots=2), InvalidJobError, "slots=2"),
+        (
+            lambda: horovod_spark.run_elastic(print, 2, launcher=Launcher(), np=2),
+            InvalidJobError,
+            "np=2 .* is num_proc",
+        ),
         (lambda: log_to_driver(3), TypeError, "takes a text"),
     ],
 )
@@ -196,3 +212,50 @@ def test_on_spark_without_a_session_says_what_to_do() -> None:
         active.stop()
     with pytest.raises(EngineError, match="np=-2 for processes on this machine"):
         HorovodRunner(np=2).run(print)
+    for call in (
+        lambda: horovod_run(print),
+        lambda: horovod_spark.run(print, num_proc=2),
+        lambda: horovod_spark.run_elastic(print, num_proc=2),
+    ):
+        with pytest.raises(EngineError, match="horovod.* needs an active SparkSession"):
+            call()
+
+
+def exchange(base: int) -> Any:
+    import rankzero.compat.horovod.torch as hvd
+
+    hvd.init()
+
+    class Local:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+    add = hvd.broadcast_object((lambda x: x + base) if hvd.rank() == 0 else None, root_rank=0)
+    ranks = [each.rank for each in hvd.allgather_object(Local(hvd.rank()))]
+    hvd.shutdown()
+    return lambda: (add(1), ranks)
+
+
+def test_objects_that_cannot_be_found_by_name_travel(tmp_path: Path) -> None:
+    harmless: dict[str, Any] = {"verbose": 2, "use_gloo": True, "hosts": None, "use_mpi": False, "disable_cache": None}
+    values = horovod_run(func=exchange, args=(10,), np=2, launcher=Launcher(store=tmp_path), **harmless)
+    assert [value() for value in values] == [(11, [0, 1])] * 2
+
+
+def one_failure() -> Any:
+    import os
+
+    import rankzero.compat.horovod.torch as hvd
+    import rankzero.train as rt
+
+    hvd.init()
+    if rt.get_context().attempt == 0 and hvd.rank() == 0:
+        os.kill(os.getpid(), 9)
+    return hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), rt.get_context().attempt, os.environ["WORD"]
+
+
+def test_run_elastic_goes_on_after_a_failure(tmp_path: Path) -> None:
+    values = horovod_spark.run_elastic(
+        one_failure, num_proc=2, min_np=1, reset_limit=1, env={"WORD": "here"}, launcher=Launcher(store=tmp_path)
+    )
+    assert values == [(2.0, 1, "here")] * 2

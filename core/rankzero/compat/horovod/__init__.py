@@ -5,12 +5,17 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rankzero.compat.horovod.install import install
+from rankzero.compat.horovod.install import answer_here, install
 
 if TYPE_CHECKING:
     from rankzero.compat.horovod.runner import HorovodRunner, log_to_driver, run
 
 __all__ = ["HorovodRunner", "install", "log_to_driver", "run"]
+
+__version__ = "0.28.1"
+"""The version of Horovod whose names these are."""
+
+answer_here()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""`install`: makes ``import horovod.torch`` and ``from sparkdl import HorovodRunner`` find ours."""
+"""Horovod's names: `install` makes ``import horovod.torch`` and ``from sparkdl import HorovodRunner`` find ours.
+
+What is found is our own module, under another name: what refers to it is pickled by the first, which every rank has.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,94 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-_NAMES = {
-    "horovod": "rankzero.compat.horovod",
-    "horovod.torch": "rankzero.compat.horovod.torch",
-    "horovod.torch.elastic": "rankzero.compat.horovod.torch.elastic",
-    "horovod.torch.mpi_ops": "rankzero.compat.horovod.torch",
-    "horovod.spark": "rankzero.compat.horovod.runner",
-    "sparkdl": "rankzero.compat.horovod",
-    "sparkdl.horovod": "rankzero.compat.horovod.runner",
-}
+_HERE = "rankzero.compat.horovod"
 
-_OTHERS = ("horovod.tensorflow", "horovod.keras", "horovod.mxnet")
+_PLACES = {
+    "sparkdl": "",
+    "sparkdl.horovod": ".runner",
+    "sparkdl.horovod.runner_base": ".runner",
+    "horovod": "",
+    "horovod.common": ".torch",
+    "horovod.common.elastic": ".torch.elastic",
+    "horovod.common.exceptions": ".torch.errors",
+    "horovod.common.process_sets": ".torch.world",
+    "horovod.common.util": ".torch.world",
+    "horovod.runner": ".runner",
+    "horovod.spark": ".spark",
+    "horovod.torch": ".torch",
+    "horovod.torch.compression": ".torch.compression",
+    "horovod.torch.elastic": ".torch.elastic",
+    "horovod.torch.elastic.sampler": ".torch.elastic.sampler",
+    "horovod.torch.elastic.state": ".torch.elastic.state",
+    "horovod.torch.functions": ".torch",
+    "horovod.torch.mpi_ops": ".torch",
+    "horovod.torch.optimizer": ".torch.optimizer",
+    "horovod.torch.sync_batch_norm": ".torch.sync_batch_norm",
+}
+"""Names of Horovod's modules, and where below this package their content is."""
+
+_TORCH = ", which trains torch: use {root}.torch"
+_ESTIMATORS = ": give a training function to {root}.spark.run, and the DataFrame as dataset= of its launcher"
+
+_INSTEAD = {
+    "tensorflow": _TORCH,
+    "keras": _TORCH,
+    "mxnet": _TORCH,
+    "ray": ": use rankzero.compat.ray_train, or Launcher",
+    "data": ": use torch.utils.data.DataLoader",
+    "spark.common": _ESTIMATORS,
+    "spark.keras": _TORCH,
+    "spark.lightning": _ESTIMATORS,
+    "spark.tensorflow": _TORCH,
+    "spark.torch": _ESTIMATORS,
+}
+"""What to use for those that are not here."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module below its roots: one of ours, or an error that names what to use.
+
+    Args:
+        roots: Packages.
+    """
+
+    def __init__(self, *roots: str) -> None:
+        self._roots = roots
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in _NAMES or name.startswith(_OTHERS):
-            return importlib.machinery.ModuleSpec(
-                name, self, is_package=name in ("horovod", "horovod.torch", "sparkdl")
-            )
+        if any(name == root or name.startswith(f"{root}.") for root in self._roots):
+            return importlib.machinery.ModuleSpec(name, self)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        if spec.name not in _NAMES:
-            raise ImportError(f"{spec.name} is not part of rankzero, which trains torch: use horovod.torch")
-        real = importlib.import_module(_NAMES[spec.name])
-        alias = ModuleType(spec.name, real.__doc__)
-        alias.__getattr__ = lambda name: getattr(real, name)  # type: ignore[method-assign]
-        alias.__dict__["__all__"] = getattr(real, "__all__", None) or [n for n in dir(real) if not n.startswith("_")]
-        return alias
-
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        name = module.__name__
+        root = next(root for root in self._roots if name == root or name.startswith(f"{root}."))
+        below = name.removeprefix(root).removeprefix(".")
+        place = _PLACES.get(f"horovod.{below}" if root == _HERE else name)
+        if place is None:
+            instead = _INSTEAD.get(below, ": see docs/migrate-horovod.md for what is")
+            raise ImportError(f"{name} is not part of rankzero{instead.format(root=root)}")
+        # The import system gives what stands here then.
+        sys.modules[name] = importlib.import_module(_HERE + place)
 
 
 def install() -> None:
     """Lets ``horovod.torch`` and ``sparkdl`` be imported in this process, whether they are installed or not.
 
-    In ranks the variable ``RANKZERO_HOROVOD=1`` in ``env=`` does it.
+    In ranks the variable ``RANKZERO_HOROVOD=1`` in ``env=`` does it; those of `HorovodRunner` and `run` have it.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if _INSTALLED not in sys.meta_path:
+        sys.meta_path.insert(0, _INSTALLED)
+
+
+def answer_here() -> None:
+    """Lets Horovod's names be imported from this package, too: ``rankzero.compat.horovod.torch.mpi_ops``."""
+    # After all others: it is for what is no file of ours.
+    if _OWN not in sys.meta_path:
+        sys.meta_path.append(_OWN)
+
+
+_INSTALLED = _Finder("horovod", "sparkdl")
+_OWN = _Finder(_HERE)

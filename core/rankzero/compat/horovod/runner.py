@@ -1,13 +1,16 @@
-"""`HorovodRunner` of sparkdl, and ``horovod.spark.run``."""
+"""`HorovodRunner` of sparkdl, and ``horovod.run``."""
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.launcher import Launcher, print_line
+from rankzero.submit.training import check_callable
+from rankzero.worker.main import HOROVOD
 
 MESSAGE = "log_to_driver: "
 """What a line of `log_to_driver` begins with."""
@@ -52,9 +55,11 @@ class HorovodRunner:
             EngineError: ``np > 0`` without an active SparkSession.
             RankZeroError: see `Launcher.run`.
         """
-        launcher = self._launcher.options(num_processes=abs(self.num_processor))
+        launcher = with_names(self._launcher).options(num_processes=abs(self.num_processor))
         if self.num_processor > 0 and launcher.engine is None:
-            launcher = launcher.options(engine=_spark(self.num_processor))
+            np = self.num_processor
+            otherwise = f"give np=-{np} for processes on this machine"
+            launcher = launcher.options(engine=on_spark(f"HorovodRunner(np={np})", np, otherwise).engine)
         value, _ = launcher.followed(main, (), kwargs, self._show)
         return value
 
@@ -65,17 +70,37 @@ class HorovodRunner:
             print_line(line.replace(MESSAGE, "", 1))
 
 
-def _spark(np: int) -> Any:
+def on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
+    """A launcher for the active SparkSession.
+
+    Args:
+        caller: For the error.
+        num_proc: Ranks; None: as many as the session has slots.
+        otherwise: What to do without a session.
+
+    Raises:
+        EngineError: there is no session.
+        InvalidJobError: ``num_proc`` is None, and it is a session of Spark Connect.
+    """
     from rankzero.compat.torch_distributor import active_session
     from rankzero.engines.specs import engine_of_session
 
     session = active_session()
     if session is None:
         raise EngineError(
-            f"HorovodRunner(np={np}) needs an active SparkSession: create one with SparkSession.builder, or give "
-            f"np=-{np} for processes on this machine"
+            f"{caller} needs an active SparkSession: create one with SparkSession.builder, or {otherwise}"
         )
-    return engine_of_session(session)
+    if num_proc is None:
+        context = getattr(session, "sparkContext", None)
+        if context is None:
+            raise InvalidJobError("num_proc is None, and Spark Connect does not tell how many slots there are: give it")
+        num_proc = int(context.defaultParallelism)
+    return Launcher(num_processes=num_proc, engine=engine_of_session(session))
+
+
+def with_names(launcher: Launcher, env: Mapping[str, str] | None = None) -> Launcher:
+    """The same, whose ranks find ``horovod`` and ``sparkdl``, and have more environment variables."""
+    return launcher.options(env={HOROVOD: "1", **(launcher.env or {}), **(env or {})})
 
 
 def log_to_driver(message: str) -> None:
@@ -90,48 +115,112 @@ def log_to_driver(message: str) -> None:
         print(f"{MESSAGE}{line}", file=sys.stdout, flush=True)
 
 
+_CHANGE_NOTHING = frozenset(
+    {"verbose", "stdout", "stderr", "nics", "network_interface", "network_interfaces", "use_gloo", "disable_cache",
+     "prefix_output_with_timestamp"}
+)  # fmt: skip
+
+_ELSEWHERE = "hosts are the engine's: give launcher=Launcher(engine=...)"
+_MPI = "ranks meet by torch.distributed, without MPI"
+_RESIZED = "use rankzero.compat.horovod.spark.run_elastic"
+
+_REFUSED = {
+    "np": "it is num_proc: give one of both",
+    "func": "it is fn: give one of both",
+    "hosts": _ELSEWHERE,
+    "hostfile": _ELSEWHERE,
+    "host_discovery_script": _ELSEWHERE,
+    "slots": _ELSEWHERE,
+    "ssh_port": _ELSEWHERE,
+    "ssh_identity_file": _ELSEWHERE,
+    "executable": "ranks have the Python of the engine's executors",
+    "output_filename": "the run directory has the lines of each rank",
+    "use_mpi": _MPI,
+    "mpi_args": _MPI,
+    "extra_mpi_args": _MPI,
+    "min_num_proc": _RESIZED,
+    "max_num_proc": _RESIZED,
+    "min_np": _RESIZED,
+    "max_np": _RESIZED,
+    "reset_limit": _RESIZED,
+    "cooldown_range": _RESIZED,
+}
+
+
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
+    *,
     start_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Any]:
-    """``horovod.spark.run``: calls ``fn`` on every rank and returns the values of all, in the order of ranks.
+    """``horovod.run`` and ``horovod.spark.run``: calls ``fn`` on every rank and returns the values of all, by rank.
+
+    On the active SparkSession; without one, in ``num_proc`` processes of this machine.
 
     Args:
-        fn: The training function.
+        fn: The training function; ``func`` is the same.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        num_proc: Ranks; None: as many as the SparkSession has slots.
+        num_proc: Ranks; ``np`` is the same. None: as many as the SparkSession has slots.
         start_timeout: Seconds until every rank must have started.
         env: Environment variables of the ranks.
-        launcher: Where and how it runs otherwise. None: the active SparkSession.
-        options: Horovod's others, of its own launcher: ``verbose``, ``stdout``, ``nics``, ...; they change nothing.
+        launcher: Where and how it runs otherwise.
+        options: Horovod's others. ``verbose``, ``stdout``, ``stderr``, ``nics``, ``use_gloo`` and the like change
+            nothing.
 
     Raises:
-        InvalidJobError: a value is wrong, or ``use_mpi=True``.
+        EngineError: neither a SparkSession nor ``num_proc``.
+        InvalidJobError: a value is wrong, or an option means nothing here.
         RankZeroError: see `Launcher.run`.
+
+    Example:
+        >>> from rankzero.compat.horovod import run
+        >>> run(max, args=(1, 2), np=2)
+        [2, 2]
     """
-    if options.get("use_mpi"):
-        raise InvalidJobError("use_mpi=True is not supported: ranks meet by torch.distributed")
+    fn = options.pop("func", None) if fn is None else fn
+    num_proc = options.pop("np", None) if num_proc is None else num_proc
+    check_options(options)
     if launcher is None:
-        engine = _spark(num_proc or 1)
-        launcher = Launcher(engine=engine)
-        num_proc = num_proc or int(engine.session.sparkContext.defaultParallelism)
-    changes: dict[str, Any] = {"num_processes": num_proc or launcher.num_processes}
+        from rankzero.compat.torch_distributor import active_session
+
+        is_here = num_proc is not None and active_session() is None
+        otherwise = "give num_proc for processes on this machine"
+        launcher = Launcher() if is_here else on_spark("horovod.run", num_proc, otherwise)
+    if num_proc is not None:
+        launcher = launcher.options(num_processes=num_proc)
     if start_timeout is not None:
-        changes["start_timeout"] = float(start_timeout)
-    if env is not None:
-        changes["env"] = dict(env)
-    found: list[Any] = launcher.options(**changes).run(_gathered, fn, tuple(args), dict(kwargs or {}))
-    return found
+        launcher = launcher.options(start_timeout=float(start_timeout))
+    return run_all(with_names(launcher, env), fn, args, kwargs)
 
 
-def _gathered(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def run_all(
+    launcher: Launcher, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> list[Any]:
+    """Calls ``fn`` on every rank and returns the values of all."""
+    check_callable(fn, tuple(args), dict(kwargs or {}))
+    found: Any = launcher.run(_gathered, fn, tuple(args), dict(kwargs or {}))
+    return list(found)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises InvalidJobError for an option of Horovod's that would change something, or that nobody knows."""
+    for name, value in options.items():
+        if name in _REFUSED and value not in (None, False):
+            raise InvalidJobError(f"{name}={value!r} is not supported: {_REFUSED[name]}")
+        if name not in _CHANGE_NOTHING and name not in _REFUSED:
+            raise InvalidJobError(f"there is no option {name!r}; give those of Launcher by launcher=Launcher(...)")
+
+
+def _gathered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    import cloudpickle
+
     import rankzero.train as rt
 
-    return rt.all_gather_object(fn(*args, **kwargs))
+    pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
+    return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None

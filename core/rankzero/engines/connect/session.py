@@ -41,7 +41,7 @@ from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import make_task, task_config
 from rankzero.errors import RankZeroError
-from rankzero.host.network import address_towards, is_loopback, own_addresses
+from rankzero.host.network import address_towards, bind_address, is_loopback, own_addresses
 from rankzero.job import Job
 
 logger = logging.getLogger(__name__)
@@ -137,9 +137,7 @@ class ConnectSession(EngineSession):
     @property
     def bind_host(self) -> str:
         """All addresses, since nobody knows which of them executors reach; loopback where they are on this host."""
-        if self.driver_hosts == [LOOPBACK]:
-            return LOOPBACK
-        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        return bind_address(self.driver_hosts[0])
 
     @property
     def encrypts(self) -> bool:

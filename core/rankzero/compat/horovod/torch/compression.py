@@ -7,7 +7,21 @@ from typing import Any
 import torch
 
 
-class NoneCompressor:
+class Compressor:
+    """What a compression has: base of `NoneCompressor` and `FP16Compressor`, and of users' own."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor that travels, and what `decompress` needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """The tensor in its own type."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
     """As it is."""
 
     @staticmethod
@@ -21,7 +35,7 @@ class NoneCompressor:
         return tensor
 
 
-class FP16Compressor:
+class FP16Compressor(Compressor):
     """Floating-point tensors in float16."""
 
     @staticmethod

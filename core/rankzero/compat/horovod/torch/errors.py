@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: a rank has died, or ranks do not agree. `elastic.run` restores the state after it.
+    """A collective failed: a rank has died, or ranks do not agree.
 
     Its messages, their causes and what to do: docs/errors.md#horovodinternalerror
     """

@@ -1,10 +1,11 @@
-"""Objects that pickle, from one rank to all, and from all to all."""
+"""Objects, from one rank to all, and from all to all. cloudpickle takes a notebook's classes and lambdas, too."""
 
 from __future__ import annotations
 
 import pickle
 from typing import Any
 
+import cloudpickle
 import torch
 
 from rankzero.compat.horovod.torch.messages import bytes_of
@@ -15,10 +16,10 @@ from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """An object that pickles, of one rank, on every rank."""
+    """An object of one rank, on every rank."""
     name = name or "broadcast_object"
     is_root = global_process_set.rank() == root_rank
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else torch.empty(0)
+    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else torch.empty(0)
     length = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.size", process_set)
     if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8)
@@ -29,7 +30,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, in the order of ranks."""
     name = name or "allgather_object"
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
     sizes = allgather(torch.tensor([len(data)]), f"{name}.sizes", process_set).tolist()
     whole = allgather(data, f"{name}.data", process_set)
     return [pickle.loads(bytes_of(part)) for part in torch.split(whole, sizes)]

@@ -119,6 +119,8 @@ class Reducer:
             self.synchronize()
             self._is_ready = True
 
+    # A compiled step does not trace what waits for other ranks.
+    @torch._disable_dynamo  # type: ignore[misc]
     def synchronize(self) -> None:
         """Begins what no hook has begun, with zeros where there is no gradient, and waits for all.
 

@@ -1,0 +1,107 @@
+"""``horovod.spark``: `run` and `run_elastic` on the active SparkSession."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankzero.compat.horovod import runner
+from rankzero.launcher import Launcher
+
+RESETS = 100
+"""New attempts without ``reset_limit``: Horovod's have no bound, but leave out the host of each failure."""
+
+_OTHERWISE = "give launcher=Launcher(...)"
+
+# A package for the import system, without a file: what is asked of it is refused with what to use.
+__path__: list[str] = []
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    launcher: Launcher | None = None,
+    **options: Any,
+) -> list[Any]:
+    """``horovod.spark.run``: `rankzero.compat.horovod.run`, which needs an active SparkSession.
+
+    Args:
+        fn: The training function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        num_proc: Ranks; None: as many as the SparkSession has slots.
+        start_timeout: Seconds until every rank must have started.
+        env: Environment variables of the ranks.
+        launcher: Where and how it runs otherwise. None: the active SparkSession.
+        options: As for `rankzero.compat.horovod.run`.
+
+    Raises:
+        EngineError: no active SparkSession.
+        InvalidJobError: a value is wrong.
+        RankZeroError: see `Launcher.run`.
+    """
+    launcher = launcher or runner.on_spark("horovod.spark.run", num_proc, _OTHERWISE)
+    return runner.run(fn, args, kwargs, num_proc, start_timeout=start_timeout, env=env, launcher=launcher, **options)
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    launcher: Launcher | None = None,
+    **options: Any,
+) -> list[Any]:
+    """``horovod.spark.run_elastic``: an elastic world, whose attempts go on from the last ``state.commit()``.
+
+    Args:
+        fn: The training function, with a `rankzero.compat.horovod.torch.elastic.run` in it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        num_proc: Ranks; None: as many as the SparkSession has slots.
+        min_num_proc: Ranks that it goes on with at least; None: ``num_proc``.
+        max_num_proc: Ranks at most; None: ``num_proc``.
+        start_timeout: Seconds until every rank must have started.
+        elastic_timeout: The same, in later attempts: the longer one of both counts.
+        reset_limit: New attempts (``max_restarts``); None: 100.
+        env: Environment variables of the ranks.
+        launcher: Where and how it runs otherwise. None: the active SparkSession.
+        options: As for `rankzero.compat.horovod.run`.
+
+    Returns:
+        The values of all ranks of the last attempt.
+
+    Raises:
+        EngineError: no active SparkSession.
+        InvalidJobError: a value is wrong.
+        RankZeroError: see `Launcher.run`.
+    """
+    least = _first(min_num_proc, options.pop("min_np", None), num_proc)
+    most = _first(max_num_proc, options.pop("max_np", None), num_proc)
+    runner.check_options(options)
+    launcher = launcher or runner.on_spark("horovod.spark.run_elastic", _first(most, least), _OTHERWISE)
+    world = launcher.num_processes
+    least, most = _first(least, most, world), _first(most, least, world)
+    timeouts = [float(seconds) for seconds in (start_timeout, elastic_timeout) if seconds is not None]
+    launcher = launcher.options(
+        num_processes=least if least == most else (least, most),
+        max_restarts=RESETS if reset_limit is None else reset_limit,
+        start_timeout=max(timeouts, default=launcher.start_timeout),
+    )
+    return runner.run_all(runner.with_names(launcher, env), fn, args, kwargs)
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

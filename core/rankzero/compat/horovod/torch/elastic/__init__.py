@@ -1,0 +1,11 @@
+"""`hvd.elastic`: a state that survives a failure, on rankzero's attempts and checkpoints.
+
+Horovod keeps the processes and makes a new ring; rankzero starts the next attempt (``max_restarts``), which `run` lets
+begin from the last commit.
+"""
+
+from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler
+from rankzero.compat.horovod.torch.elastic.state import ObjectState, State, TorchState, run
+from rankzero.compat.horovod.torch.world import init, shutdown
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]

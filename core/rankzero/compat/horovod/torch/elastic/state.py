@@ -1,0 +1,229 @@
+"""States that are committed and restored, and `run`, which begins from the last commit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import rankzero.train as rt
+from rankzero.compat.horovod.torch import world
+from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler, merged
+from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
+
+R = TypeVar("R")
+
+
+_NOT_STATE = frozenset({"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states"})
+
+
+class State:
+    """What a training goes on from. Subclasses say how it is saved, restored and sent to all ranks.
+
+    One with a `save` of its own remembers in its attributes. A commit keeps all of them that have no ``state_dict``;
+    the next attempt sets them, and calls `restore`.
+
+    Args:
+        bcast_object: What `sync` of a subclass may call; None: `broadcast_object`.
+        get_rank: The same; None: ``hvd.rank``.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object or broadcast_object
+        self._rank = get_rank or world.rank
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
+        """Functions to be called when the world may have changed, before the training goes on."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls them."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """What a subclass does when the world may have changed."""
+
+    def commit(self) -> None:
+        """Saves the state, and makes it the checkpoint that the next attempt begins with."""
+        self.save()
+        saved = self.of_all_ranks(self.saved())
+        rt.report({}, checkpoint={"elastic": saved} if world.rank() == 0 else None)
+
+    def check_host_updates(self) -> None:
+        """Nothing: the world changes between attempts only."""
+
+    def save(self) -> None:
+        """Remembers the state."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to what `save` remembered."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives every rank what rank 0 has."""
+        raise NotImplementedError
+
+    def saved(self) -> dict[str, Any]:
+        """What `save` remembered, for a checkpoint."""
+        found = {name: value for name, value in vars(self).items() if name not in _NOT_STATE and not _is_part(value)}
+        return {"attributes": found}
+
+    def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """What `saved` gave, with what only other ranks know."""
+        return saved
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Takes what `saved` gave, in a later attempt."""
+        vars(self).update(saved.get("attributes", {}))
+        self.restore()
+
+
+class ObjectState(State):
+    """Attributes of plain values.
+
+    Args:
+        bcast_object: See `State`.
+        get_rank: See `State`.
+        kwargs: Names and values.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._values = dict(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        # Not what a subclass makes of it, which has no attributes yet.
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        """Remembers the attributes."""
+        self._values = {name: copy.deepcopy(getattr(self, name)) for name in self._values}
+
+    def restore(self) -> None:
+        """Sets the attributes that were remembered."""
+        for name, value in self._values.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        """Sets rank 0's attributes on every rank."""
+        values = {name: getattr(self, name) for name in self._values}
+        for name, value in broadcast_object(values, name="elastic.values").items():
+            setattr(self, name, value)
+        self.save()
+
+    def saved(self) -> dict[str, Any]:
+        """The attributes; all of them of a subclass with a `save` of its own."""
+        others = {} if type(self).save.__module__ == __name__ else super().saved()
+        return {**others, "values": self._values}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Sets the attributes."""
+        self._values = saved["values"]
+        super().load(saved)
+
+
+class TorchState(ObjectState):
+    """A model, an optimizer, samplers, and attributes of plain values.
+
+    Args:
+        model: A module.
+        optimizer: Of its parameters.
+        kwargs: Names and values; one with a ``state_dict``, such as a scheduler, is saved by it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        self._states: dict[str, Any] = {}
+        super().__init__(**kwargs, model=model, optimizer=optimizer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        values, states = vars(self).get("_values", {}), vars(self).get("_states", {})
+        if _is_part(value) and (name in values or name in states):
+            # What a restore goes back to.
+            states[name] = copy.deepcopy(value.state_dict())
+            values.pop(name, None)
+        elif name in states:
+            values[name] = None
+            del states[name]
+
+    def save(self) -> None:
+        """Remembers everything."""
+        super().save()
+        self._states = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._states}
+
+    def restore(self) -> None:
+        """Goes back to what was remembered."""
+        super().restore()
+        for name, state in self._states.items():
+            getattr(self, name).load_state_dict(copy.deepcopy(state))
+
+    def sync(self) -> None:
+        """Gives every rank what rank 0 has; samplers learn what all ranks have processed."""
+        for name in self._states:
+            part = getattr(self, name)
+            if isinstance(part, torch.nn.Module):
+                broadcast_parameters(part.state_dict())
+            elif isinstance(part, torch.optim.Optimizer):
+                broadcast_optimizer_state(part)
+            elif isinstance(part, ElasticSampler):
+                part.merge(allgather_object(part.state_dict(), f"elastic.{name}"))
+            else:
+                part.load_state_dict(broadcast_object(part.state_dict(), name=f"elastic.{name}"))
+        super().sync()
+
+    def saved(self) -> dict[str, Any]:
+        """Everything."""
+        return {**super().saved(), "parts": self._states}
+
+    def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The indices that all ranks have processed."""
+        parts = dict(saved["parts"])
+        for name, state in parts.items():
+            if isinstance(getattr(self, name), ElasticSampler):
+                parts[name] = merged(allgather_object(state, f"elastic.{name}"))
+        return {**saved, "parts": parts}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Sets everything."""
+        self._states = saved["parts"]
+        super().load(saved)
+
+
+def _is_part(value: object) -> bool:
+    """Whether it is saved by its own ``state_dict``."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def run(function: Callable[..., R]) -> Callable[..., R]:
+    """A decorator of ``train(state, ...)``: begins from the last commit of an earlier attempt.
+
+    A failure ends the attempt. With ``max_restarts`` the next one begins from the last ``state.commit()``, with as many
+    ranks as there are then; without, which is the default, it ends the run.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        if checkpoint := rt.get_checkpoint():
+            state.load(checkpoint.load()["elastic"])
+            state.on_reset()
+        state.sync()
+        return function(state, *args, **kwargs)
+
+    return wrapper
