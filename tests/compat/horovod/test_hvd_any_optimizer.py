@@ -160,6 +160,9 @@ def test_schedulers_and_hooks_made_before_and_after_wrapping(launcher: Launcher,
 
 def test_parameters_that_come_later(launcher: Launcher) -> None:
     def train() -> Any:
+        import gc
+        import weakref
+
         import torch
 
         import rankzero.compat.horovod.torch as hvd
@@ -199,6 +202,17 @@ def test_parameters_that_come_later(launcher: Launcher) -> None:
         assert gradients(first, thawed) == [[1.5], [1.5]]
         with pytest.raises(ValueError, match="already"):
             hvd.DistributedOptimizer(optimizer)
+
+        def dropped() -> Any:
+            model = torch.nn.Linear(2, 1)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            return weakref.ref(model.weight)
+
+        parameter = dropped()
+        gc.collect()
+        assert parameter() is None, "nothing keeps a model that is no longer used"
         return True
 
     assert launcher.run(train)

@@ -9,7 +9,7 @@ from rankzero import Launcher
 
 STEPS = 50
 
-CLIPPED = 4.0
+CLIPPED = 1.0
 """The norm of accumulated gradients, which some steps have less of, and some more."""
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class Reducer:
             if self._has_peers and parameter.requires_grad and parameter not in self._hooked:
                 if before := _hooks.pop(parameter, None):
                     before.remove()
-                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(_weak(self._on_gradient))  # type: ignore[no-untyped-call]
                 self._hooked.add(parameter)
 
     def set_passes(self, passes: int) -> None:
@@ -120,7 +121,7 @@ class Reducer:
             self._is_ready = True
 
     # A compiled step does not trace what waits for other ranks.
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def synchronize(self) -> None:
         """Begins what no hook has begun, with zeros where there is no gradient, and waits for all.
 
@@ -223,3 +224,14 @@ class Reducer:
             parameter.grad = reduced if reduced.is_sparse else reduced.to_sparse(sent.gradient.sparse_dim())
         elif reduced.data_ptr() != sent.gradient.data_ptr():
             sent.gradient.copy_(reduced)
+
+
+def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A hook that keeps nothing alive: a parameter that holds its reducer, which holds the parameter, is never freed."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        if method := reference():
+            method(parameter)
+
+    return hook
