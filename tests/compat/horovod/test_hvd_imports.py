@@ -49,6 +49,7 @@ from rankzero.compat.horovod import torch as ours
 assert hvd is ours and TorchState is ours.elastic.TorchState and ElasticSampler is ours.elastic.ElasticSampler
 assert elastic_run is ours.elastic.run and issubclass(ours.MismatchError, HorovodInternalError)
 assert issubclass(Compression.fp16, Compressor) and issubclass(Compression.none, Compressor)
+assert hvd.mpi_ops.Sum is Sum and hvd.compression.Compression is hvd.Compression and hvd.elastic.TorchState
 assert callable(run) and callable({spelling}.run) and callable({spelling}.torch.allreduce)
 """
     python(f"from rankzero.compat.horovod import install\ninstall()\n{imports}\n{checks}")
@@ -62,6 +63,7 @@ REFUSED = {
     "{}.ray": ": use rankzero.compat.ray_train, or Launcher",
     "{}.spark.torch": ": give a training function to {}.spark.run",
     "{}.spark.common.store": ": give a training function to {}.spark.run",
+    "{}.spark.task": ": the GPU of a rank is torch.device('cuda', hvd.local_rank())",
     "{}.torch.util": "{}.torch.util is not part of rankzero: see docs/migrate-horovod.md for what is",
 }
 

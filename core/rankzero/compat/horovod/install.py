@@ -50,6 +50,7 @@ _INSTEAD = {
     "spark.common": _ESTIMATORS,
     "spark.keras": _TORCH,
     "spark.lightning": _ESTIMATORS,
+    "spark.task": ": the GPU of a rank is torch.device('cuda', hvd.local_rank())",
     "spark.tensorflow": _TORCH,
     "spark.torch": _ESTIMATORS,
 }

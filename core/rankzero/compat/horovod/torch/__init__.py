@@ -3,6 +3,8 @@
 Imports torch, so import it in the training function's own module, or in the function.
 """
 
+import sys
+
 from rankzero.compat.horovod.torch import elastic
 from rankzero.compat.horovod.torch.allreduce import (
     Adasum,
@@ -77,6 +79,9 @@ from rankzero.compat.horovod.torch.world import (
     start_timeline,
     stop_timeline,
 )
+
+mpi_ops = sys.modules[__name__]
+"""Where Horovod's scripts find operations, too: ``hvd.mpi_ops.Sum``."""
 
 __all__ = [
     "Adasum",

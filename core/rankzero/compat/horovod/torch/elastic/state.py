@@ -18,6 +18,9 @@ from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_ob
 R = TypeVar("R")
 
 
+_committed: rt.TrainContext | None = None
+"""The attempt in which this rank has committed last."""
+
 _NOT_STATE = frozenset({"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states"})
 
 
@@ -54,9 +57,11 @@ class State:
 
     def commit(self) -> None:
         """Saves the state, and makes it the checkpoint that the next attempt begins with."""
+        global _committed
         self.save()
         saved = self.of_all_ranks(self.saved())
         rt.report({}, checkpoint={"elastic": saved} if world.rank() == 0 else None)
+        _committed = rt.get_context()
 
     def check_host_updates(self) -> None:
         """Nothing: the world changes between attempts only."""
@@ -211,17 +216,32 @@ def _is_part(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def _names(saved: dict[str, Any]) -> set[str]:
+    return {*saved.get("values", ()), *saved.get("parts", ())}
+
+
 def run(function: Callable[..., R]) -> Callable[..., R]:
     """A decorator of ``train(state, ...)``: begins from the last commit of an earlier attempt.
 
     A failure ends the attempt. With ``max_restarts`` the next one begins from the last ``state.commit()``, with as many
     ranks as there are then; without, which is the default, it ends the run.
+
+    Raises:
+        ValueError: by what it makes, if the last commit is of a state with other names.
     """
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
-        if checkpoint := rt.get_checkpoint():
-            state.load(checkpoint.load()["elastic"])
+        # What this attempt has committed, the state has.
+        if _committed != rt.get_context() and (checkpoint := rt.get_checkpoint()):
+            saved = checkpoint.load()["elastic"]
+            mine, theirs = _names(state.saved()), _names(saved)
+            if mine != theirs:
+                raise ValueError(
+                    f"the last commit is of a state with {', '.join(sorted(theirs))}, not {', '.join(sorted(mine))}: "
+                    "commit one state in a run"
+                )
+            state.load(saved)
             state.on_reset()
         state.sync()
         return function(state, *args, **kwargs)
