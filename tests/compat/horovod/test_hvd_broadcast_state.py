@@ -107,6 +107,7 @@ def test_parameters_of_every_kind(tmp_path: Path) -> None:
         model[0].register_buffer("nothing", torch.empty(0, 3))
         model[0].register_buffer("mask", torch.tensor([rank == 1, False]))
         model[0].register_buffer("strided", torch.full((4, 4), float(rank))[::2, ::2])
+        model[0].register_buffer("one", torch.full((4,), float(rank))[::2][:1])
         model[0].register_buffer("short", torch.full((4,), float(rank), dtype=torch.bfloat16))
         model[1].num_batches_tracked.fill_(7 * rank)
         for params in (model.state_dict(), model.named_parameters(), list(model.parameters()), model.parameters()):
@@ -118,6 +119,7 @@ def test_parameters_of_every_kind(tmp_path: Path) -> None:
         assert model[1].num_batches_tracked.item() == 7
         assert model[0].mask.tolist() == [True, False]
         assert model[0].strided.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert model[0].one.tolist() == [1.0]
         assert model[0].short.tolist() == [1.0] * 4
 
         for wrong, reason in [

@@ -227,7 +227,7 @@ class Reducer:
 
 
 def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A hook that keeps nothing alive: a parameter that holds its reducer, which holds the parameter, is never freed."""
+    """A hook that keeps nothing alive: a parameter that holds its reducer, which holds it, is never freed."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
