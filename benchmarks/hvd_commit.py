@@ -1,6 +1,6 @@
 """What ``state.commit()`` of an elastic training costs beside ``torch.save`` of the same state: 10 M parameters, Adam.
 
-The sides take turns in the same two ranks; commits come one right after the other, so each waits for the last one's file.
+The sides take turns in the same two ranks. Commits come one right after the other: each waits for the last one's file.
 
     python benchmarks/hvd_commit.py
 """
