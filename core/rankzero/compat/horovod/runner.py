@@ -197,7 +197,7 @@ def run(
     if num_proc is not None:
         launcher = launcher.options(num_processes=num_proc)
     if start_timeout is not None:
-        launcher = launcher.options(start_timeout=float(start_timeout))
+        launcher = launcher.options(start_timeout=start_timeout)
     return run_all(with_names(launcher, env), fn, args, kwargs)
 
 
@@ -207,6 +207,10 @@ def run_all(
     """Calls ``fn`` on every rank and returns the values of all."""
     if not callable(fn):
         raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")
+    if not isinstance(args, (tuple, list)):
+        raise InvalidJobError(f"args is {args!r}; give a tuple, such as ({args!r},)")
+    if not isinstance(kwargs or {}, Mapping):
+        raise InvalidJobError(f"kwargs is {kwargs!r}; give a dict")
     check_callable(fn, tuple(args), dict(kwargs or {}))
     found: Any = launcher.run(_gathered, fn, tuple(args), dict(kwargs or {}))
     return list(found)
