@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero import EngineError, InvalidJobError, Launcher, RunHandle
 from rankzero.compat.horovod import HorovodRunner, log_to_driver
 from rankzero.compat.horovod import run as horovod_run
 from rankzero.compat.horovod import spark as horovod_spark
@@ -242,8 +242,10 @@ def exchange(base: int) -> Any:
 
 def test_objects_that_cannot_be_found_by_name_travel(tmp_path: Path) -> None:
     harmless: dict[str, Any] = {"verbose": 2, "use_gloo": True, "hosts": None, "use_mpi": False, "disable_cache": None}
-    values = horovod_run(func=exchange, args=(10,), np=2, launcher=Launcher(store=tmp_path), **harmless)
+    launcher = Launcher(store=tmp_path, run_id="exchange")
+    values = horovod_run(func=exchange, args=(10,), np=2, launcher=launcher, **harmless)
     assert [value() for value in values] == [(11, [0, 1])] * 2
+    assert RunHandle.attach(str(tmp_path / "exchange")).params == {"base": 10}, "the run is of the user's function"
 
 
 def one_failure() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -212,8 +213,7 @@ def run_all(
     if not isinstance(kwargs or {}, Mapping):
         raise InvalidJobError(f"kwargs is {kwargs!r}; give a dict")
     check_callable(fn, tuple(args), dict(kwargs or {}))
-    found: Any = launcher.run(_gathered, fn, tuple(args), dict(kwargs or {}))
-    return list(found)
+    return list(launcher.run(_gathered(fn), *args, **(kwargs or {})))
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -225,10 +225,17 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise InvalidJobError(f"there is no option {name!r}; give those of Launcher by launcher=Launcher(...)")
 
 
-def _gathered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    import cloudpickle
+def _gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose value on rank 0 is that of all ranks."""
 
-    import rankzero.train as rt
+    # The run bears its name, and the arguments are its own.
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> list[Any] | None:
+        import cloudpickle
 
-    pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
-    return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
+        import rankzero.train as rt
+
+        pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
+        return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
+
+    return call
