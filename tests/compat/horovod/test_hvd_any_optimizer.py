@@ -245,3 +245,29 @@ def test_state_is_copied_by_its_dict(launcher: Launcher) -> None:
         return optimizer.state[model.weight]["step"].item()
 
     assert launcher.run(train) == 1.0
+
+
+@pytest.mark.soak
+def test_a_compiled_model_and_a_compiled_step(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        found = []
+        for backend in ("eager", "aot_eager", "inductor"):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1, bias=False)
+            before = model.weight.detach().clone()
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+            compiled, step = torch.compile(model, backend=backend), torch.compile(optimizer.step, backend=backend)
+            for _ in range(2):
+                optimizer.zero_grad()
+                compiled(torch.full((1, 4), hvd.rank() + 1.0)).sum().backward()
+                step()
+            found.append((before - model.weight).detach())
+        return found
+
+    for change in launcher.run(train):
+        assert change.tolist() == [pytest.approx([3.0] * 4)]

@@ -39,7 +39,7 @@ def optimizers() -> dict[str, Any]:
             self.count, self.param_groups[0]["lr"] = state["count"], state["lr"]
 
     names = [name for name in vars(torch.optim) if isinstance(getattr(torch.optim, name), type)]
-    found = {name: getattr(torch.optim, name) for name in names if name not in ("Optimizer", "SparseAdam")}
+    found = {name: getattr(torch.optim, name) for name in names if name != "Optimizer"}
     return {
         **{name: lambda parameters, lr, cls=cls: cls(parameters, lr=lr) for name, cls in found.items()},
         "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
@@ -64,16 +64,22 @@ def test_the_state_of_every_optimizer(tmp_path: Path) -> None:
             optimizer = make(parameters, 0.1 * rank)
 
             def closure(parameters: Any = parameters) -> Any:
+                for parameter in parameters:
+                    parameter.grad = None
                 loss = sum(parameter.pow(2).sum() for parameter in parameters)
                 loss.backward()
                 return loss
 
-            def step(optimizer: Any = optimizer, name: str = name, closure: Any = closure) -> None:
+            def step(
+                optimizer: Any = optimizer, name: str = name, closure: Any = closure, parameters: Any = parameters
+            ) -> None:
                 if name == "LBFGS":
                     optimizer.step(closure)
-                else:
-                    closure()
-                    optimizer.step()
+                    return
+                closure()
+                for parameter in parameters if name == "SparseAdam" else ():
+                    parameter.grad = parameter.grad.to_sparse()
+                optimizer.step()
 
             for _ in range(2 if rank == 2 else (name == "tensor lr")):
                 step()

@@ -164,7 +164,8 @@ class _Distributed(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # torch's GradScaler asks this in its step, before it looks for overflows, which must be those of all ranks.
         self._rz.before_unscaling()
-        return bool(vars(self).get("_step_supports_amp_scaling", False))
+        own = vars(self).get("_step_supports_amp_scaling")
+        return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:

@@ -138,7 +138,8 @@ class Reducer:
                 stacklevel=4,
             )
         self._check_untouched()
-        self.add(self._names)
+        if len(self._hooked) < len(self._names):
+            self.add(self._names)
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._sent:
                 self._begin(parameter)
