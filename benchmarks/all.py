@@ -28,6 +28,7 @@ NAMES = [
     "steps",
     "training",
     "horovod",
+    "hvd_commit",
     "control_plane",
     "imports",
     "connect",

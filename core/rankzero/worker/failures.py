@@ -73,6 +73,8 @@ def _text_of(error: BaseException) -> str:
 def _advice(error: BaseException) -> str:
     if not (isinstance(error, ModuleNotFoundError) and isinstance(error.name, str)):
         return ""
+    if error.name.partition(".")[0] in ("horovod", "sparkdl"):
+        return '. With env={"RANKZERO_HOROVOD": "1"} ranks find rankzero.compat.horovod by this name'
     return (
         f". It is not installed for {sys.executable} on {socket.gethostname()}, and no user module that travelled: "
         f"those do that code imports by their names. Write `import {error.name}` in the training's own module, or "

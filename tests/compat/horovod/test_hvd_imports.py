@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rankzero import Launcher, WorkerFailedError
+
 IMPORTS = """
 import horovod
 import horovod.torch as hvd
@@ -89,6 +91,12 @@ assert horovod.torch is ours
 assert before == (ours.__name__, ours.__spec__, ours.__file__, ours.__package__)
 """
     python(program)
+
+
+def test_ranks_without_the_variable_say_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import horovod.torch as hvd\n")
+    with pytest.raises(WorkerFailedError, match="RANKZERO_HOROVOD.* rankzero.compat.horovod"):
+        Launcher(store=tmp_path / "runs").run(str(tmp_path / "train.py"))
 
 
 NOTEBOOK = """

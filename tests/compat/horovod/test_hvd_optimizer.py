@@ -9,6 +9,9 @@ from rankzero import Launcher
 
 STEPS = 50
 
+CLIPPED = 1.0
+"""The norm of accumulated gradients, which some steps have less of, and some more."""
+
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
@@ -58,8 +61,8 @@ def build(shape: str, sparse: bool) -> Any:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
 
 
-@pytest.mark.parametrize("shape", ["cnn", "accumulation", "lstm"])
-def test_the_losses_of_plain_ddp(launcher: Launcher, shape: str) -> None:
+@pytest.mark.parametrize(("shape", "size"), [("cnn", 2), ("accumulation", 2), ("lstm", 2), ("lstm", 4)])
+def test_the_losses_of_plain_ddp(tmp_path: Path, shape: str, size: int) -> None:
     def train() -> Any:
         import torch
         from torch.nn.functional import cross_entropy
@@ -73,7 +76,7 @@ def test_the_losses_of_plain_ddp(launcher: Launcher, shape: str) -> None:
         passes = 2 if shape == "accumulation" else 1
 
         def losses(model: Any, optimizer: Any, *, ours: bool) -> list[float]:
-            found = []
+            found, norms = [], []
             for step, (x, y) in enumerate(batches):
                 loss = cross_entropy(model(x), y)
                 if ours or (step + 1) % passes == 0:
@@ -85,7 +88,7 @@ def test_the_losses_of_plain_ddp(launcher: Launcher, shape: str) -> None:
                     if ours and passes > 1:
                         optimizer.synchronize()
                     if passes > 1:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED)))
                     if ours and passes > 1:
                         with optimizer.skip_synchronize():
                             optimizer.step()
@@ -93,6 +96,8 @@ def test_the_losses_of_plain_ddp(launcher: Launcher, shape: str) -> None:
                         optimizer.step()
                     optimizer.zero_grad()
                 found.append(loss.item())
+            # Of clipped gradients alone the scale does not count.
+            assert passes == 1 or min(norms) < CLIPPED < max(norms), norms
             return found
 
         def make(model: Any) -> Any:
@@ -108,7 +113,8 @@ def test_the_losses_of_plain_ddp(launcher: Launcher, shape: str) -> None:
         plain = DistributedDataParallel(build(shape, sparse=False))
         return mine, losses(plain, make(plain), ours=False)
 
-    mine, plain = launcher.run(train)
+    mine, plain = Launcher(size, store=tmp_path).run(train)
+    assert len(mine) == STEPS
     assert mine == pytest.approx(plain, abs=1e-5)
     assert mine[-1] < mine[0]
 
@@ -158,7 +164,8 @@ def test_horovods_rules(launcher: Launcher) -> None:
         other(torch.ones(1, 2)).sum().backward()
         with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
             other(torch.ones(1, 2)).sum().backward()
-        twice.synchronize()
+        twice.load_state_dict(twice.state_dict())
+        twice.zero_grad()
         return True
 
     assert launcher.run(train)
@@ -194,14 +201,14 @@ def test_options_of_the_reduction(launcher: Launcher) -> None:
         x, row = torch.full((1, 2), rank + 1.0), torch.tensor([rank])
         dense = gradient(embedding, row, sparse_as_dense=True)
         sparse = gradient(embedding, row)
-        assert (dense.is_sparse, sparse.is_sparse) == (False, True)
-        assert torch.equal(dense, sparse.to_dense())
+        assert (dense.is_sparse, sparse.is_sparse) == (True, True), "the step gets what the backward pass gave"
+        assert torch.equal(dense.to_dense(), sparse.to_dense())
         return {
             "average": gradient(linear, x).tolist(),
             "predivided": gradient(linear, x, gradient_predivide_factor=4.0).tolist(),
             "sum": gradient(linear, x, op=hvd.Sum).tolist(),
             "passes": gradient(linear, x, passes=3).tolist(),
-            "rows": dense.tolist(),
+            "rows": dense.to_dense().tolist(),
         }
 
     assert launcher.run(train) == {
@@ -235,6 +242,57 @@ def test_batch_norm_over_all_ranks(launcher: Launcher) -> None:
         torch.testing.assert_close(found, whole.grad, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(ours.running_var, plain.running_var)
         torch.testing.assert_close(ours.running_mean, plain.running_mean)
+        return True
+
+    assert launcher.run(train)
+
+
+def test_batch_norm_of_every_kind(launcher: Launcher) -> None:
+    def train() -> Any:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        hvd.init()
+        rank = hvd.rank()
+        generator = torch.Generator().manual_seed(1)
+
+        def compared(shape: Any, needs_input: bool = True, **options: Any) -> None:
+            """Two steps of training and one of evaluation, against torch's own layer on the batch of all ranks."""
+            ours, plain = hvd.SyncBatchNorm(3, **options).double(), torch.nn.BatchNorm1d(3, **options).double()
+            if ours.affine:
+                for layer in (ours, plain):
+                    torch.nn.init.constant_(layer.weight, 1.5)
+                    torch.nn.init.constant_(layer.bias, 0.5)
+            plain._check_input_dim = lambda _: None
+            for is_training in (True, True, False):
+                ours.train(is_training)
+                plain.train(is_training)
+                whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+                mine = (whole[:1] if rank == 0 else whole[1:]).clone().requires_grad_(needs_input)
+                whole.requires_grad_(needs_input)
+                normal, expected = ours(mine), plain(whole)
+                torch.testing.assert_close(torch.cat(hvd.allgather_object(normal.detach())), expected.detach())
+                if not (needs_input or ours.affine):
+                    continue
+                normal.pow(3).sum().backward()
+                expected.pow(3).sum().backward()
+                if needs_input:
+                    torch.testing.assert_close(torch.cat(hvd.allgather_object(mine.grad)), whole.grad)
+                for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+                    # Of this rank's part; DistributedOptimizer adds them up.
+                    torch.testing.assert_close(hvd.allreduce(one.grad, op=hvd.Sum), other.grad)
+                    one.grad = other.grad = None
+            torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
+
+        compared((5, 3))
+        compared((5, 3, 4, 2))
+        compared((5, 3, 4), needs_input=False)
+        compared((5, 3, 4), momentum=None)
+        compared((5, 3, 4), momentum=0.0, eps=0.1)
+        compared((5, 3, 4), affine=False)
+        compared((5, 3, 4), affine=False, needs_input=False)
+        compared((5, 3, 4), track_running_stats=False)
         return True
 
     assert launcher.run(train)

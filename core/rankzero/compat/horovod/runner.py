@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,9 @@ class HorovodRunner:
         self, *, np: int, driver_log_verbosity: str = "log_callback_only", launcher: Launcher | None = None
     ) -> None:
         if isinstance(np, bool) or not isinstance(np, int) or np == 0:
-            raise InvalidJobError(f"np is {np!r}; give ranks on the cluster, or processes on this machine below 0")
+            raise InvalidJobError(
+                f"np is {np!r}; give 2 for two ranks on Spark, or -2 for two processes on this machine"
+            )
         if driver_log_verbosity not in VERBOSITIES:
             raise InvalidJobError(
                 f"driver_log_verbosity is {driver_log_verbosity!r}; choose 'all' or 'log_callback_only'"
@@ -110,7 +113,7 @@ def log_to_driver(message: str) -> None:
         TypeError: no text.
     """
     if not isinstance(message, str):
-        raise TypeError(f"log_to_driver takes a text, not a {type(message).__name__}")
+        raise TypeError(f"log_to_driver takes a text, not {type(message).__name__}")
     for line in message.splitlines() or [""]:
         print(f"{MESSAGE}{line}", file=sys.stdout, flush=True)
 
@@ -120,21 +123,21 @@ _CHANGE_NOTHING = frozenset(
      "prefix_output_with_timestamp"}
 )  # fmt: skip
 
-_ELSEWHERE = "hosts are the engine's: give launcher=Launcher(engine=...)"
-_MPI = "ranks meet by torch.distributed, without MPI"
+_ELSEWHERE = "the engine knows its hosts. Leave it out, or give launcher=Launcher(engine=...)"
+_MPI = "ranks meet by torch.distributed. Leave it out"
 _RESIZED = "use rankzero.compat.horovod.spark.run_elastic"
 
 _REFUSED = {
-    "np": "it is num_proc: give one of both",
-    "func": "it is fn: give one of both",
+    "np": "it is num_proc, which is given, too",
+    "func": "it is fn, which is given, too",
     "hosts": _ELSEWHERE,
     "hostfile": _ELSEWHERE,
     "host_discovery_script": _ELSEWHERE,
     "slots": _ELSEWHERE,
     "ssh_port": _ELSEWHERE,
     "ssh_identity_file": _ELSEWHERE,
-    "executable": "ranks have the Python of the engine's executors",
-    "output_filename": "the run directory has the lines of each rank",
+    "executable": "the engine has a Python for its ranks. Leave it out",
+    "output_filename": "the run directory has the lines of each rank. Leave it out",
     "use_mpi": _MPI,
     "mpi_args": _MPI,
     "extra_mpi_args": _MPI,
@@ -195,7 +198,7 @@ def run(
     if num_proc is not None:
         launcher = launcher.options(num_processes=num_proc)
     if start_timeout is not None:
-        launcher = launcher.options(start_timeout=float(start_timeout))
+        launcher = launcher.options(start_timeout=start_timeout)
     return run_all(with_names(launcher, env), fn, args, kwargs)
 
 
@@ -203,9 +206,14 @@ def run_all(
     launcher: Launcher, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Any]:
     """Calls ``fn`` on every rank and returns the values of all."""
+    if not callable(fn):
+        raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")
+    if not isinstance(args, (tuple, list)):
+        raise InvalidJobError(f"args is {args!r}; give a tuple, such as ({args!r},)")
+    if not isinstance(kwargs or {}, Mapping):
+        raise InvalidJobError(f"kwargs is {kwargs!r}; give a dict")
     check_callable(fn, tuple(args), dict(kwargs or {}))
-    found: Any = launcher.run(_gathered, fn, tuple(args), dict(kwargs or {}))
-    return list(found)
+    return list(launcher.run(_gathered(fn), *args, **(kwargs or {})))
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -217,10 +225,17 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise InvalidJobError(f"there is no option {name!r}; give those of Launcher by launcher=Launcher(...)")
 
 
-def _gathered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    import cloudpickle
+def _gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose value on rank 0 is that of all ranks."""
 
-    import rankzero.train as rt
+    # The run bears its name, and the arguments are its own.
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> list[Any] | None:
+        import cloudpickle
 
-    pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
-    return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
+        import rankzero.train as rt
+
+        pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
+        return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
+
+    return call

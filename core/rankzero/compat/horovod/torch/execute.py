@@ -159,7 +159,9 @@ def run(group: Group, meta: Meta, request: Request) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: what only moves may be of types that torch cannot reduce."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not `view`: one element alone may have any stride, and keeps it.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

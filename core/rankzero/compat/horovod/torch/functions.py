@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,12 +21,14 @@ def broadcast_parameters(
     """One rank's parameters on all ranks, in place.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()`` as a list, or a list of tensors.
-        root_rank: Whose.
+        params: ``model.state_dict()``, ``model.named_parameters()``, or tensors.
+        root_rank: Global rank whose they are.
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: neither a mapping nor a list.
+        ValueError: neither a mapping nor a list, or a part that is no tensor with data; names it.
+        StallError: a rank has a parameter that another one has not.
+        MismatchError: a parameter has another shape or type on another rank.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -32,12 +36,13 @@ def broadcast_parameters(
         pairs = [part if isinstance(part, tuple) else (str(index), part) for index, part in enumerate(params)]
     else:
         raise ValueError(f"invalid params of type: {type(params).__name__}; give model.state_dict()")
-    pending = [
-        broadcast_async_(value, root_rank, f"parameter.{name}", process_set)
-        for name, value in pairs
-        if isinstance(value, torch.Tensor)
-    ]
-    synchronize(pending)
+    pairs = [(name, value) for name, value in pairs if value is not None]
+    for name, value in pairs:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"parameter {name!r} is a {type(value).__name__}, no tensor: use hvd.broadcast_object")
+        if value.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device: give it data with module.to_empty() first")
+    synchronize([broadcast_async_(value, root_rank, f"parameter.{name}", process_set) for name, value in pairs])
 
 
 def broadcast_optimizer_state(
@@ -46,74 +51,62 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """One rank's state and options of an optimizer on all ranks; also to a fresh one, which has no state.
+    """One rank's state and options of an optimizer on all ranks, by its ``state_dict``; also to a fresh one.
 
     Args:
         optimizer: Wrapped or not.
-        root_rank: Whose.
-        model: Unused, as in Horovod for most optimizers.
+        root_rank: Global rank whose they are.
+        model: Unused: nothing depends on which parameters are sparse.
         process_set: The ranks that take part.
-
-    Raises:
-        ValueError: L-BFGS, whose state has no fixed shape.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("cannot broadcast torch.optim.LBFGS state")
     is_root = global_process_set.rank() == root_rank
-    plain: dict[str, Any] = {}
-    if is_root:
-        plain = optimizer.state_dict()
-    skeleton = broadcast_object(_skeleton(plain) if is_root else None, root_rank, "optimizer.state", process_set)
-    state = skeleton if not is_root else plain
-    filled = _filled(state, optimizer)
-    tensors = [broadcast_async_(value, root_rank, f"optimizer.{key}", process_set) for key, value in _tensors(filled)]
-    synchronize(tensors)
+    packed = _Packer.pack(optimizer.state_dict()) if is_root else None
+    data = broadcast_object(packed.data if packed else None, root_rank, "optimizer.state", process_set)
+    if packed:
+        tensors = packed.tensors
+    else:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unpacker = _Unpacker(data, next((parameter.device for parameter in parameters), torch.device("cpu")))
+        state, tensors = unpacker.load(), unpacker.tensors
+    synchronize(
+        [broadcast_async_(tensor, root_rank, f"optimizer.{index}", process_set) for index, tensor in enumerate(tensors)]
+    )
     if not is_root:
-        optimizer.load_state_dict(filled)
+        optimizer.load_state_dict(state)
 
 
-class _Shape:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
+class _Packer(pickle.Pickler):
+    """Takes tensors out of an object, at whatever depth."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.tensors: list[torch.Tensor] = []
+        self._file = io.BytesIO()
+        super().__init__(self._file)
+
+    @classmethod
+    def pack(cls, value: Any) -> _Packer:
+        packer = cls()
+        packer.dump(value)
+        packer.data = packer._file.getvalue()
+        return packer
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
+            return None
+        self.tensors.append(obj)
+        return tuple(obj.shape), obj.dtype, obj.device.type
 
 
-def _skeleton(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with shapes in place of tensors."""
-    return {
-        "param_groups": [
-            {key: _Shape(value) if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in state["param_groups"]
-        ],
-        "state": {
-            index: {key: _Shape(value) if isinstance(value, torch.Tensor) else value for key, value in of_one.items()}
-            for index, of_one in state["state"].items()
-        },
-    }
+class _Unpacker(pickle.Unpickler):
+    """The object, with new tensors."""
 
+    def __init__(self, data: bytes, device: torch.device) -> None:
+        super().__init__(io.BytesIO(data))
+        self.tensors: list[torch.Tensor] = []
+        self._device = device
 
-def _filled(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state with tensors in place of shapes."""
-    device = next((parameter.device for group in optimizer.param_groups for parameter in group["params"]), None)
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, _Shape):
-            return torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else device)
-        return value
-
-    return {
-        "param_groups": [{key: fill(value) for key, value in group.items()} for group in state["param_groups"]],
-        "state": {
-            index: {key: fill(value) for key, value in of_one.items()} for index, of_one in state["state"].items()
-        },
-    }
-
-
-def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    parts = [(f"group.{index}", group) for index, group in enumerate(state["param_groups"])]
-    parts += [(f"state.{index}", of_one) for index, of_one in state["state"].items()]
-    return [
-        (f"{prefix}.{key}", value)
-        for prefix, part in parts
-        for key, value in part.items()
-        if isinstance(value, torch.Tensor)
-    ]
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        shape, dtype, device = pid
+        self.tensors.append(torch.empty(shape, dtype=dtype, device="cpu" if device == "cpu" else self._device))
+        return self.tensors[-1]

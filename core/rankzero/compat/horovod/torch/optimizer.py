@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 
-from rankzero.compat.horovod.torch.allreduce import allreduce_async_, checked_op
+from rankzero.compat.horovod.torch.allreduce import checked_op
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.execute import AVERAGE
-from rankzero.compat.horovod.torch.pending import synchronize
-from rankzero.compat.horovod.torch.sparse import sparse_allreduce_async
+from rankzero.compat.horovod.torch.reducer import Reducer, Reduction
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -32,150 +32,120 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer with gradients reduced over ranks before each step: an object of a subclass of its class.
+    """The optimizer itself, whose class is now a subclass that reduces gradients over ranks before each step.
 
     Args:
-        optimizer: Whose parameters and state the result shares.
+        optimizer: Any; schedulers may have been made for it.
         named_parameters: ``model.named_parameters()``; None numbers them.
         compression: `Compression`: the type in which gradients travel.
         backward_passes_per_step: Backward passes that add up before a reduction.
         op: ``Average`` (None) or ``Sum``.
         gradient_predivide_factor: Divides the average before the sum, the rest after it.
-        num_groups: Horovod's; small gradients are always reduced together.
-        groups: Horovod's; as ``num_groups``.
-        sparse_as_dense: Sparse gradients travel dense.
+        num_groups: Old name of ``groups``.
+        groups: A number, or lists of parameters; it is checked, and small gradients are always reduced together.
+        sparse_as_dense: Sparse gradients travel dense; the step gets them sparse.
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: parameters without a name or with the same one, or options that exclude each other.
+        ValueError: parameters without a name or with the same one, options that exclude each other, or an
+            optimizer that is distributed already.
     """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     op = checked_op(op)
     if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step!r}; it must be a positive integer")
+    _check_passes(backward_passes_per_step)
+    if num_groups:
+        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
+    _check_groups(num_groups or None if groups is None else groups)
+    names = _named(optimizer, named_parameters)
+    how = Reduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    reducer = Reducer(names, backward_passes_per_step, how)
     base = type(optimizer)
-    cls = type(base.__name__, (_Distributed, base), {})
-    wrapped = copy.copy(optimizer)
-    wrapped.__class__ = cls
-    found = cast(_Distributed, wrapped)
-    found._rz = _Reducer(
-        _named(optimizer, named_parameters), compression, backward_passes_per_step, op, gradient_predivide_factor,
-        sparse_as_dense, process_set,
-    )  # fmt: skip
-    return found
+    # Not a new object: its attributes are its own, and schedulers and scalers know this one.
+    optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    distributed = cast(_Distributed, optimizer)
+    distributed._rz = reducer
+    if "step" in vars(optimizer):
+        # A scheduler that was made before has put its own there, which calls that of the class of then.
+        vars(optimizer)["step"] = _reducing(vars(optimizer)["step"], reducer)
+    reducer.add(_parameters(optimizer))
+    return distributed
+
+
+def _check_passes(passes: Any) -> None:
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a positive integer")
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if not isinstance(groups, list) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise ValueError(f"groups is {groups!r}; it must be a positive integer or a list of lists of parameters")
+    grouped = [parameter for group in groups for parameter in group]
+    if wrong := [part for part in grouped if not isinstance(part, torch.Tensor)]:
+        raise ValueError(f"groups must consist of torch.Tensor, not {type(wrong[0]).__name__}")
+    if len(set(grouped)) < len(grouped):
+        raise ValueError("a parameter can only appear once in groups")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _named(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None) -> dict[torch.Tensor, str]:
-    """The name of each of the optimizer's parameters. Raises ValueError."""
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """The names that the user gave. Raises ValueError."""
     if named_parameters is None:
-        return {parameter: f"noname.{index}" for index, parameter in enumerate(owned)}
+        return {}
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise ValueError("named_parameters should be a sequence of tuples (name, parameter): model.named_parameters()")
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    named = {parameter: name for name, parameter in pairs}
-    if missing := sum(parameter not in named for parameter in owned):
+    named: dict[torch.Tensor, str] = {parameter: name for name, parameter in pairs}
+    if missing := sum(parameter not in named for parameter in _parameters(optimizer)):
         raise ValueError(
             f"named_parameters was specified, but one or more model parameters were not named: {missing} of the "
             "optimizer's"
         )
-    return {parameter: named[parameter] for parameter in owned}
+    return named
 
 
-class _Reducer:
-    """The gradients of some parameters on their way."""
+def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
+    """A step, with gradients reduced before it; if it has a closure, after each call of that."""
 
-    def __init__(
-        self,
-        names: dict[torch.Tensor, str],
-        compression: Any,
-        passes: int,
-        op: str,
-        predivide: float,
-        sparse_as_dense: bool,
-        group: ProcessSet,
-    ) -> None:
-        self.names = names
-        self.compression = compression
-        self.passes = passes
-        self.op = op
-        self.predivide = predivide
-        self.sparse_as_dense = sparse_as_dense
-        self.group = group
-        self.left = dict.fromkeys(names, passes)
-        self.pending: dict[torch.Tensor, tuple[Any, Any]] = {}
-        self.is_synchronized = False
-        self.should_synchronize = True
-        if group.size() > 1 and group.included():
-            for parameter in names:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+    @functools.wraps(step)
+    def reduced(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if closure is None:
+            reducer.before_step()
+            return step(**options)
+        if not reducer.should_synchronize:
+            return step(closure, **options)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter in self.pending:
-            raise AssertionError(
-                f"gradients of {self.names[parameter]!r} were computed more than backward_passes_per_step="
-                f"{self.passes} times before step(): increase it to accumulate gradients locally"
-            )
-        self.left[parameter] -= 1
-        if self.left[parameter] == 0:
-            self._begin(parameter)
+        def with_gradients() -> Any:
+            loss = closure()
+            reducer.before_step()
+            return loss
 
-    def _begin(self, parameter: torch.Tensor) -> None:
-        gradient, name = parameter.grad, f"gradient.{self.names[parameter]}"
-        if gradient is None:
-            gradient = parameter.grad = torch.zeros_like(parameter)
-        if gradient.is_sparse and not self.sparse_as_dense:
-            self.pending[parameter] = sparse_allreduce_async(gradient, name, self.op, self.group), None
-            return
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        before = after = 1.0
-        if self.op == AVERAGE and self.predivide != 1.0:
-            before, after = 1.0 / self.predivide, self.predivide
-        compressed, context = self.compression.compress(gradient)
-        handle = allreduce_async_(
-            compressed, name=name, op=self.op, prescale_factor=before, postscale_factor=after, process_set=self.group
-        )
-        self.pending[parameter] = handle, context
+        return step(with_gradients, **options)
 
-    def synchronize(self) -> None:
-        """Begins what no hook has begun, with zeros where there is no gradient, and waits for all."""
-        if self.group.size() == 1 or not self.group.included():
-            return
-        for parameter in self.names:
-            if parameter.requires_grad and parameter not in self.pending:
-                self._begin(parameter)
-        for parameter, (handle, context) in self.pending.items():
-            reduced = synchronize(handle)
-            parameter.grad = reduced if reduced.is_sparse else self.compression.decompress(reduced, context)
-            self.left[parameter] = self.passes
-        self.pending.clear()
-        self.is_synchronized = True
+    return reduced
 
 
 class _Distributed(torch.optim.Optimizer):
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
-    _rz: _Reducer
+    _rz: Reducer
 
-    def step(self, closure: Any = None) -> Any:
-        """Waits for the gradients of all ranks, then steps."""
-        reducer = self._rz
-        if reducer.should_synchronize:
-            if reducer.is_synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): gradients are reduced a second time",
-                    stacklevel=2,
-                )
-            reducer.synchronize()
-        reducer.is_synchronized = False
-        return super().step(closure)
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """Waits for the gradients of all ranks, then steps; with a closure, after each call of it."""
+        return _reducing(super().step, self._rz)(closure, **options)
+
+    # torch wraps the step of each class, which calls hooks: that of the base does.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Waits for the gradients of all ranks, for example to clip them."""
@@ -190,25 +160,36 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._rz.should_synchronize = True
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises AssertionError between ``backward()`` and ``step()``."""
-        if self._rz.pending:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): the gradients are on their way"
-            )
-        super().zero_grad(set_to_none)
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler asks this in its step, before it looks for overflows, which must be those of all ranks.
+        self._rz.before_unscaling()
+        own = vars(self).get("_step_supports_amp_scaling")
+        return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = value
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's. Raises AssertionError between ``backward()`` and ``step()``."""
+        self._rz.check_idle()
+        super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Backward passes that add up before a reduction, from now on."""
-        self._rz.passes = passes
-        self._rz.left = dict.fromkeys(self._rz.names, passes)
+        """Backward passes that add up before a reduction, from now on. Raises ValueError."""
+        _check_passes(passes)
+        self._rz.set_passes(passes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the gradients of the parameters are reduced, too."""
+        super().add_param_group(param_group)
+        self._rz.add(_parameters(self))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As torch's; what was on its way is waited for and forgotten."""
-        for handle, _ in self._rz.pending.values():
-            synchronize(handle)
-        self._rz.pending.clear()
-        self._rz.is_synchronized = False
-        self.set_backward_passes_per_step(self._rz.passes)
+        self._rz.forget()
         super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a DistributedOptimizer cannot be copied or pickled: give its state_dict()")

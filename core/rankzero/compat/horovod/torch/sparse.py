@@ -10,9 +10,18 @@ from rankzero.compat.horovod.torch.pending import Pending, synchronize
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 
+class SparsePending(Pending):
+    """A reduction on its way, which is called for its result, or waited for by `synchronize`."""
+
+    def __call__(self) -> torch.Tensor:
+        """Waits; the sparse tensor."""
+        result: torch.Tensor = synchronize(self)
+        return result
+
+
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: str = AVERAGE, process_set: ProcessSet = global_process_set
-) -> Pending:
+) -> SparsePending:
     """Begins a reduction of a sparse tensor, whose rows travel; `synchronize` gives a sparse tensor."""
     if op not in (AVERAGE, SUM):
         raise ValueError(f"a sparse gradient can be averaged or summed, not reduced by {op}")
@@ -23,6 +32,13 @@ def sparse_allreduce_async(
     def finish(found: torch.Tensor) -> torch.Tensor:
         rows = synchronize(indices)
         scale = found / process_set.size() if op == AVERAGE else found
-        return torch.sparse_coo_tensor(rows.t(), scale, tensor.shape).coalesce()
+        return torch.sparse_coo_tensor(rows.t(), scale, tensor.shape, check_invariants=False).coalesce()
 
-    return Pending(values.handle, process_set, finish)
+    return SparsePending(values.handle, process_set, finish)
+
+
+def empty_sparse(like: torch.Tensor, sparse_dims: int) -> torch.Tensor:
+    """A sparse tensor without any row, of the shape and type of another."""
+    indices = torch.empty((sparse_dims, 0), dtype=torch.int64, device=like.device)
+    values = like.new_empty((0, *like.shape[sparse_dims:]))
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)

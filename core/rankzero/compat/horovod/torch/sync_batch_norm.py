@@ -29,11 +29,11 @@ class SyncBatchNorm(_BatchNorm):
         # Half a precision holds neither the sums nor, beyond 65504, the count; torch's own takes them so, too.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         count = x.new_tensor([x.numel() / channels])
-        total: Any = allreduce(torch.cat([x.sum(dims), count]), op="Sum")
+        total: Any = allreduce(torch.cat([x.sum(dims), count]), name="sync_batch_norm.sum", op="Sum")
         rows = total[-1].detach()
         mean = total[:channels] / rows
         # Around the mean of all ranks: the mean of squares less the square of the mean would lose every digit.
-        squares: Any = allreduce((x - mean.view(shape)).pow(2).sum(dims), op="Sum")
+        squares: Any = allreduce((x - mean.view(shape)).pow(2).sum(dims), name="sync_batch_norm.squares", op="Sum")
         variance = squares / rows
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
