@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankzero import EngineError, InvalidJobError, Launcher
+from rankzero import EngineError, InvalidJobError, Launcher, RunHandle
 from rankzero.compat.horovod import HorovodRunner, log_to_driver
 from rankzero.compat.horovod import run as horovod_run
 from rankzero.compat.horovod import spark as horovod_spark
@@ -105,6 +105,7 @@ def test_the_guide_on_spark(session: Any, tmp_path: Path, capsys: pytest.Capture
     assert "model saved as" in capsys.readouterr().out
     ranks = horovod_run(lambda base: base + __import__("os").environ["RANK"], args=("rank ",), num_proc=2)
     assert ranks == ["rank 0", "rank 1"]
+    assert horovod_spark.run_elastic(lambda: __import__("os").environ["WORLD_SIZE"], num_proc=2) == ["2", "2"]
 
 
 def test_scripts_that_import_horovod(tmp_path: Path) -> None:
@@ -189,6 +190,9 @@ def test_an_elastic_state_goes_on_from_its_last_commit(tmp_path: Path) -> None:
         (lambda: horovod_run(print, np=2, executable="python2"), InvalidJobError, "executable"),
         (lambda: horovod_run("train.py", np=2), InvalidJobError, "fn is 'train.py'; give a function"),
         (lambda: horovod_run(len, args=(1, 2), np=2), InvalidJobError, "do not fit"),
+        (lambda: horovod_run(print, args=0.1, np=2), InvalidJobError, r"args is 0.1; give a tuple, such as \(0.1,\)"),
+        (lambda: horovod_run(print, kwargs=["lr"], np=2), InvalidJobError, "kwargs is \\['lr'\\]"),
+        (lambda: horovod_run(print, np=2, start_timeout="soon"), InvalidJobError, "start_timeout is 'soon'"),
         (lambda: horovod_run(print, num_proc=0), InvalidJobError, "num_processes is 0"),
         (lambda: horovod_spark.run(print, launcher=Launcher(), nic="eth0"), InvalidJobError, "no option 'nic'"),
         (lambda: horovod_spark.run_elastic(print, launcher=Launcher(), slots=2), InvalidJobError, "slots=2"),
@@ -238,8 +242,10 @@ def exchange(base: int) -> Any:
 
 def test_objects_that_cannot_be_found_by_name_travel(tmp_path: Path) -> None:
     harmless: dict[str, Any] = {"verbose": 2, "use_gloo": True, "hosts": None, "use_mpi": False, "disable_cache": None}
-    values = horovod_run(func=exchange, args=(10,), np=2, launcher=Launcher(store=tmp_path), **harmless)
+    launcher = Launcher(store=tmp_path, run_id="exchange")
+    values = horovod_run(func=exchange, args=(10,), np=2, launcher=launcher, **harmless)
     assert [value() for value in values] == [(11, [0, 1])] * 2
+    assert RunHandle.attach(str(tmp_path / "exchange")).params == {"base": 10}, "the run is of the user's function"
 
 
 def one_failure() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -197,7 +198,7 @@ def run(
     if num_proc is not None:
         launcher = launcher.options(num_processes=num_proc)
     if start_timeout is not None:
-        launcher = launcher.options(start_timeout=float(start_timeout))
+        launcher = launcher.options(start_timeout=start_timeout)
     return run_all(with_names(launcher, env), fn, args, kwargs)
 
 
@@ -207,9 +208,12 @@ def run_all(
     """Calls ``fn`` on every rank and returns the values of all."""
     if not callable(fn):
         raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")
+    if not isinstance(args, (tuple, list)):
+        raise InvalidJobError(f"args is {args!r}; give a tuple, such as ({args!r},)")
+    if not isinstance(kwargs or {}, Mapping):
+        raise InvalidJobError(f"kwargs is {kwargs!r}; give a dict")
     check_callable(fn, tuple(args), dict(kwargs or {}))
-    found: Any = launcher.run(_gathered, fn, tuple(args), dict(kwargs or {}))
-    return list(found)
+    return list(launcher.run(_gathered(fn), *args, **(kwargs or {})))
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -221,10 +225,17 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise InvalidJobError(f"there is no option {name!r}; give those of Launcher by launcher=Launcher(...)")
 
 
-def _gathered(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    import cloudpickle
+def _gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose value on rank 0 is that of all ranks."""
 
-    import rankzero.train as rt
+    # The run bears its name, and the arguments are its own.
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> list[Any] | None:
+        import cloudpickle
 
-    pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
-    return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
+        import rankzero.train as rt
+
+        pickles = rt.all_gather_object(cloudpickle.dumps(fn(*args, **kwargs)))
+        return [pickle.loads(each) for each in pickles] if rt.get_context().rank == 0 else None
+
+    return call

@@ -94,7 +94,7 @@ def run_elastic(
     launcher = launcher or runner.on_spark("horovod.spark.run_elastic", _first(most, least), _OTHERWISE)
     world = launcher.num_processes
     least, most = _first(least, most, world), _first(most, least, world)
-    timeouts = [float(seconds) for seconds in (start_timeout, elastic_timeout) if seconds is not None]
+    timeouts = [seconds for seconds in (start_timeout, elastic_timeout) if seconds is not None]
     launcher = launcher.options(
         num_processes=least if least == most else (least, most),
         max_restarts=RESETS if reset_limit is None else reset_limit,
