@@ -60,6 +60,26 @@ def kinds() -> dict[str, Callable[[Any], Any]]:
                     fast.copy_(slow)
             return loss
 
+    class Sam(torch.optim.Optimizer):
+        """Which goes uphill by the gradient that it has, and steps by that of the closure (Foret et al., 2020)."""
+
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, {"lr": lr})
+            self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+        @torch.no_grad()
+        def step(self, closure: Any) -> Any:
+            uphill = [parameter.grad * 0.05 for parameter in self.param_groups[0]["params"]]
+            for parameter, change in zip(self.param_groups[0]["params"], uphill, strict=True):
+                parameter.add_(change)
+            self.zero_grad()
+            with torch.enable_grad():
+                loss = closure()
+            for parameter, change in zip(self.param_groups[0]["params"], uphill, strict=True):
+                parameter.sub_(change)
+            self.inner.step()
+            return loss
+
     names = [name for name in vars(torch.optim) if isinstance(getattr(torch.optim, name), type)]
     found = {name: getattr(torch.optim, name) for name in names if name not in ("Optimizer", "SparseAdam")}
     return {
@@ -67,6 +87,7 @@ def kinds() -> dict[str, Callable[[Any], Any]]:
         "fused": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),
         "tensor lr": lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), momentum=0.9),
         "of own": lambda parameters: OfOwn(parameters, 0.5),
+        "sam": lambda parameters: Sam(parameters, 0.1),
         "lookahead": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     }
 
@@ -90,29 +111,28 @@ def test_every_optimizer_steps_by_the_mean_gradient(launcher: Launcher) -> None:
             assert isinstance(wrapped, type(reference)), name
             assert {key: vars(wrapped)[key] for key in attributes} == attributes, name
             for _ in range(3):
-                if name == "LBFGS":
 
-                    def closure(wrapped: Any = wrapped, ours: Any = ours) -> Any:
-                        wrapped.zero_grad()
-                        loss = loss_of(ours, hvd.rank())
-                        loss.backward()
-                        return hvd.allreduce(loss.detach())
+                def closure(wrapped: Any = wrapped, ours: Any = ours) -> Any:
+                    wrapped.zero_grad()
+                    loss = loss_of(ours, hvd.rank())
+                    loss.backward()
+                    return hvd.allreduce(loss.detach())
 
-                    def expected(reference: Any = reference, plain: Any = plain) -> Any:
-                        reference.zero_grad()
-                        loss = (loss_of(plain, 0) + loss_of(plain, 1)) / 2
-                        loss.backward()
-                        return loss
+                def expected(reference: Any = reference, plain: Any = plain) -> Any:
+                    reference.zero_grad()
+                    loss = (loss_of(plain, 0) + loss_of(plain, 1)) / 2
+                    loss.backward()
+                    return loss
 
+                if name != "LBFGS":
+                    closure()
+                    expected()
+                if name in ("LBFGS", "sam"):
                     wrapped.step(closure)
                     reference.step(expected)
-                    continue
-                wrapped.zero_grad()
-                loss_of(ours, hvd.rank()).backward()
-                wrapped.step()
-                reference.zero_grad()
-                ((loss_of(plain, 0) + loss_of(plain, 1)) / 2).backward()
-                reference.step()
+                else:
+                    wrapped.step()
+                    reference.step()
             for mine, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9, msg=name)
             assert not torch.equal(ours[0], torch.full_like(ours[0], 3.0)), name

@@ -125,6 +125,10 @@ def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
         if not reducer.should_synchronize:
             return step(closure, **options)
 
+        if reducer.has_begun():
+            # Of a backward pass before the step, as SAM has one.
+            reducer.before_step()
+
         def with_gradients() -> Any:
             loss = closure()
             reducer.before_step()

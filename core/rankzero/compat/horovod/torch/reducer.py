@@ -95,6 +95,10 @@ class Reducer:
         self._passes = passes
         self._left = dict.fromkeys(self._names, passes)
 
+    def has_begun(self) -> bool:
+        """True between a backward pass and what waits for its gradients."""
+        return bool(self._sent) or any(left != self._passes for left in self._left.values())
+
     def check_idle(self) -> None:
         """Raises AssertionError between a backward pass and the step."""
         if self._sent:
@@ -102,7 +106,7 @@ class Reducer:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(): the gradients are on their way"
             )
-        if any(left != self._passes for left in self._left.values()):
+        if self.has_begun():
             raise AssertionError(
                 f"optimizer.zero_grad() was called between the backward passes of one step, of which there are "
                 f"backward_passes_per_step={self._passes}: call it after optimizer.step()"
