@@ -12,7 +12,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +32,7 @@ from rankzero.compat.horovod.torch.messages import (
     inline_begin,
     last_words,
 )
+from rankzero.compat.horovod.torch.requests import Requests
 from rankzero.compat.horovod.torch.rounds import Received, Rounds
 from rankzero.compat.horovod.torch.stalls import roll_of
 from rankzero.compat.horovod.torch.turn import Turn
@@ -69,16 +69,14 @@ class Coordinator:
         self._timeout = timeout.total_seconds()
         self.warn_after = warn_after
         self._numbers = Numbers()
-        self._calls: Counter[str] = Counter()
         self._agreement = Agreement(self.ranks, self._timeout, warn_after)
-        self._requests: dict[str, Request] = {}
-        self._new: list[Request] = []
         self._flag = 0
         self._joining: Handle | None = None
         self._ending: Handle | None = None
         self._waiters = 0
-        self._failed: HorovodInternalError | None = None
         self._mutex = threading.Lock()
+        self.requests = Requests(self._mutex)
+        """What this rank has issued; `wait` or `drive` carries it out."""
         self._turn = Turn(self._mutex)
         self._thread: threading.Thread | None = None
         self._round_since: float | None = None
@@ -92,33 +90,7 @@ class Coordinator:
         """torch's, for tensors of a device."""
         return self._data["cpu"] if device.type == "cpu" else self._data.get("gpu", self._data["cpu"])
 
-    def count_call(self, kind: str) -> int:
-        """The number of a call without a name, from 1."""
-        with self._mutex:
-            self._calls[kind] += 1
-            return self._calls[kind]
-
     # -- what callers do -----------------------------------------------------------------------
-
-    def issue(self, request: Request) -> Handle:
-        """Issues this rank's part of an operation; `wait` or `drive` carries it out.
-
-        Raises:
-            ValueError: the name is on its way already.
-            HorovodInternalError: an earlier operation failed for good.
-        """
-        with self._mutex:
-            if self._failed:
-                raise self._failed
-            name = request.full_name
-            if name in self._requests:
-                raise ValueError(
-                    f"{request.meta.kind} of {name!r} was issued again before it had ended: synchronize it "
-                    "first, or give each tensor a name of its own"
-                )
-            self._requests[name] = request
-            self._new.append(request)
-        return request.handle
 
     def drive(self) -> None:
         """Lets the coordinator's own thread carry out what was issued, while this one goes on."""
@@ -140,9 +112,9 @@ class Coordinator:
             try:
                 while self._turn.take(is_needed):
                     self._carry_on()
-                    if self._failed and not handle.is_done:
+                    if self.requests.failed and not handle.is_done:
                         # It failed while it was carried out.
-                        handle.finish(error=self._failed)
+                        handle.finish(error=self.requests.failed)
             finally:
                 self._waiters -= 1
                 self._turn.wake()
@@ -154,8 +126,8 @@ class Coordinator:
         """Takes part in the others' allreduces, with zeros, until every rank is here; the rank that came last."""
         handle = Handle()
         with self._mutex:
-            if self._failed:
-                raise self._failed
+            if self.requests.failed:
+                raise self.requests.failed
             self._joining = handle
             self._flag |= JOINED
         return int(self.wait(handle))
@@ -168,7 +140,7 @@ class Coordinator:
         with self._mutex:
             self._flag |= SHUT_DOWN
             self._ending = Handle()
-            if self._failed or self.rank < 0 or self.size == 1:
+            if self.requests.failed or self.rank < 0 or self.size == 1:
                 self._ending.finish()
 
     def await_end(self) -> None:
@@ -207,18 +179,17 @@ class Coordinator:
 
     def _awaited(self) -> str:
         """What this rank has issued and not got."""
-        with self._mutex:
-            return listed(sorted(self._requests))
+        return listed(self.requests.names())
 
     # -- rounds --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         def is_needed() -> bool:
-            return not (self._failed or self._agreement.is_over)
+            return not (self.requests.failed or self._agreement.is_over)
 
         def has_work() -> bool:
             is_ending = self._ending and not self._ending.is_done
-            return bool(self._requests or self._joining or is_ending) and not self._waiters
+            return bool(self.requests or self._joining or is_ending) and not self._waiters
 
         with self._mutex:
             while self._turn.take(is_needed, has_work):
@@ -235,12 +206,12 @@ class Coordinator:
 
     def _round(self) -> None:
         """One exchange, and what it makes possible. Needs the turn."""
-        if self._failed:
+        if self.requests.failed:
             return
         try:
-            with self._mutex:
-                new, self._new = self._new, []
-                flags = self._flag | (WAITING if self._waiters else 0)
+            # In this order: a rank that says that it has joined has said all before.
+            flags = self._flag | (WAITING if self._waiters else 0)
+            new = self.requests.new()
             message = self._numbers.encode(flags, new)
             received = self._exchange(message)
             if self._reduced_at_once(new, message, received):
@@ -281,9 +252,7 @@ class Coordinator:
         begin = inline_begin(message, (0, WAITING))
         if not begin or any(other[:begin] != message[:begin] for other in received.messages):
             return False
-        with self._mutex:
-            for request in new:
-                del self._requests[request.full_name]
+        self.requests.remove(new)
         for request in new:
             execute.reduce_inline(request.meta, request, received.tensors(request.meta, (begin,) * self.size))
             begin += aligned(request.meta.inline_bytes)
@@ -293,7 +262,7 @@ class Coordinator:
         batch: list[tuple[Meta, Request]] = []
         for name, issued in ready.items():
             meta = next(iter(issued.values()))
-            request = self._taken(name, meta)
+            request = self.requests.take(name, meta)
             if error := self._agreement.refusal(name, meta, issued):
                 request.handle.finish(error=error)
             elif meta.kind != "allreduce":
@@ -313,24 +282,17 @@ class Coordinator:
         with _naming([request.full_name for _, request in batch]):
             execute.allreduce(self, batch)
 
-    def _taken(self, name: str, meta: Meta) -> Request:
-        """This rank's part; zeros of a rank that has joined."""
-        with self._mutex:
-            request = self._requests.pop(name, None)
-        return request or Request(name, 0, meta, execute.neutral(meta))
-
     def _end_waits(self) -> None:
         """Ends a `join` that all ranks have come to, and the wait for the end of all."""
         last = self._agreement.end_joins()
-        joining = None
-        with self._mutex:
-            if last is not None:
+        if last is not None:
+            # Ranks that joined early have called less.
+            self.requests.forget_calls()
+            with self._mutex:
                 joining, self._joining = self._joining, None
                 self._flag &= ~JOINED
-                # Ranks that joined early have called less.
-                self._calls.clear()
-        if joining:
-            joining.finish(last)
+            if joining:
+                joining.finish(last)
         if self._ending and self._agreement.is_over:
             self._ending.finish()
 
@@ -338,15 +300,12 @@ class Coordinator:
         failed = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
         if failed is not error:
             failed.__cause__ = error
+        self.requests.fail(failed)
         with self._mutex:
-            self._failed = failed
-            waiting = [request.handle for request in self._requests.values()]
-            waiting += [handle for handle in (self._joining, self._ending) if handle]
-            self._requests.clear()
-            self._new.clear()
+            waiting = [handle for handle in (self._joining, self._ending) if handle]
             self._joining = None
         for handle in waiting:
-            handle.finish(error=self._failed)
+            handle.finish(error=failed)
         if not isinstance(failed, StallError):
             # The others hear of it in their next round, which nobody here waits for.
             words = last_words(f"{self._me} failed: {failed}")

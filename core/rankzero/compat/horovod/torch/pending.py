@@ -30,7 +30,7 @@ class Pending:
 
 def key_of(kind: str, name: str | None, group: ProcessSet) -> Key:
     """What the ranks match an operation by; without a name the number of the call, which then counts on every rank."""
-    return (kind, group.coordinator.count_call(kind)) if name is None else (f"{kind}.{name}", 0)
+    return (kind, group.coordinator.requests.count_call(kind)) if name is None else (f"{kind}.{name}", 0)
 
 
 def keys_of(kind: str, name: str | None, group: ProcessSet, count: int) -> list[Key]:
@@ -71,7 +71,7 @@ def issue(
     """
     if not group.included():
         raise ValueError(f"rank {global_process_set.rank()} is no member of {group}")
-    handle = group.coordinator.issue(Request(*key, meta, tensor.detach(), splits))
+    handle = group.coordinator.requests.issue(Request(*key, meta, tensor.detach(), splits))
     return Pending(handle, group, finish or (lambda result: result))
 
 

@@ -10,19 +10,10 @@ from rankzero.compat.horovod.torch.pending import Pending, synchronize
 from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 
 
-class SparsePending(Pending):
-    """A reduction on its way, which is called for its result, or waited for by `synchronize`."""
-
-    def __call__(self) -> torch.Tensor:
-        """Waits; the sparse tensor."""
-        result: torch.Tensor = synchronize(self)
-        return result
-
-
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: str = AVERAGE, process_set: ProcessSet = global_process_set
-) -> SparsePending:
-    """Begins a reduction of a sparse tensor, whose rows travel; `synchronize` gives a sparse tensor."""
+) -> Pending:
+    """Begins a reduction of a sparse tensor, whose rows travel; `synchronize`, or a call, gives a sparse tensor."""
     if op not in (AVERAGE, SUM):
         raise ValueError(f"a sparse gradient can be averaged or summed, not reduced by {op}")
     tensor = tensor.coalesce()
@@ -34,7 +25,7 @@ def sparse_allreduce_async(
         scale = found / process_set.size() if op == AVERAGE else found
         return torch.sparse_coo_tensor(rows.t(), scale, tensor.shape, check_invariants=False).coalesce()
 
-    return SparsePending(values.handle, process_set, finish)
+    return Pending(values.handle, process_set, finish)
 
 
 def empty_sparse(like: torch.Tensor, sparse_dims: int) -> torch.Tensor:

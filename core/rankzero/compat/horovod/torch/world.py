@@ -163,7 +163,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     # Groups that ranks make of different ranks wait for each other: this names them.
     agreed = global_process_set.coordinator
     agreed.wait(
-        agreed.issue(Request("process_set", max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks)), torch.empty(0)))
+        agreed.requests.issue(
+            Request("process_set", max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks)), torch.empty(0))
+        )
     )
     found._open(max(_sets) + 1)
     _sets[max(_sets) + 1] = found
