@@ -196,6 +196,36 @@ def test_gradients_pass_through(launcher: Launcher) -> None:
     assert launcher.run(train)
 
 
+def test_results_are_of_no_mode_or_device_of_those_who_wait_for_others(launcher: Launcher) -> None:
+    def train() -> bool:
+        import torch
+
+        import rankzero.compat.horovod.torch as hvd
+
+        torch.set_default_device("meta")
+        hvd.init()
+        for step in range(20):
+            rows = torch.ones(hvd.rank() + 1, 2, device="cpu")
+            gathered = hvd.allgather_async(rows, name=f"rows.{step}")
+            with torch.inference_mode():
+                hvd.allreduce(torch.ones(300, device="cpu"), name="loss")
+            found = hvd.synchronize(gathered)
+            assert not found.is_inference()
+            assert len(found) == sum(range(hvd.size() + 1))
+        # Longer than a round's first buffer.
+        assert hvd.broadcast_object("x" * 5000 if hvd.rank() == 0 else None) == "x" * 5000
+        names = [f"{index} {'x' * 100}" for index in range(30)]
+        for handle in [hvd.allreduce_async(torch.ones(1, device="cpu"), name=name) for name in names]:
+            assert hvd.synchronize(handle).item() == 1
+        assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+        with torch.device("cpu"):
+            assert list(hvd.elastic.ElasticSampler(range(8)))
+        assert len(hvd.elastic.ElasticSampler(range(8 * hvd.size()))) == 8
+        return True
+
+    assert launcher.run(train)
+
+
 def test_ranks_know_their_place_when_each_has_a_task_of_its_own(tmp_path: Path) -> None:
     def places() -> Any:
         import rankzero.compat.horovod.torch as hvd

@@ -255,3 +255,52 @@ def two_loops() -> Any:
 def test_a_loop_goes_on_from_an_earlier_attempt_and_from_its_own_state(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match="last commit is of a state with size, not step"):
         Launcher(2, store=tmp_path, max_restarts=1).run(two_loops)
+
+
+def two_states_of_the_same_names() -> Any:
+    import time
+
+    import rankzero.compat.horovod.torch as hvd
+    import rankzero.train as rt
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        pass
+
+    first, second = (hvd.elastic.ObjectState(epoch=0) for _ in range(2))
+    loop(first)
+    loop(second)
+    second.epoch = 7
+    second.commit()
+    while rt.get_checkpoint() is None:
+        time.sleep(0.01)
+    raise RetryableError("again")
+
+
+def a_report_of_ones_own() -> Any:
+    import time
+
+    import rankzero.compat.horovod.torch as hvd
+    import rankzero.train as rt
+
+    hvd.init()
+    if rt.get_context().attempt:
+        hvd.elastic.run(print)(hvd.elastic.ObjectState(epoch=0))
+    rt.report({}, checkpoint={"weights": 1})
+    while rt.get_checkpoint() is None:
+        time.sleep(0.01)
+    raise RetryableError("again")
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (two_states_of_the_same_names, "the last commit is of state 2 of the training, not of state 1"),
+        (a_report_of_ones_own, "the last checkpoint is of rt.report, not of state.commit"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_never_taken_for_the_state(tmp_path: Path, train: Any, message: str) -> None:
+    with pytest.raises(WorkerFailedError, match=message):
+        Launcher(1, store=tmp_path, max_restarts=1).run(train)

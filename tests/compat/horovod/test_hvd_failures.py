@@ -89,8 +89,8 @@ def test_a_rank_that_computes_on_is_waited_for_with_a_warning_and_not_for_ever(t
 
         hvd.init()
         if hvd.rank() == 1:
-            # As long as the others' warning, or their error, takes.
-            time.sleep(600 if shut_down else 5)
+            # As long as the others' warning, or their error, takes, and an answer of each to the other's question.
+            time.sleep(600 if shut_down else 7)
         hvd.allreduce(torch.ones(2), name="gradient")
         return "waited"
 
@@ -99,8 +99,7 @@ def test_a_rank_that_computes_on_is_waited_for_with_a_warning_and_not_for_ever(t
     assert handle.result(60) == "waited"
     for rank in (0, 2):
         warned = [line for line in handle.logs(rank) if f"rank {rank} has waited" in line]
-        assert warned
-        assert warned[-1].endswith("for rank [1] to issue 'allreduce.gradient'")
+        assert any(line.endswith("for rank [1] to issue 'allreduce.gradient'") for line in warned), warned
 
     env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "4"
     named = r"rank \d has waited \d+ s for rank \[1\] to issue 'allreduce.gradient'"
@@ -143,6 +142,9 @@ def test_bad_calls_are_refused(launcher: Launcher) -> None:
             hvd.allreduce(one, average=True, op=hvd.Sum)
         with pytest.raises(TypeError, match="takes a torch.Tensor, not a list"):
             hvd.allreduce([1.0])
+        for dtype in (torch.uint16, torch.float8_e5m2):
+            with pytest.raises(TypeError, match=f"does not reduce tensors of {dtype}"):
+                hvd.allreduce(torch.ones(1000).to(dtype))
         with pytest.raises(TypeError, match="takes a dense tensor"):
             hvd.allreduce(torch.eye(2).to_sparse())
         with pytest.raises(ValueError, match="share their memory"):
@@ -182,26 +184,6 @@ def test_bad_calls_are_refused(launcher: Launcher) -> None:
         assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
         hvd.start_timeline("timeline.json")
         hvd.stop_timeline()
-
-    launcher.run(train)
-
-
-def test_what_torch_cannot_do_is_an_error_on_every_rank(launcher: Launcher) -> None:
-    def train() -> None:
-        import torch
-
-        import rankzero.compat.horovod.torch as hvd
-
-        hvd.init()
-        try:
-            hvd.allreduce(torch.ones(1000, dtype=torch.float8_e5m2), name="eighth")
-        except hvd.HorovodInternalError as error:
-            messages = hvd.rank(), str(error)
-        import rankzero.train as rt
-
-        found = rt.all_gather_object(messages)
-        assert [rank for rank, _ in found] == [0, 1]
-        assert all(message.startswith("'allreduce.eighth': ") for _, message in found), found
 
     launcher.run(train)
 

@@ -241,10 +241,12 @@ def test_two_models_of_the_same_names(launcher: Launcher) -> None:
         one, two = (torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)) for _ in range(2))
         hvd.broadcast_parameters(one.state_dict())
         hvd.broadcast_parameters(two.state_dict())
-        optimizers = [
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-            for model in (one, two)
-        ]
+        optimizers = []
+        for model in (one, two):
+            plain = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizers.append(hvd.DistributedOptimizer(plain, model.named_parameters()))
+            # After which calls without a name are counted anew, but not optimizers.
+            hvd.join()
         for _ in range(20):
             for optimizer in optimizers:
                 optimizer.zero_grad()

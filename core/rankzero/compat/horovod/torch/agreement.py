@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
 from rankzero.compat.horovod.torch.execute import AVERAGE, SUM
-from rankzero.compat.horovod.torch.messages import FAILED, Meta, Said
+from rankzero.compat.horovod.torch.messages import FAILED, Meta, Report
 
 DEADLOCK_ROUNDS = 2000
 """Rounds in which every rank waits, and for nothing that all have issued, before that is an error: some seconds."""
@@ -36,7 +36,7 @@ class Agreement:
         self._timeout = timeout
         self._warn_after = warn_after
         self._warn_at = 0.0
-        self._heard: dict[str, float] = {}
+        self._first_issued: dict[str, float] = {}
         self._issued: dict[str, Issued] = {}
         self._flags = [0] * len(ranks)
         self._last_joined = -1
@@ -47,8 +47,8 @@ class Agreement:
         """No rank issues anything more."""
         return all(flags & SHUT_DOWN for flags in self._flags)
 
-    def hear(self, said: Sequence[Said]) -> dict[str, Issued]:
-        """What the ranks have said in a round.
+    def receive(self, reports: Sequence[Report]) -> dict[str, Issued]:
+        """What the ranks have sent in a round.
 
         Returns:
             The names that every rank has issued now, in the same order on all ranks.
@@ -56,12 +56,12 @@ class Agreement:
         Raises:
             HorovodInternalError: another rank has failed.
         """
-        for message in said:
+        for message in reports:
             if message.flags & FAILED:
-                raise HorovodInternalError(message.last_words)
+                raise HorovodInternalError(message.failure)
         now = time.monotonic()
         touched: dict[str, None] = {}
-        for index, message in enumerate(said):
+        for index, message in enumerate(reports):
             if message.flags & JOINED and not self._flags[index] & JOINED:
                 self._last_joined = index
                 # What waited for that rank alone.
@@ -69,11 +69,11 @@ class Agreement:
             self._flags[index] = message.flags
             for name, meta in message.issued.items():
                 self._issued.setdefault(name, {})[index] = meta
-                self._heard.setdefault(name, now)
+                self._first_issued.setdefault(name, now)
                 touched[name] = None
         ready = [name for name in touched if not self._missing(name)]
         for name in ready:
-            del self._heard[name]
+            del self._first_issued[name]
         return {name: self._issued.pop(name) for name in ready}
 
     def refusal(self, name: str, meta: Meta, issued: Issued) -> MismatchError | None:
@@ -95,7 +95,7 @@ class Agreement:
         self._flags = [flags & ~JOINED for flags in self._flags]
         return self._ranks[self._last_joined]
 
-    def look_for_stalls(self, said: Sequence[Said], *, agreed: bool) -> str | None:
+    def look_for_stalls(self, reports: Sequence[Report], *, agreed: bool) -> str | None:
         """Looks for what does not come.
 
         Returns:
@@ -108,11 +108,11 @@ class Agreement:
             if ended := [index for index in self._missing(name) if self._flags[index] & SHUT_DOWN]:
                 raise StallError(self._stalled(name, ended, "has ended without it"))
         self._look_for_lost_joins()
-        is_stuck = self._issued and not agreed and all(message.flags & (WAITING | JOINED) for message in said)
+        is_stuck = self._issued and not agreed and all(message.flags & (WAITING | JOINED) for message in reports)
         self._stuck_rounds = self._stuck_rounds + 1 if is_stuck else 0
         if self._stuck_rounds > DEADLOCK_ROUNDS:
             raise StallError(self._all_stalled(list(self._issued)))
-        return self._look_at_the_time() if self._heard else None
+        return self._look_at_the_time() if self._first_issued else None
 
     def _look_for_lost_joins(self) -> None:
         joined = [index for index, flags in enumerate(self._flags) if flags & JOINED]
@@ -122,13 +122,13 @@ class Agreement:
 
     def _look_at_the_time(self) -> str | None:
         now = time.monotonic()
-        if late := [name for name, since in self._heard.items() if now - since > self._timeout]:
+        if late := [name for name, since in self._first_issued.items() if now - since > self._timeout]:
             raise StallError(f"for {self._timeout:.0f} s {self._all_stalled(late)}")
-        late = [name for name, since in self._heard.items() if now - since > self._warn_after]
+        late = [name for name, since in self._first_issued.items() if now - since > self._warn_after]
         if not late or now < self._warn_at:
             return None
         self._warn_at = now + self._warn_after
-        return f"for {now - self._heard[late[0]]:.0f} s {self._all_stalled(late)}"
+        return f"for {now - self._first_issued[late[0]]:.0f} s {self._all_stalled(late)}"
 
     def _missing(self, name: str) -> list[int]:
         issued = self._issued[name]

@@ -39,8 +39,16 @@ def checked_op(op: str | None, average: bool | None = None) -> str:
     return op or AVERAGE
 
 
+_REDUCIBLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
 def _check_type(tensor: torch.Tensor, op: str) -> None:
-    """Raises TypeError where torch would give something for small tensors only, or a wrong value."""
+    """Raises TypeError where torch would give something for small tensors only, or a wrong value, or fail."""
+    if tensor.dtype not in _REDUCIBLE:
+        raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
     if tensor.dtype == torch.bool and op == AVERAGE:
         raise TypeError("a tensor of torch.bool has no average: use op=hvd.Sum, or another type")
     if tensor.is_complex() and op in (MIN, MAX, PRODUCT):

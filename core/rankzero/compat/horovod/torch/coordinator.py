@@ -9,6 +9,7 @@ allreduces of one kind fused. A rank that waits for nothing joins no round, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -26,11 +27,11 @@ from rankzero.compat.horovod.torch.messages import (
     Handle,
     Meta,
     Numbers,
+    Report,
     Request,
-    Said,
     aligned,
+    failure_message,
     inline_begin,
-    last_words,
 )
 from rankzero.compat.horovod.torch.requests import Requests
 from rankzero.compat.horovod.torch.rounds import Received, Rounds
@@ -68,6 +69,8 @@ class Coordinator:
         self._roll = roll_of(control, self.ranks, self.rank) if self.rank >= 0 else None
         self._timeout = timeout.total_seconds()
         self.warn_after = warn_after
+        self.optimizers = itertools.count(1)
+        """Numbers of the optimizers that reduce gradients here."""
         self._numbers = Numbers()
         self._agreement = Agreement(self.ranks, self._timeout, warn_after)
         self._flag = 0
@@ -142,6 +145,7 @@ class Coordinator:
             self._ending = Handle()
             if self.requests.failed or self.rank < 0 or self.size == 1:
                 self._ending.finish()
+            self._turn.wake()
 
     def await_end(self) -> None:
         """Waits until no rank issues anything more, or one has failed."""
@@ -163,12 +167,9 @@ class Coordinator:
         return 0.0 if since is None else time.monotonic() - since
 
     def call_roll(self) -> str:
-        """Says that this rank is there; who is not, and what this rank waits for."""
+        """Notes that this rank is there; who is not, and what this rank waits for."""
         number, stall = self._rounds.number, self.stall()
-        missing: list[int] = []
-        if self._roll:
-            self._roll.say(number)
-            missing = self._roll.missing(number)
+        missing = self._roll.answer(number) if self._roll else []
         whom = f"rank {missing}" if missing else "another rank"
         names = self._awaited()
         return f"{self._me} has waited {stall:.0f} s for {whom} to {f'issue {names}' if names else 'go on or to end'}"
@@ -185,7 +186,8 @@ class Coordinator:
 
     def _run(self) -> None:
         def is_needed() -> bool:
-            return not (self.requests.failed or self._agreement.is_over)
+            has_ended = self._ending and self._ending.is_done and not self.requests
+            return not (self.requests.failed or self._agreement.is_over or has_ended)
 
         def has_work() -> bool:
             is_ending = self._ending and not self._ending.is_done
@@ -197,8 +199,8 @@ class Coordinator:
 
     def _carry_on(self) -> None:
         """A round, without the mutex, and the end of the turn."""
-        self._mutex.release()
         try:
+            self._mutex.release()
             self._round()
         finally:
             self._mutex.acquire()
@@ -209,18 +211,20 @@ class Coordinator:
         if self.requests.failed:
             return
         try:
-            # In this order: a rank that says that it has joined has said all before.
+            # In this order: a rank that has joined has issued all before.
             flags = self._flag | (WAITING if self._waiters else 0)
             new = self.requests.new()
             message = self._numbers.encode(flags, new)
             received = self._exchange(message)
             if self._reduced_at_once(new, message, received):
                 return
-            said = [self._numbers.decode(message) for message in received.messages]
-            ready = self._agreement.hear(said)
-            self._carry_out(ready, said, received)
+            reports = [self._numbers.decode(message) for message in received.messages]
+            ready = self._agreement.receive(reports)
+            # A caller that waits in inference mode carries out what others train with, too.
+            with torch.inference_mode(False):
+                self._carry_out(ready, reports, received)
             self._end_waits()
-            if late := self._agreement.look_for_stalls(said, agreed=bool(ready)):
+            if late := self._agreement.look_for_stalls(reports, agreed=bool(ready)):
                 logger.warning("%s", late)
         except Exception as error:
             self._fail(error)
@@ -258,7 +262,7 @@ class Coordinator:
             begin += aligned(request.meta.inline_bytes)
         return True
 
-    def _carry_out(self, ready: dict[str, Issued], said: Sequence[Said], received: Received) -> None:
+    def _carry_out(self, ready: dict[str, Issued], reports: Sequence[Report], received: Received) -> None:
         batch: list[tuple[Meta, Request]] = []
         for name, issued in ready.items():
             meta = next(iter(issued.values()))
@@ -271,8 +275,8 @@ class Coordinator:
                 batch = []
                 with _naming([name]):
                     execute.run(self, meta, request)
-            elif meta.inline_bytes and all(name in message.inline for message in said):
-                begins = tuple(message.inline[name] for message in said)
+            elif meta.inline_bytes and all(name in message.inline for message in reports):
+                begins = tuple(message.inline[name] for message in reports)
                 execute.reduce_inline(meta, request, received.tensors(meta, begins))
             else:
                 batch.append((meta, request))
@@ -307,11 +311,13 @@ class Coordinator:
         for handle in waiting:
             handle.finish(error=failed)
         if not isinstance(failed, StallError):
-            # The others hear of it in their next round, which nobody here waits for.
-            words = last_words(f"{self._me} failed: {failed}")
-            threading.Thread(target=self._say, args=(words,), name="rankzero-horovod-end", daemon=True).start()
+            # The others learn of it in their next round, which nobody here waits for.
+            words = failure_message(f"{self._me} failed: {failed}")
+            threading.Thread(
+                target=self._report_failure, args=(words,), name="rankzero-horovod-failure", daemon=True
+            ).start()
 
-    def _say(self, words: bytes) -> None:
+    def _report_failure(self, words: bytes) -> None:
         with contextlib.suppress(RuntimeError):
             self._rounds.exchange(words)
 

@@ -53,7 +53,7 @@ class Group(Protocol):
 def neutral(meta: Meta) -> torch.Tensor:
     """What a rank that has joined gives to a sum or an average; nothing to a barrier."""
     if not meta.dtype:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     return torch.zeros(meta.shape, dtype=meta.torch_dtype, device=meta.device)
 
 
@@ -213,4 +213,4 @@ def _alltoall(group: Group, tensor: torch.Tensor, splits: list[int]) -> tuple[to
             _bytes(output), mine, [count * row for count in received], [count * row for count in splits],
             group=group.process_group(mine.device),
         )  # fmt: skip
-    return output, torch.tensor(received, dtype=torch.int32)
+    return output, torch.tensor(received, dtype=torch.int32, device="cpu")

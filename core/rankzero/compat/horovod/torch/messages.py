@@ -141,20 +141,20 @@ def full_name(name: str, call: int) -> str:
 
 
 @dataclass(frozen=True)
-class Said:
+class Report:
     """What a rank sent.
 
     Attributes:
         flags: Of the coordinator.
         issued: What it has newly issued, by full name.
         inline: Where the data of tiny tensors begins in the message, by full name.
-        last_words: Of a rank that has failed.
+        failure: Of a rank that has failed: how.
     """
 
     flags: int
     issued: dict[str, Meta]
     inline: dict[str, int]
-    last_words: str = ""
+    failure: str = ""
 
 
 class Numbers:
@@ -188,11 +188,11 @@ class Numbers:
         body = b"".join((padded(b"".join(operations + others)), *data, text))
         return _HEAD.pack(_HEAD.size + len(body), len(text), count, len(operations), flags) + body
 
-    def decode(self, message: memoryview) -> Said:
+    def decode(self, message: memoryview) -> Report:
         """What a rank sent. Called for the messages of a round in the order of ranks, so that all number alike."""
         length, text, count, inlined, flags = _HEAD.unpack_from(message)
         if flags & FAILED:
-            return Said(flags, {}, {}, bytes(message[length - text : length]).decode())
+            return Report(flags, {}, {}, bytes(message[length - text : length]).decode())
         end = _HEAD.size + count * _OPERATION.size
         issued: dict[str, Meta] = {}
         inline: dict[str, int] = {}
@@ -211,10 +211,10 @@ class Numbers:
                     self._numbers[key] = len(self._known)
                     self._known.append(key)
                 issued[full_name(name, call)] = key[1]
-        return Said(flags, issued, inline)
+        return Report(flags, issued, inline)
 
 
-def last_words(text: str) -> bytes:
+def failure_message(text: str) -> bytes:
     """The message of a rank that has failed."""
     data = text.encode()
     return _HEAD.pack(_HEAD.size + len(data), len(data), 0, 0, FAILED) + data

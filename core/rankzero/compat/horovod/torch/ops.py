@@ -64,7 +64,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         name = None if ctx.name is None else f"{ctx.name}.gradient"
         averages = grouped_allreduce(gradients, name=name, process_set=ctx.group)
-        rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", ctx.group)
+        rows = allgather(torch.tensor([ctx.rows], device="cpu"), None if name is None else f"{name}.rows", ctx.group)
         starts = rows[: ctx.group.rank()].sum(0).tolist()
         parts = [whole[start : start + own] for whole, start, own in zip(averages, starts, ctx.rows, strict=True)]
         return None, None, None, *parts
@@ -201,7 +201,7 @@ def alltoall(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank is here."""
-    synchronize(issue(key_of("barrier", None, process_set), Meta("barrier"), torch.empty(0), process_set))
+    synchronize(issue(key_of("barrier", None, process_set), Meta("barrier"), torch.empty(0, device="cpu"), process_set))
 
 
 def join(device: int = -1) -> int:

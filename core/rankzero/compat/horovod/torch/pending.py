@@ -110,7 +110,7 @@ def begin(pending: P) -> P:
 
 def poll(handle: Pending | Sequence[Pending]) -> bool:
     """True if `synchronize` would not wait."""
-    return all(one.handle.is_done for one in _each(handle))
+    return all(one.handle.is_done or one.coordinator.requests.failed for one in _each(handle))
 
 
 def synchronize(handle: Pending | Sequence[Pending]) -> Any:

@@ -68,7 +68,7 @@ class Reducer:
         self._passes = passes
         self._how = how
         # A second optimizer may have parameters of the same names, as the two networks of a GAN.
-        number = how.group.coordinator.requests.count_call("DistributedOptimizer")
+        number = next(how.group.coordinator.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
         self._known = names
         self._names: dict[torch.Tensor, str] = {}

@@ -66,7 +66,7 @@ class Received:
 
     def __init__(self, rank: int, size: int, length: int) -> None:
         # This rank's first, then the next rank's, and so on.
-        table = torch.zeros(size, aligned(length), dtype=torch.uint8)
+        table = torch.zeros(size, aligned(length), dtype=torch.uint8, device="cpu")
         self._rows = [table[(other - rank) % size] for other in range(size)]
         self.messages = [_memory(row) for row in self._rows]
         self.mine = self.messages[rank]

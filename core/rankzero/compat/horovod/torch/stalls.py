@@ -12,11 +12,11 @@ from torch.distributed import distributed_c10d
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 1.0
-"""Seconds between two looks at what this rank waits for, and after which it says that it is there."""
+"""Seconds between two looks at what this rank waits for, and after which it notes that it is there."""
 
 
 class Roll:
-    """Which ranks of a set have come to a round that takes long: they say so in torch's store.
+    """Which ranks of a set have come to a round that takes long, by what they note in torch's store.
 
     Args:
         store: Of the ranks, for this set alone.
@@ -28,20 +28,20 @@ class Roll:
         self._store = store
         self._ranks = ranks
         self._rank = rank
-        self._said = 0
+        self._answered = 0
 
-    def say(self, number: int) -> None:
-        """This rank has come to a round."""
-        if number > self._said:
-            self._said = number
-            self._store.set(str(self._rank), str(number))
+    def answer(self, number: int) -> list[int]:
+        """Notes that this rank has come to a round.
 
-    def missing(self, number: int) -> list[int]:
-        """Global ranks that have not said that they came to a round; none if nobody can tell, as the store is gone."""
+        Returns:
+            Global ranks of which that is not known; none if nobody can tell, as the store is gone.
+        """
         try:
-            return [
-                rank for index, rank in enumerate(self._ranks) if index != self._rank and not self._came(index, number)
-            ]
+            if number > self._answered:
+                self._answered = number
+                self._store.set(str(self._rank), str(number))
+            others = [index for index in range(len(self._ranks)) if index != self._rank]
+            return [self._ranks[index] for index in others if not self._came(index, number)]
         except RuntimeError:
             return []
 
@@ -66,7 +66,7 @@ class Waiting(Protocol):
         ...
 
     def call_roll(self) -> str:
-        """Says that this rank is there; who is not, and what this rank waits for."""
+        """Notes that this rank is there; who is not, and what this rank waits for."""
         ...
 
 

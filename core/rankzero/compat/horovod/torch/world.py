@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,8 @@ def _seconds(name: str, default: float) -> float:
 global_process_set = ProcessSet([])
 _sets: dict[int, ProcessSet] = {}
 _watcher: Watcher | None = None
+_world: Any = None
+"""torch's process group when this process became a rank."""
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -97,21 +100,24 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     Raises:
         ValueError: ``comm`` is an MPI communicator or a part of the ranks.
     """
-    global _watcher
+    global _watcher, _world
     if is_initialized():
         return
+    # What a training of this process has left that failed before.
+    _forget()
     rt.ensure_process_group()
+    _world = dist.group.WORLD
     everybody = list(range(dist.get_world_size()))
     if comm is not None and (not isinstance(comm, (list, tuple)) or sorted(comm) not in ([], everybody)):
         raise ValueError(f"comm is {comm!r}; MPI communicators are not supported: use hvd.add_process_set(ranks)")
     global_process_set.ranks = everybody
     global_process_set._open(0)
     _sets[0] = global_process_set
+    at_return(_end)
+    _watcher = Watcher(lambda: [one for each in list(_sets.values()) if (one := each._coordinator)])
     if not isinstance(process_sets, str):
         for process_set in process_sets or ():
             add_process_set(process_set)
-    at_return(_end)
-    _watcher = Watcher(lambda: [one._coordinator for one in list(_sets.values()) if one._coordinator])
 
 
 def shutdown() -> None:
@@ -122,7 +128,6 @@ def shutdown() -> None:
 
 def _end() -> list[Coordinator]:
     """Ends this rank's part, but leaves connections to the end of the process."""
-    global _watcher
     found = [process_set.coordinator for process_set in _sets.values()]
     for coordinator in found:
         coordinator.end()
@@ -133,18 +138,23 @@ def _end() -> list[Coordinator]:
                 coordinator.drive()
     for coordinator in found:
         coordinator.await_end()
+    _forget()
+    return found
+
+
+def _forget() -> None:
+    global _watcher
     for process_set in _sets.values():
         process_set._coordinator = None
     _sets.clear()
     if _watcher:
         _watcher.stop()
         _watcher = None
-    return found
 
 
 def is_initialized() -> bool:
-    """True between `init` and `shutdown`."""
-    return global_process_set._coordinator is not None
+    """True between `init` and `shutdown`, or the end of torch's process group."""
+    return global_process_set._coordinator is not None and dist.is_initialized() and dist.group.WORLD is _world
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -164,7 +174,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     agreed = global_process_set.coordinator
     agreed.wait(
         agreed.requests.issue(
-            Request("process_set", max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks)), torch.empty(0))
+            Request(
+                "process_set", max(_sets) + 1, Meta("barrier", shape=tuple(found.ranks)), torch.empty(0, device="cpu")
+            )
         )
     )
     found._open(max(_sets) + 1)

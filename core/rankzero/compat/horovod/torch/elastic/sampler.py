@@ -55,8 +55,8 @@ class ElasticSampler(Sampler[int]):
         """Shares out what is left."""
         left = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            left = [left[place] for place in torch.randperm(len(left), generator=generator).tolist()]
+            generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+            left = [left[place] for place in torch.randperm(len(left), generator=generator, device="cpu").tolist()]
         self.remaining_indices = left
         self.num_replicas, self.rank = (world.size(), world.rank()) if world.is_initialized() else (1, 0)
         self.num_samples = -(-len(left) // self.num_replicas)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ R = TypeVar("R")
 _committed: rt.TrainContext | None = None
 """The attempt in which this rank has committed last."""
 
-_NOT_STATE = frozenset({"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states"})
+_NOT_STATE = frozenset({"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states", "_number"})
 
 
 class State:
@@ -34,6 +34,8 @@ class State:
         bcast_object: What `sync` of a subclass may call; None: `broadcast_object`.
         get_rank: The same; None: ``hvd.rank``.
     """
+
+    _number = 0
 
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
@@ -60,7 +62,8 @@ class State:
         global _committed
         self.save()
         saved = self.of_all_ranks(self.saved())
-        rt.report({}, checkpoint={"elastic": saved} if world.rank() == 0 else None)
+        committed = {"elastic": saved, "number": _number(self)}
+        rt.report({}, checkpoint=committed if world.rank() == 0 else None)
         _committed = rt.get_context()
 
     def check_host_updates(self) -> None:
@@ -216,8 +219,43 @@ def _is_part(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _names(saved: dict[str, Any]) -> set[str]:
+_numbered: tuple[Any, int] = (None, 0)
+"""Of this attempt, which has numbered so many states."""
+
+
+def _number(state: State) -> int:
+    """Of a state, in the order in which the training has come to them: the same in each attempt."""
+    global _numbered
+    if not state._number:
+        context = rt.get_context()
+        state._number = _numbered[1] + 1 if _numbered[0] == context else 1
+        _numbered = context, state._number
+    return state._number
+
+
+def _names(saved: Mapping[str, Any]) -> set[str]:
     return {*saved.get("values", ()), *saved.get("parts", ())}
+
+
+def _saved(checkpoint: Any, state: State) -> Any:
+    """What the last commit holds of a state. Raises ValueError if it holds something else."""
+    if not isinstance(checkpoint, Mapping) or "elastic" not in checkpoint:
+        raise ValueError(
+            "the last checkpoint is of rt.report, not of state.commit(): report none of your own beside it"
+        )
+    saved = checkpoint["elastic"]
+    mine, theirs = _names(state.saved()), _names(saved)
+    if mine != theirs:
+        raise ValueError(
+            f"the last commit is of a state with {', '.join(sorted(theirs))}, not {', '.join(sorted(mine))}: commit "
+            "one state in a run"
+        )
+    if checkpoint["number"] != _number(state):
+        raise ValueError(
+            f"the last commit is of state {checkpoint['number']} of the training, not of state {_number(state)}: "
+            "commit one state in a run"
+        )
+    return saved
 
 
 def run(function: Callable[..., R]) -> Callable[..., R]:
@@ -232,15 +270,10 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        _number(state)
         # What this attempt has committed, the state has.
         if _committed != rt.get_context() and (checkpoint := rt.get_checkpoint()):
-            saved = checkpoint.load()["elastic"]
-            mine, theirs = _names(state.saved()), _names(saved)
-            if mine != theirs:
-                raise ValueError(
-                    f"the last commit is of a state with {', '.join(sorted(theirs))}, not {', '.join(sorted(mine))}: "
-                    "commit one state in a run"
-                )
+            saved = _saved(checkpoint.load(), state)
             state.load(saved)
             state.on_reset()
         state.sync()
