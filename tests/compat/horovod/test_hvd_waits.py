@@ -134,7 +134,8 @@ def test_an_operation_whose_peer_has_died_is_done_to_those_who_poll() -> None:
             heard.append(str(error))
         raise RuntimeError("seen")
 
-    with pytest.raises(Exception, match="seen|exit"):
+    # Which of both ends first is open.
+    with pytest.raises(Exception, match="seen|ended with code 9"):
         run_inline(train, world_size=2, env=BOUND)
     assert heard[0] is True
     assert len(heard) == 1 or "'allreduce.gradient'" in heard[1]
