@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
+from rankzero.compat.horovod.torch.errors import MismatchError, StallError
 from rankzero.compat.horovod.torch.execute import AVERAGE, SUM
-from rankzero.compat.horovod.torch.messages import FAILED, Meta, Report
+from rankzero.compat.horovod.torch.messages import Meta, Report
 
 DEADLOCK_ROUNDS = 2000
 """Rounds in which every rank waits, and for nothing that all have issued, before that is an error: some seconds."""
@@ -52,13 +52,7 @@ class Agreement:
 
         Returns:
             The names that every rank has issued now, in the same order on all ranks.
-
-        Raises:
-            HorovodInternalError: another rank has failed.
         """
-        for message in reports:
-            if message.flags & FAILED:
-                raise HorovodInternalError(message.failure)
         now = time.monotonic()
         touched: dict[str, None] = {}
         for index, message in enumerate(reports):

@@ -215,10 +215,17 @@ class Coordinator:
             flags = self._flag | (WAITING if self._waiters else 0)
             new = self.requests.new()
             message = self._numbers.encode(flags, new)
-            received = self._exchange(message)
+            try:
+                received = self._exchange(message)
+            except StallError as error:
+                self._fail(error, is_known=True)
+                return
             if self._reduced_at_once(new, message, received):
                 return
             reports = [self._numbers.decode(message) for message in received.messages]
+            if failures := [report.failure for report in reports if report.failure]:
+                self._fail(HorovodInternalError(failures[0]), is_known=True)
+                return
             ready = self._agreement.receive(reports)
             # A caller that waits in inference mode carries out what others train with, too.
             with torch.inference_mode(False):
@@ -300,7 +307,8 @@ class Coordinator:
         if self._ending and self._agreement.is_over:
             self._ending.finish()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, *, is_known: bool = False) -> None:
+        """Ends everything here, and tells the other ranks, unless they know or cannot be told."""
         failed = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
         if failed is not error:
             failed.__cause__ = error
@@ -310,7 +318,7 @@ class Coordinator:
             self._joining = None
         for handle in waiting:
             handle.finish(error=failed)
-        if not isinstance(failed, StallError):
+        if not is_known:
             # The others learn of it in their next round, which nobody here waits for.
             words = failure_message(f"{self._me} failed: {failed}")
             threading.Thread(
