@@ -53,6 +53,11 @@ class TaskTry:
         """None: as the submission says."""
         return None
 
+    @property
+    def generation(self) -> str:
+        """Names the tries that Airflow starts by itself: a clear raises ``max_tries``, a retry does not."""
+        return f"{self.ti.run_id}#{self.ti.max_tries}"
+
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """False: Airflow's listener has acknowledged by now what Airflow has (`airflow_rankzero.delivery`)."""
         return False

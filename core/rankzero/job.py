@@ -63,7 +63,9 @@ class Job:
         submission: How often this run id was submitted before.
         first_attempt: Number of this submission's first attempt.
         fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
-        identity: What makes this training the same as another one: `rankzero.submit.identity`.
+        identity: What makes this training the same as another one: `rankzero.submit.identity`. Its parts are in
+            ``submissions/N/identity.json``.
+        generation: The chain of tries, which an orchestrator starts by itself, that this submission belongs to.
         log_starts: By rank (as text, as JSON has it): piece and offset at which its lines of this submission begin.
         engine: The engine's specification, without secrets.
         files: Name to location, size and checksum of what the workers need.
@@ -103,6 +105,7 @@ class Job:
     first_attempt: int = 0
     fresh_since: int = 0
     identity: str = ""
+    generation: str = ""
     log_starts: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from rankzero.engines.base import Engine
     from rankzero.run.detach import Caller
+    from rankzero.run.identity import Identity
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
     from rankzero.submit.user_code import UserCode
@@ -410,7 +411,7 @@ class Launcher:
         kwargs: dict[str, Any],
         caller: Caller,
         log: Any,
-        identity: str | None = None,
+        identity: Identity | None = None,
     ) -> AbstractContextManager[durable.Opened]:
         """The run of a pipeline step's training: a new one, or the one that an earlier try has left.
 
@@ -433,8 +434,8 @@ class Launcher:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
         return open_durable(replace(self._for(train)._request(), identity=identity), train, args, kwargs, caller, log)
 
-    def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What makes a training the same as another one: its code, its arguments, the number of ranks.
+    def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
+        """Returns what makes a training the same as another one: its code, its arguments, the number of ranks.
 
         Args:
             train: As for `run`.
@@ -442,7 +443,8 @@ class Launcher:
             kwargs: Keyword arguments of the function.
 
         Returns:
-            Hexadecimal digits, the same in every process; empty for what cannot be pickled.
+            The identity, equal in every process: its ``digest`` names the training, its ``parts`` say what of it
+            differs from another one.
 
         Raises:
             InvalidJobError: ``train`` names no script or function.

@@ -116,23 +116,23 @@ class Calls:
         self._lock = threading.Lock()
         self._claimed: set[int] = set()
 
-    def claim(self, identity: str, identity_of: Callable[[int], str | None]) -> int:
+    def claim(self, is_same: Callable[[int], bool | None]) -> int:
         """A number for the training: that of an earlier try's run of the same one, else one that is free.
 
         Args:
-            identity: Of the training.
-            identity_of: Of the run that an earlier try has left under a number; None if there is none.
+            is_same: Whether the run that an earlier try has left under a number is of the same training; None if there
+                is no run.
         """
         with self._lock:
             others = 0
             for number in itertools.count():
                 if number in self._claimed:
                     continue
-                found = identity_of(number)
-                if found is None or found == identity:
+                same = is_same(number)
+                if same is None or same:
                     break
                 others += 1
-            if found is None and number == others == 1:
+            if same is None and number == others == 1:
                 # The step's only training, which has changed. Of several, another may be one that a call comes for.
                 number = 0
             self._claimed.add(number)

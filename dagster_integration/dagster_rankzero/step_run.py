@@ -13,6 +13,7 @@ from dagster_rankzero.metadata.observation import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
 from rankzero.run.cursor import LogCursor
+from rankzero.run.identity import Identity
 from rankzero.submit.durable import Opened
 
 # Dagster runs that were interrupted in this process: Dagster goes on with their other steps.
@@ -63,7 +64,7 @@ def open_run(
         raise
 
 
-def _named(launcher: Launcher, step: Step, calls: _compat.Calls, identity: str) -> Launcher:
+def _named(launcher: Launcher, step: Step, calls: _compat.Calls, identity: Identity) -> Launcher:
     """The launcher with a name for the run, by which every try of the step finds it."""
     labels = {"dagster_run": step.dagster_run, "step": step.key}
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
@@ -72,11 +73,11 @@ def _named(launcher: Launcher, step: Step, calls: _compat.Calls, identity: str) 
     def of_call(call: int) -> Launcher:
         return launcher.options(run_id=step.run_id(_root_of(launcher, step, call), call))
 
-    def identity_of_call(call: int) -> str | None:
+    def is_same(call: int) -> bool | None:
         before = of_call(call).find()
-        return before.identity if before else None
+        return before.compare(identity, step.generation).same if before else None
 
-    return of_call(calls.claim(identity, identity_of_call))
+    return of_call(calls.claim(is_same))
 
 
 def _root_of(launcher: Launcher, step: Step, call: int) -> str:

@@ -154,15 +154,30 @@ class Airflow:
             return found and dict(deserialize(found))
 
 
-def killed(airflow: Airflow) -> None:
+def killed(airflow: Airflow, meanwhile: Callable[[], None] = lambda: None) -> None:
     with airflow.apart() as process:
         process.kill()
         process.wait()
+    meanwhile()
     ranks = airflow.place.ranks()
     airflow.notice_death()
     with airflow.beside(lambda: until(airflow.follows, WAIT, "the next try")):
         assert airflow.try_again(retries=1)
     assert airflow.xcom()["pid"] in ranks
+
+
+def deployed(airflow: Airflow) -> None:
+    airflow.place.deploy(1)
+    killed(airflow, lambda: airflow.place.deploy(2))
+
+
+def deployed_then_cleared(airflow: Airflow) -> None:
+    airflow.place.deploy(1)
+    airflow.place.let("fail", "end")
+    assert not airflow.trigger()
+    airflow.place.deploy(2)
+    airflow.clear()
+    assert airflow.try_again()
 
 
 def ended_meanwhile(airflow: Airflow) -> None:
@@ -251,6 +266,8 @@ def ended_then(**operator: Any) -> Callable[[Airflow], None]:
 SCENARIOS: dict[str, Callable[[Airflow], None]] = {
     "killed": killed,
     "ended-meanwhile": ended_meanwhile,
+    "deployed": deployed,
+    "failed-deployed": deployed_then_cleared,
     "retry": retry,
     "failed": failed_then(),
     "failed-other-arguments": failed_then(lr=0.01),
@@ -272,18 +289,23 @@ SOAK = {
     "ended-meanwhile",
     # and `test_the_next_try_attaches_to_the_training_of_a_killed_one`.
     "killed",
+    "deployed",
     # What Airflow does is the same as for other arguments; the identity is core's, and has tests of its own.
     "failed-other-code",
     "failed-other-ranks",
     "failed-equal-data",
+    "failed-deployed",
 }
 """Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""
 
 
 @pytest.fixture
-def airflow(run_dag: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Airflow]:
+def airflow(
+    run_dag: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Airflow]:
     from tests.airflow.conftest import register
 
+    monkeypatch.syspath_prepend(str(tmp_path))
     place = Place(tmp_path, f"of-{tmp_path.name}-{os.getpid()}")
     yield Airflow(re.sub(r"\W+", "-", request.node.name), place, run_dag, register)
     assert wait_until_gone(f"OF_RANK={place.mark}") == []

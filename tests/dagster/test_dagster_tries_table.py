@@ -151,11 +151,12 @@ class Dagster:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def killed(dagster: Dagster) -> None:
+def killed(dagster: Dagster, meanwhile: Callable[[], None] = lambda: None) -> None:
     place = dagster.place
 
     def kill() -> None:
         ranks = place.await_training()
+        meanwhile()
         os.kill(int((place.folder / "step-0").read_text()), signal.SIGKILL)
         until((place.folder / "step-1").exists, WAIT, "the next try")
         assert ranks <= place.ranks()
@@ -163,6 +164,19 @@ def killed(dagster: Dagster) -> None:
 
     with dagster.beside(kill):
         assert dagster.execute(apart_job)
+
+
+def deployed(dagster: Dagster) -> None:
+    dagster.place.deploy(1)
+    killed(dagster, lambda: dagster.place.deploy(2))
+
+
+def deployed_then_executed(dagster: Dagster) -> None:
+    dagster.place.deploy(1)
+    dagster.place.let("fail", "end")
+    assert not dagster.execute()
+    dagster.place.deploy(2)
+    assert dagster.execute_from_failure()
 
 
 def ended_meanwhile(dagster: Dagster) -> None:
@@ -242,6 +256,8 @@ def ended_then(**asked: Any) -> Callable[[Dagster], None]:
 SCENARIOS: dict[str, Callable[[Dagster], None]] = {
     "killed": killed,
     "ended-meanwhile": ended_meanwhile,
+    "deployed": deployed,
+    "failed-deployed": deployed_then_executed,
     "retry": retry,
     "failed": failed,
     "failed-other-arguments": failed_then(lr=0.01),
@@ -273,7 +289,8 @@ def dagster(tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.Mo
     monkeypatch.setenv("TEST_STORE", place.store)
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", place.mark)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(tmp_path))
     yield Dagster(place, instance)
     assert wait_until_gone(f"OF_RANK={place.mark}") == []
 
@@ -285,10 +302,12 @@ def test_every_row_has_a_scenario() -> None:
 SOAK = {
     # A real `dagster dev` does it at every run of the suite: `test_a_step_that_was_killed_is_retried_...`.
     "killed",
+    "deployed",
     # What Dagster does is the same as for other arguments; the identity is core's, and has tests of its own.
     "failed-other-code",
     "failed-other-ranks",
     "failed-equal-data",
+    "failed-deployed",
 }
 """Rows that run with `make faults` only: each training here begins with a driver that imports torch, some seconds."""
 

@@ -44,6 +44,7 @@ class Step:
     run: Run
     is_followed_by_another = True
     lease_when_attached = None
+    generation = "one"
 
     def detaches(self, error: BaseException) -> bool:
         self.run._call("detaches")
@@ -84,7 +85,7 @@ def test_the_end_of_the_run_itself_is_no_interrupt() -> None:
 
 
 class Unidentified:
-    """Can be pickled, and has no identity."""
+    """Can be pickled, and not by content."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         frame = inspect.currentframe()
@@ -103,4 +104,4 @@ def test_a_training_without_an_identity_is_asked_for_it_once(
     launcher = launcher.options(num_processes=1, run_id="one")
     with launcher.durable(abs, (Unidentified(),), {}, step, LOG) as opened:
         assert opened.handle.result() == 0
-    assert sum("cannot be told from others" in record.getMessage() for record in caplog.records) == 1
+    assert sum("counts by its type alone" in record.getMessage() for record in caplog.records) == 1

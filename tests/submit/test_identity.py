@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import secrets
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from tests.conftest import ROOT
 
 from rankzero import ResultRef
+from rankzero.run.identity import Comparison, compare, describe
+from rankzero.submit import payload
 from rankzero.submit.content import digest_of
 from rankzero.submit.identity import identity_of
 from rankzero.submit.imports import imports_of_code
@@ -79,8 +84,130 @@ print(digest_of(Config(0.1), Kind.SMALL), digest_of(Config(0.2), Kind.SMALL), di
     assert len(set(said[0].stdout.split())) == 3
 
 
-def test_what_cannot_be_pickled_has_none(tmp_path: Path) -> None:
-    assert identity_of(print_it, (threading.Lock(),), {}, 1) == ""
+def test_what_cannot_be_pickled_counts_by_its_type() -> None:
+    digests = {identity_of(print_it, (lock,), {}, 1).digest for lock in (threading.Lock(), threading.Lock())}
+    assert digests == {identity_of(print_it, (threading.Lock(),), {}, 1).digest}
+    assert digests != {identity_of(print_it, (threading.RLock(),), {}, 1).digest}
+
+
+OF_ALL_KINDS = """
+import json, sys, torch
+from rankzero.submit.identity import identity_of
+from tests.kinds_of_values import KINDS, arguments
+
+def train(value): pass
+
+def of(make):
+    torch.manual_seed(1)
+    return dict(identity_of(train, (make(),), {}, 1).parts)["argument value"]
+
+json.dump({name: of(make) for name, make in {**KINDS, **arguments()}.items()}, sys.stdout)
+"""
+
+
+def test_every_kind_of_argument_counts_the_same_in_two_processes() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", OF_ALL_KINDS]
+    processes = [
+        subprocess.Popen(
+            command, env={**environment, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for seed in ("1", "2")
+    ]
+    made = []
+    for process in processes:
+        out, err = process.communicate()
+        assert process.returncode == 0, err.decode()
+        made.append(json.loads(out))
+        by_type = [line for line in err.decode().splitlines() if "counts by its type alone" in line]
+        assert [line.split()[8] for line in by_type] == ["(lock)"], by_type
+    different = {name for name in made[0] if made[0][name] != made[1][name]}
+    assert different == set()
+    assert len(set(made[0].values())) > 0.8 * len(made[0]), "many kinds count as one"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda pd: pd.DataFrame({"x": [1, 2]}), lambda pd: pd.DataFrame({"x": [1, 3]})),
+        (lambda pd: pd.DataFrame({"x": ["a"]}), lambda pd: pd.DataFrame({"y": ["a"]})),
+        (lambda pd: pd.Timestamp(0), lambda pd: pd.Timestamp(1)),
+        (lambda _: numpy.random.default_rng(1), lambda _: numpy.random.default_rng(2)),
+        (lambda pd: pd.NaT, lambda pd: pd.Timestamp(0)),
+    ],
+)
+def test_objects_of_extension_modules_count_by_content(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> None:
+    import pandas
+
+    assert of(print_it, one(pandas)) == of(print_it, one(pandas)) != of(print_it, other(pandas))
+
+
+def test_what_shares_parts_many_times_over_is_visited_a_bounded_number_of_times() -> None:
+    shared: list[Any] = [1]
+    for _ in range(200):
+        shared = [shared, shared]
+    assert of(print_it, shared) == of(print_it, shared)
+
+
+class Watched(types.ModuleType):
+    """A module that notes who looks into it, as one that loads lazily would load then."""
+
+    woken: list[str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.woken.append(name)
+        raise AttributeError(name)
+
+
+def test_a_function_without_a_module_is_looked_for_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched("watched_module")
+    watched.woken = []
+    monkeypatch.setitem(sys.modules, watched.__name__, watched)
+    made: dict[str, Any] = {}
+    exec("def helper(x):\n    return x\n\ndef train_it(x):\n    return helper(x)\n", made)
+    assert made["train_it"].__module__ is None
+    identity = of(made["train_it"], 1)
+    payload.build(made["train_it"], (1,), {})
+    assert watched.woken == []
+    again: dict[str, Any] = {}
+    exec("def helper(x):\n    return x + 1\n\ndef train_it(x):\n    return helper(x)\n", again)
+    assert identity == of(made["train_it"], 1) != of(again["train_it"], 1)
+
+
+def test_what_differs_has_a_name(helper: Path) -> None:
+    module = importlib.import_module(helper.stem)
+    before = identity_of(module.scale, (1,), {}, 2)
+    edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = 2", "RATE = 3")
+    after = identity_of(module.scale, (2,), {}, 4)
+    compared = compare(before, after)
+    assert compared.differing == ("argument x", f"module {helper.stem}_rates", "num_processes")
+    assert describe(compared.differing) == f"num_processes, argument x and module {helper.stem}_rates"
+    assert compare(None, after) == Comparison(unknown=True)
+    assert compare(None, after).same
+    by_version = [identity_of(module.scale, (1,), {}, 2, code_version=version) for version in ("1", "2")]
+    assert compare(*by_version).differing == ("code_version",)
+    assert compare(before, by_version[0]).differing == ("code_version",)
+
+
+def test_modules_do_not_count_for_a_try_that_nobody_asked_for(helper: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(helper=helper.stem))
+    function = importlib.import_module(helper.stem).scale
+    for train, args in ((str(script), ()), (function, (1,))):
+        before = identity_of(train, args, {}, 2)
+        edited(helper.with_name(f"{helper.stem}_rates.py"), "RATE = ", "RATE = 1")
+        after = identity_of(train, args, {}, 2)
+        assert compare(before, after, automatic=True).ignored == (f"module {helper.stem}_rates",)
+        assert compare(before, after, automatic=True).same
+        assert not compare(before, after).same
+    before = identity_of(str(script), (), {}, 2)
+    edited(script, "train(0.1)", "train(0.2)")
+    assert compare(before, identity_of(str(script), (), {}, 2), automatic=True).differing == ("train",)
+    assert not compare(before, identity_of(nested(0.1), (), {}, 2), automatic=True).same
+    functions = [identity_of(train, (), {}, 2) for train in (nested(0.1), nested_otherwise(0.1))]
+    assert compare(*functions, automatic=True).differing == ("train",)
 
 
 # -- trainings ---------------------------------------------------------------------------------
@@ -114,7 +241,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of(train: object, *args: object, world_size: int = 2, **more: Any) -> str:
-    made = identity_of(train, args, {}, world_size, **more)
+    made = identity_of(train, args, {}, world_size, **more).digest
     assert len(made) == 16
     return made
 
@@ -213,7 +340,7 @@ def train(config):
     import torch
     return helper(3) * RATES["a"] * config.rate
 
-print(identity_of(train, (Config(),), {{"z": 1, "a": {{"y": 2, "b": 1}}}}, 2))
+print(identity_of(train, (Config(),), {{"z": 1, "a": {{"y": 2, "b": 1}}}}, 2).digest)
 """
 
 
@@ -298,7 +425,7 @@ class Loop:
 def train(value): pass
 
 for make in (Named, lambda lr: Pairs(lr=lr), lambda lr: Rows([lr]), Rate, Slots, Slot, Stateful, Loop):
-    print(*(identity_of(train, (make(lr),), {}, 1) for lr in (0.1, 0.1, 0.5)))
+    print(*(identity_of(train, (make(lr),), {}, 1).digest for lr in (0.1, 0.1, 0.5)))
 """
 
 
@@ -322,7 +449,7 @@ train = threading.Lock()
 def fit(model):
     import rankzero.train as rt
     return model.train()
-print(identity_of(fit, (), {}, 1))
+print(identity_of(fit, (), {}, 1).digest)
 """
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)

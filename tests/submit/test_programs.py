@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import subprocess
 import sys
 import textwrap
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
+from rankzero.run.identity import Identity
 from rankzero.submit.identity import identity_of
-from rankzero.submit.payload import build
+from rankzero.submit.payload import Payload, build
 from rankzero.worker.command import CommandError
 from rankzero.worker.failures import describe
 
@@ -203,3 +207,36 @@ def test_a_launcher_in_a_process_that_multiprocessing_spawned_refuses(tmp_path: 
     assert "put the call below `if __name__ == '__main__':`" in done.stdout
     (run,) = (tmp_path / "store").iterdir()
     assert RunHandle.attach(run).result() == 1
+
+
+def test_scripts_of_one_process_ship_the_modules_beside_them(tmp_path: Path) -> None:
+    """Threads of a service launch scripts whose modules have equal names."""
+    folders = [tmp_path / str(number) for number in range(8)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "train.py").write_text("import shared_name\nimport package_name.inner\n")
+        (folder / "shared_name.py").write_text(f"OWNER = {number}\n")
+        (folder / "package_name").mkdir()
+        (folder / "package_name" / "__init__.py").write_text("")
+        (folder / "package_name" / "inner.py").write_text(f"OWNER = {number}\n")
+    path = list(sys.path)
+    changed: list[list[str]] = []
+
+    def launch(folder: Path) -> tuple[Payload, Identity]:
+        script = str(folder / "train.py")
+        made = build(script, (), {}), identity_of(script, (), {}, 1)
+        if sys.path != path:
+            changed.append(list(sys.path))
+        return made
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        made = list(pool.map(launch, folders * 16))
+    assert changed == [], "functions of other threads find their modules there"
+    for number, (one, _) in enumerate(made):
+        assert one.modules
+        with zipfile.ZipFile(io.BytesIO(one.modules.data)) as archive:
+            sources = {
+                archive.read(name) for name in archive.namelist() if name.endswith(("shared_name.py", "inner.py"))
+            }
+        assert sources == {f"OWNER = {number % len(folders)}\n".encode()}
+    assert len({identity for _, identity in made}) == len(folders)

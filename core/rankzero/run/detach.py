@@ -22,6 +22,13 @@ class Caller(Protocol):
     def lease_when_attached(self) -> float | None:
         """Seconds for which a run that this try has attached to outlives it; None: as its submission says."""
 
+    @property
+    def generation(self) -> str:
+        """Names the chain of tries that the orchestrator starts by itself; a user's doing begins another one.
+
+        In a chain, a change of a module between two tries does not make the training another one.
+        """
+
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """True if the orchestrator has for good what `RunHandle.offer` offered to this receiver."""
 

@@ -6,6 +6,7 @@
         claim         whose submission this is: made once, so that a run id submitted twice starts once
         payload.pkl   function or script and arguments
         job.json      what it asked for
+        identity.json what its training is, by parts; see `rankzero.run.identity`
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is;  driver-1, driver-2, ...  those that took its place, one after the other
         stage-K/      where a driver in its own stage meets its tasks and its submitter; see `rankzero.task.staged`
@@ -40,6 +41,7 @@ from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job, strange
+from rankzero.run.identity import Comparison, Identity, compare
 from rankzero.values.envelope import Part
 
 _REMOVAL = "removal "
@@ -49,6 +51,9 @@ EVENTS = "events.jsonl"
 
 LINES = "logs/lines"
 """What all ranks write, on an object store."""
+
+IDENTITY = "identity.json"
+"""What a submission trains, by parts."""
 
 DATASETS = "datasets"
 """Rows that Spark has computed for the ranks, a folder for each dataset."""
@@ -265,6 +270,12 @@ class RunDirectory:
         self.restore(job.submission)
         store.sync_directory(os.path.dirname(self.directory))
 
+    def identity(self, submission: int) -> Identity | None:
+        """Returns what a submission trains, by parts; None if that is not recorded."""
+        with contextlib.suppress(FileNotFoundError):
+            return Identity.from_json(store.read_bytes(self.submission_path(submission, IDENTITY)))
+        return None
+
     def restore(self, submission: int) -> None:
         """Makes this the current submission (again): one that was held up may have written over a later one.
 
@@ -334,6 +345,21 @@ class RunDirectory:
         with contextlib.suppress(FileNotFoundError):
             return store.read_bytes(self.path("lease"))
         return b""
+
+
+def compare_job(run: RunDirectory, job: Job, identity: Identity, generation: str = "") -> Comparison:
+    """Compares the training of a submission with the one that is asked for.
+
+    Args:
+        run: The run directory.
+        job: What the submission asked for.
+        identity: Of the training that is asked for.
+        generation: The chain of tries to which the request belongs: `Job.generation`.
+    """
+    if job.identity == identity.digest:
+        return Comparison()
+    automatic = bool(generation) and generation == job.generation
+    return compare(run.identity(job.submission), identity, automatic=automatic)
 
 
 def log_name(rank: int) -> str:

@@ -25,8 +25,9 @@ from rankzero.host.processes import process_namespace, process_state
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.delivery import Delivery
-from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
+from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, compare_job
 from rankzero.run.growing import Position
+from rankzero.run.identity import Comparison, Identity
 from rankzero.run.lines import LineReader
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
@@ -107,6 +108,15 @@ class RunHandle(Generic[R]):
     def identity(self) -> str:
         """What makes the last submission's training the same as another one; see `Launcher.identity`."""
         return self._run.job().identity
+
+    def compare(self, identity: Identity, generation: str = "") -> Comparison:
+        """Compares the last submission's training with another one.
+
+        Args:
+            identity: Of the other training; see `Launcher.identity`.
+            generation: The chain of tries that an orchestrator starts by itself, if a try of it asks.
+        """
+        return compare_job(self._run, self._run.job(), identity, generation)
 
     @property
     def code_version(self) -> str | None:

@@ -1,12 +1,15 @@
-"""A checksum of values by content, the same in every process: what a pickle is not.
+"""Checksums of values by content, equal in every process.
 
-In place of what is pickled in another way in every process stands what it consists of.
+A plain pickle differs between processes: sets have another order, classes of a script have random names. A
+`_ContentPickler` therefore writes what such values consist of. Every value has a checksum. If its content cannot be
+found, its plain pickle counts; if it cannot be pickled at all, its type does.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import marshal
 import pickle
 import sys
@@ -16,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 
+from rankzero.run.identity import DIGITS
 from rankzero.submit.imports import globals_of_classes, imports_of_code
 from rankzero.submit.modules import is_user_module_name
 from rankzero.submit.payload import TrainingPickler
@@ -24,8 +28,11 @@ from rankzero.values.digest import digest_of as digest_of_bytes
 from rankzero.values.envelope import beside
 from rankzero.values.ref import ResultRef
 
-DIGITS = 16
-"""Of a checksum that people read."""
+logger = logging.getLogger(__name__)
+
+MOST_OBJECTS = 300_000
+"""Objects that are visited without a memo, which takes some tenths of a second. Without this limit, objects that share
+parts many times over would be visited once for each way that leads to them."""
 
 
 def digest_of(*values: Any) -> str:
@@ -38,20 +45,38 @@ def digest_of(*values: Any) -> str:
     return digest_with_modules(values)[0][:DIGITS]
 
 
-def digest_with_modules(value: object) -> tuple[str, set[str]]:
-    """The checksum of a value, and the modules that it needs."""
-    try:
-        # Without a memo equal values are the same whether they are one object or two.
-        return _digest_with(value, memo=False)
-    except (RecursionError, ValueError, pickle.PicklingError):
-        # What refers to itself needs it.
-        return _digest_with(value, memo=True)
+def digest_with_modules(value: object, name: str = "a value") -> tuple[str, set[str]]:
+    """Returns the checksum of a value, and the user's modules that the value needs.
+
+    Args:
+        value: Any value, also one that cannot be pickled.
+        name: The value's name in the log.
+    """
+    problem: Exception | None = None
+    # Without a memo equal values are the same whether they are one object or two. A value that refers to itself needs
+    # the memo.
+    for memo, plain in ((False, False), (True, False), (True, True)):
+        try:
+            return _digest_with(value, memo=memo, plain=plain)
+        except Exception as error:
+            problem = error
+    cls = type(value)
+    text = (str(problem).splitlines() or [""])[0]
+    logger.warning(
+        "%s counts by its type alone (%s) when tries are compared, since it cannot be pickled: %s: %s",
+        name,
+        cls.__qualname__,
+        type(problem).__name__,
+        text,
+    )
+    return hashlib.sha256(f"{cls.__module__}.{cls.__qualname__}".encode()).hexdigest(), set()
 
 
-def _digest_with(value: object, *, memo: bool) -> tuple[str, set[str]]:
+def _digest_with(value: object, *, memo: bool, plain: bool) -> tuple[str, set[str]]:
     hashed = _Hash()
     buffers: list[memoryview] = []
-    pickler = _ContentPickler(hashed, beside(buffers), memo=memo)
+    make = _PlainPickler if plain else _ContentPickler
+    pickler = make(hashed, beside(buffers), memo=memo)
     pickler.dump(value)
     for buffer in buffers:
         hashed.write(digest_of_bytes([buffer]).encode())
@@ -77,8 +102,12 @@ class _ContentPickler(TrainingPickler):
         self.fast = not memo
         self._memo = memo
         self._seen: dict[int, tuple[int, object]] = {}
+        self._visited = 0
 
     def persistent_id(self, value: Any) -> Any:
+        self._visited += 1
+        if self._visited > MOST_OBJECTS and not self._memo:
+            raise ValueError(f"more than {MOST_OBJECTS} objects")
         cls = type(value)
         if cls is ResultRef:
             return "result", value.format, value.digest
@@ -95,10 +124,13 @@ class _ContentPickler(TrainingPickler):
             return None if self._is_named(value) else self._once(value, self._class)
         if isinstance(value, types.ModuleType):
             return self._module(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
         if _is_tensor(value):
             return self._contents(value, _tensor)
-        # Its class travels by value, under a random name.
-        return None if self._is_named(cls) else self._contents(value, self._instance)
+        # The class of a script travels by value, under a random name.
+        return None if self._is_named(type(value)) else self._contents(value, self._instance)
 
     def _digest_of_item(self, item: Any) -> str:
         digest, needed = digest_with_modules(item)
@@ -138,12 +170,16 @@ class _ContentPickler(TrainingPickler):
         return "module", digest
 
     def _is_named(self, value: Any) -> bool:
-        """True if ranks import the function or class by its name; else it goes by value."""
+        """Returns True if ranks import the function or class by its name; else it travels by value."""
         module, name = getattr(value, "__module__", None), value.__qualname__
         if module in ("__main__", "__mp_main__") or "<locals>" in name:
             return False
-        if not isinstance(module, str) or (isinstance(value, type) and not is_user_module_name(module)):
-            # Of an interpreter or an installed package, whatever its name says.
+        if not isinstance(module, str):
+            # As of a function that `exec` made in a namespace without a name.
+            return False
+        if isinstance(value, type) and not (is_user_module_name(module) and _is_written_in_python(value)):
+            # Of an interpreter or an installed package, whatever its name says: the classes of Cython claim to be of
+            # a module without a file, as those of a module that a user made by hand.
             return True
         # Registers what goes by value, as it does for the payload.
         self.travels(module)
@@ -158,12 +194,12 @@ class _ContentPickler(TrainingPickler):
         return facts(value)
 
     def _function(self, function: types.FunctionType) -> Any:
-        self.needed |= imports_of_code(function.__code__, function.__globals__.get("__package__"))
         code = function.__code__
+        self.needed |= imports_of_code(code, function.__globals__.get("__package__"))
         names = {*cloudpickle.cloudpickle._extract_code_globals(code), *globals_of_classes(code)}
         return (
             function.__qualname__,
-            _code_facts(code),
+            facts_of_code(code),
             function.__defaults__,
             function.__kwdefaults__,
             vars(function),
@@ -182,6 +218,31 @@ class _ContentPickler(TrainingPickler):
         told = [(name, member) for name, member in members if not isinstance(member, descriptors)]
         return cls.__qualname__, type(cls), cls.__bases__, told
 
+
+class _PlainPickler(_ContentPickler):
+    """Pickles values as they are, for those whose content cannot be found.
+
+    Functions and classes that travel by value count by their names: cloudpickle gives them a random one.
+    """
+
+    def _object(self, value: Any) -> Any:
+        return None
+
+    def _function(self, function: types.FunctionType) -> Any:
+        return function.__qualname__, function.__code__.co_code
+
+    @staticmethod
+    def _class(cls: type) -> Any:
+        return "class", cls.__qualname__
+
+
+def _is_written_in_python(cls: type) -> bool:
+    """Returns True for a class that a ``class`` statement or a call of `type` has made."""
+    return bool(cls.__flags__ & _HEAP_TYPE) and not cls.__flags__ & _IMMUTABLE_TYPE
+
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+"""``Py_TPFLAGS_HEAPTYPE`` and ``Py_TPFLAGS_IMMUTABLETYPE`` of CPython."""
 
 _NOT_OF_A_CLASS = frozenset(
     {
@@ -217,9 +278,9 @@ def _content(cell: types.CellType) -> Any:
         return []
 
 
-def _code_facts(code: types.CodeType) -> tuple[Any, ...]:
-    """What code does: without the names of files and the numbers of lines."""
-    constants = [_code_facts(const) if isinstance(const, types.CodeType) else const for const in code.co_consts]
+def facts_of_code(code: types.CodeType) -> tuple[Any, ...]:
+    """Returns what code does, without the names of files and the numbers of lines."""
+    constants = [facts_of_code(const) if isinstance(const, types.CodeType) else const for const in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     return code.co_code, constants, names, counts

@@ -11,6 +11,7 @@ from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
+from rankzero.run.identity import Identity, describe
 from rankzero.run.reconcile import Decision
 from rankzero.submit import drivers, submission
 from rankzero.submit.owned import open_owned
@@ -61,7 +62,8 @@ def open_durable(
     # Its own run, once there is one: by its name alone it may be a later submission by now.
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
         identity = request.identity_of(train, args, kwargs)
-        request = replace(request, identity=identity)
+        template = replace(request.template, generation=caller.generation)
+        request = replace(request, identity=identity, template=template)
         before = submission.find(run)
         if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):
             handle = before
@@ -84,16 +86,28 @@ def open_durable(
         yield Opened(owned)
 
 
-def _reconcile(before: RunHandle[Any], identity: str, caller: Caller, log: Any) -> Decision:
-    """What the run is to this try; one that stands in the way of another training is ended."""
+def _reconcile(before: RunHandle[Any], identity: Identity, caller: Caller, log: Any) -> Decision:
+    """Decides what the run is to this try. A living run of another training is ended."""
     run = RunDirectory(before.directory)
-    existing = submission.look(run, identity, caller)
+    existing = submission.look(run, identity, caller, caller.generation)
     assert existing
-    if existing.decision is Decision.FRESH:
-        delivered = "its result was delivered"
-        why = delivered if existing.same_training else "its code, arguments or world size have changed"
-        log.info("the training begins from scratch: %s", why)
-        if not existing.status.final:
-            before.cancel()
-            submission.await_end(run, existing.job)
+    _report(existing, log)
+    if existing.decision is Decision.FRESH and not existing.status.final:
+        before.cancel()
+        submission.await_end(run, existing.job)
     return existing.decision
+
+
+def _report(existing: submission.Existing, log: Any) -> None:
+    """Logs why the training begins from scratch, or what has changed although it does not."""
+    comparison = existing.comparison
+    if comparison.differing:
+        log.info("the training begins from scratch: other than before: %s", describe(comparison.differing))
+    elif existing.decision is Decision.FRESH:
+        log.info("the training begins from scratch: its result was delivered")
+    elif comparison.unknown:
+        log.warning("it is unknown whether the training is the same, since its run does not say: it counts as the same")
+    elif comparison.ignored and existing.decision is Decision.ATTACH:
+        log.warning("the run goes on with the code that it began with: changed since: %s", describe(comparison.ignored))
+    elif comparison.ignored and existing.decision is Decision.RESUME:
+        log.warning("the training resumes with changed code: %s", describe(comparison.ignored))

@@ -1,24 +1,41 @@
-"""What makes a training the same: its code by content, its arguments by content, the number of its ranks.
+"""The identity of a training: its code by content, its arguments by content, the number of its ranks.
 
 Not part of it: inodes, times, retries, where a value lies, comments and the layout of sources. A run of another
-identity never lends its checkpoints or its result; a run of the same one never loses them.
+identity never lends its checkpoints or its result; a run of the same one never loses them. Every training has one.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import logging
+import inspect
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from rankzero.job import NumProcesses
-from rankzero.submit.content import DIGITS, digest_with_modules
-from rankzero.submit.sources import digest_of_modules, digest_of_script
-from rankzero.submit.training import Command, Module, Script, resolve, search_path
+from rankzero.run.identity import (
+    ARGUMENT,
+    CODE_VERSION,
+    DATASET,
+    DIGITS,
+    MODULE,
+    NUM_PROCESSES,
+    SENT_CODE,
+    TRAIN,
+    Identity,
+)
+from rankzero.submit.arguments import named_arguments
+from rankzero.submit.content import digest_with_modules, facts_of_code
+from rankzero.submit.modules import is_user_module_name
+from rankzero.submit.sources import digest_of_script, digests_of_modules
+from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.submit.user_code import UserCode
 from rankzero.values.digest import digest_of as digest_of_bytes
 
-logger = logging.getLogger(__name__)
+MOST_ARGUMENTS = 200
+"""Arguments that have a checksum of their own; a training with more has one for all further ones."""
 
 
 def identity_of(
@@ -29,58 +46,77 @@ def identity_of(
     code_version: str | None = None,
     user_code: UserCode | None = None,
     datasets: Sequence[tuple[str, str]] = (),
-) -> str:
-    """Names a training: the same in every process for the same code, arguments and world size.
+) -> Identity:
+    """Returns the identity of a training, equal in every process for the same code, arguments and world size.
 
     The code is a script, or a function with what it refers to, and the user's modules that these import. A function
-    that travels by reference counts by its module.
+    that travels by reference counts by its own instructions and by its module.
 
     Args:
         train: As for `Launcher.run`.
         args: Its positional arguments. A `ResultRef` counts by the checksum of its file.
         kwargs: Its keyword arguments.
         world_size: Number of ranks; of an elastic job the smallest and the largest; or ``"auto"``.
-        code_version: Stands for all code, which is not looked at then.
+        code_version: Stands for all code, which is not read then.
         user_code: What travels because the user says so; counts by content.
         datasets: Name and checksum of each dataset.
-
-    Returns:
-        Hexadecimal digits; empty for what cannot be pickled: its submission says what is wrong with it.
 
     Raises:
         InvalidJobError: ``train`` names no script or function.
     """
     resolved = resolve(train)
-    try:
-        code = _code_of(resolved) if code_version is None else ("version", code_version)
-        arguments, modules = digest_with_modules((args, kwargs))
-    except Exception as error:
-        # What cannot be pickled is refused by its submission; anything else trains, and is like no other training.
-        logger.warning(
-            "this training cannot be told from others, so no later try resumes it; give code_version, or plainer "
-            "arguments: %s: %s",
-            type(error).__name__,
-            str(error).splitlines()[0] if str(error) else "",
-        )
-        return ""
-    sources = digest_of_modules(modules) if code_version is None else ""
-    archive = user_code.archive if user_code and code_version is None else None
-    more = [*([digest_of_bytes([archive])] if archive else []), *([tuple(datasets)] if datasets else [])]
-    facts = (code, arguments, sources, world_size, *more)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:DIGITS]
+    parts = {NUM_PROCESSES: repr(world_size)}
+    parts |= {f"{DATASET}{name}": digest for name, digest in datasets}
+    needed: set[str] = set()
+    arguments = named_arguments(resolved, args, kwargs)
+    named = arguments if len(arguments) <= MOST_ARGUMENTS else arguments[:MOST_ARGUMENTS]
+    for name, value in [*named, *([("...", arguments[MOST_ARGUMENTS:])] if named is not arguments else [])]:
+        digest, modules = digest_with_modules(value, f"the argument {name}")
+        parts[f"{ARGUMENT}{name}"] = digest[:DIGITS]
+        needed |= modules
+    if code_version is not None:
+        return Identity.of(parts, **{CODE_VERSION: _short(repr(code_version))})
+    own, modules_of_code = _code_of(resolved)
+    if archive := user_code.archive if user_code else None:
+        parts[SENT_CODE] = _short(digest_of_bytes([archive]))
+    modules_by_name = digests_of_modules(needed) | modules_of_code
+    parts |= {f"{MODULE}{name}": digest[:DIGITS] for name, digest in modules_by_name.items()}
+    return Identity.of(parts, **{TRAIN: own})
 
 
-def _code_of(train: Any) -> tuple[str, ...]:
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def _code_of(train: Any) -> tuple[str, dict[str, str]]:
+    """Returns the checksum of what is run itself, and those of the user's modules that it imports."""
     if isinstance(train, Script):
         digest, imported = digest_of_script(train.path)
-        with search_path(train.directory):
-            return "script", digest, digest_of_modules(imported)
+        return _short(repr(("script", digest))), digests_of_modules(imported, train.directory)
     if isinstance(train, Module):
-        with search_path(train.directory):
-            return "module", train.name, digest_of_modules(train.imports())
+        modules = digests_of_modules(train.imports(), train.directory)
+        own = {name: modules[name] for name in sorted(train.imports() & modules.keys())}
+        return _short(repr(("module", train.name, own))), modules
     if isinstance(train, Command):
         # By content, wherever they lie.
         files = {position: digest_of_bytes([file["data"]]) for position, file in train.files().items()}
-        return "command", *(files.get(position, word) for position, word in enumerate(train.line))
-    digest, modules = digest_with_modules(train)
-    return "function", digest, digest_of_modules(modules)
+        return _short(repr(("command", [files.get(n, word) for n, word in enumerate(train.line)]))), {}
+    digest, needed = digest_with_modules(train, "the function")
+    code, more = digest_with_modules(_own_code(train), "the function")
+    return _short(repr(("function", digest, code))), digests_of_modules(needed | more)
+
+
+def _own_code(train: Any) -> Any:
+    """Returns the instructions of a user's function, also of one that travels by its name; None for what has none."""
+    while isinstance(train, functools.partial):
+        train = train.func
+    train = getattr(train, "__func__", train)
+    if not isinstance(train, types.FunctionType):
+        train = inspect.getattr_static(type(train), "__call__", None)
+    is_user_s = isinstance(train, types.FunctionType) and _is_user_s(getattr(train, "__module__", None))
+    return facts_of_code(train.__code__) if is_user_s else None
+
+
+def _is_user_s(module: str | None) -> bool:
+    """Returns False for the name of a module that was installed: another version of a package is the same code."""
+    return module is None or module not in sys.modules or module == "__main__" or is_user_module_name(module)

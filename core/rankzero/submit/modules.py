@@ -77,12 +77,18 @@ def is_user_module_name(name: str) -> bool:
     return isinstance(module, types.ModuleType) and is_user_module(module)
 
 
-def spec_of(name: str) -> Any:
-    """The spec of a user module that can be found by its name, else None. Imports nothing."""
+def spec_of(name: str, first: str | None = None) -> Any:
+    """Returns the spec of a user module that can be found by its name, else None. Imports nothing.
+
+    Args:
+        name: Absolute name of the module.
+        first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself stays as it
+            is: other threads find their modules there.
+    """
     root, *rest = name.split(".")
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return None
-    spec = _find(root, None)
+    spec = _find(root, None if first is None else [first, *sys.path])
     if spec is None:
         return None
     places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
@@ -106,10 +112,17 @@ def _find(name: str, places: list[str] | None) -> Any:
     return spec
 
 
-def source_of(name: str) -> str | None:
-    """The source file of a user module, ``__init__.py`` of a package; None for anything else. Imports nothing."""
+def source_of(name: str, first: str | None = None) -> str | None:
+    """Returns the source file of a user module, ``__init__.py`` of a package; None for anything else.
+
+    Imports nothing.
+
+    Args:
+        name: Absolute name of the module.
+        first: As for `spec_of`.
+    """
     root, *rest = name.split(".")
-    spec = spec_of(root)
+    spec = spec_of(root, first)
     if spec is None:
         return None
     for base in spec.submodule_search_locations or []:
@@ -117,7 +130,7 @@ def source_of(name: str) -> str | None:
         for path in (os.path.join(place, "__init__.py"), f"{place}.py"):
             if os.path.isfile(path):
                 return path
-    origin = getattr(spec_of(name), "origin", None)
+    origin = getattr(spec_of(name, first), "origin", None)
     return origin if isinstance(origin, str) and origin.endswith(".py") and os.path.isfile(origin) else None
 
 

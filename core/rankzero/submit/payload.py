@@ -10,10 +10,8 @@ The user's own modules (everything that is not installed) need not exist where t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import inspect
 import io
 import itertools
 import pickle
@@ -27,10 +25,11 @@ from typing import Any
 import cloudpickle
 
 from rankzero.errors import InvalidJobError
+from rankzero.submit.arguments import named_arguments
 from rankzero.submit.imports import globals_of_classes, imports_of_code
 from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_source
 from rankzero.submit.shipping import Shipped, zip_modules
-from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve, search_path
+from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
 from rankzero.values.envelope import Part, beside, pack
 from rankzero.values.ref import ResultRef, map_refs
 from rankzero.values.tensors import Tensors
@@ -116,8 +115,7 @@ def _build_program(
             f"write '--{next(iter(kwargs))}', value"
         )
     line = tuple(value if isinstance(value, ResultRef) else str(value) for value in args)
-    with search_path(program.directory):
-        modules = zip_modules(program.imports() | needed)
+    modules = zip_modules(program.imports() | needed, program.directory)
     parts = {**program.parts(), "args": (*program.line, *line), **extra}
     return Payload(program.name, pack(pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL), []), modules)
 
@@ -139,13 +137,7 @@ def _find_culprit(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], make_pickler: _Maker
 ) -> str:
     """Names the argument, or the function, that pickling fails on."""
-    names = [f"#{position}" for position in range(1, len(args) + 1)]
-    with contextlib.suppress(TypeError, ValueError):
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        known = [name for name in bound.arguments if name not in kwargs]
-        names[: len(known)] = known[: len(names)]
-    candidates = [*zip(names, args, strict=True), *kwargs.items()]
-    for name, value in candidates:
+    for name, value in named_arguments(function, args, kwargs):
         try:
             make_pickler(io.BytesIO()).dump(value)
         except Exception:
@@ -218,11 +210,14 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
             )
         module = getattr(obj, "__module__", None)
-        if module is None and isinstance(obj, (type, types.FunctionType)):
-            module = cloudpickle.cloudpickle._whichmodule(obj, obj.__qualname__)
         if isinstance(module, str) and self.travels(module) and _is_global(obj, module):
             self.needed.add(module)
-        reduced = super().reducer_override(obj)
+        if module is None and isinstance(obj, types.FunctionType):
+            # cloudpickle would look for it in every loaded module, which takes milliseconds for each function and
+            # wakes modules that load lazily. A function that names no module belongs to none.
+            reduced = self._dynamic_function_reduce(obj)
+        else:
+            reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
             _, facts = reduced[2]
             names = globals_of_classes(obj.__code__) & obj.__globals__.keys()

@@ -16,7 +16,8 @@ from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
 from rankzero.run import growing, pieces
-from rankzero.run.directory import LINES, RunDirectory, log_name
+from rankzero.run.directory import IDENTITY, LINES, RunDirectory, log_name
+from rankzero.run.identity import Identity
 from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
@@ -39,7 +40,7 @@ class Request:
             for differs from one machine to the next, and the training does not.
         env: Environment variables for the ranks. May hold secrets.
         code_version: What stands for the code in the identity of the training; None: the code itself.
-        identity: Of the training, where it is known already; empty for what has none; None: not asked yet.
+        identity: Of the training, where it is known already; None: not asked yet.
         restart_on: Exceptions after which the user wants another attempt.
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
@@ -52,7 +53,7 @@ class Request:
     num_processes: NumProcesses
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     code_version: str | None = None
-    identity: str | None = None
+    identity: Identity | None = None
     restart_on: object = ()
     sources: Mapping[str, Any] = field(default_factory=dict)
     code: UserCode = field(default_factory=UserCode)
@@ -73,8 +74,8 @@ class Request:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         found: Datasets | None = None,
-    ) -> str:
-        """The identity of a training, if it is not known already.
+    ) -> Identity:
+        """Returns the identity of a training, if it is not known already.
 
         Args:
             train: As for `Launcher.run`.
@@ -128,19 +129,22 @@ def prepare(
         before = datasets.earlier(run) if request.sources else {}
         found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
         unless_started.callback(found.discard, before)
-        job = replace(job, identity=request.identity_of(train, args, kwargs, found), queries=dict(found.queries))
+        identity = request.identity_of(train, args, kwargs, found)
+        job = replace(job, identity=identity.digest, queries=dict(found.queries))
         patience = job.start_timeout if engine.drives_elsewhere else 0.0
-        started = _submit(run, job, parts, request.code, found, patience)
+        started = _submit(run, job, identity, parts, request.code, found, patience)
         if started:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
     return run, started
 
 
-def _submit(run: RunDirectory, job: Job, parts: Payload, code: UserCode, found: Datasets, patience: float) -> bool:
+def _submit(
+    run: RunDirectory, job: Job, identity: Identity, parts: Payload, code: UserCode, found: Datasets, patience: float
+) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
-    listings: dict[str, list[Part]] = {}
+    listings: dict[str, list[Part]] = {IDENTITY: [identity.to_json()]}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
@@ -168,7 +172,7 @@ def _submit(run: RunDirectory, job: Job, parts: Payload, code: UserCode, found: 
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return submission.submit(run, job.identity, make_job, files | listings, patience)
+    return submission.submit(run, identity, make_job, files | listings, patience, generation=job.generation)
 
 
 def _torch() -> str | None:

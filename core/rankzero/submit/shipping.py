@@ -55,10 +55,14 @@ def _imports_of_file(path: str, _size: int, _modified: int, package: str) -> set
             return set()
 
 
-def zip_modules(names: Iterable[str]) -> Shipped | None:
-    """The user modules among ``names``, and those that they import in turn; None if there are none.
+def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | None:
+    """Returns the user modules among ``names``, and those that they import in turn; None if there are none.
 
     Hidden files and folders (``.env``, ``.ssh``), and what is named like a key or a password, stay here.
+
+    Args:
+        names: Absolute names, also of what is no user module, or no module.
+        first: A directory that is searched before `sys.path`, such as that of a script.
     """
     waiting = set(names)
     seen: set[str] = set()
@@ -70,11 +74,11 @@ def zip_modules(names: Iterable[str]) -> Shipped | None:
         seen.add(name)
         root = name.partition(".")[0]
         if root not in roots:
-            roots[root] = spec_of(root) is not None
+            roots[root] = spec_of(root, first) is not None
             if roots[root]:
                 # What was imported by a computed name, too.
                 waiting |= {root, *(loaded for loaded in list(sys.modules) if loaded.startswith(f"{root}."))}
-        if not roots[root] or _lies_in(name, files) or not (spec := spec_of(name)):
+        if not roots[root] or _lies_in(name, files) or not (spec := spec_of(name, first)):
             continue
         for archive_name, path in _files_of(name, spec):
             if is_private(os.path.basename(path)):

@@ -14,11 +14,12 @@ from rankzero.submit.imports import imports_of_tree, parse
 from rankzero.submit.modules import source_of, spec_of
 
 
-def digest_of_modules(names: Iterable[str]) -> str:
-    """A checksum of the user modules among ``names`` and of those that they import in turn, by their syntax.
+def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[str, str]:
+    """Returns checksums of the user modules among ``names``, and of those that they import in turn, by their syntax.
 
     Args:
         names: Absolute names, also of what is no user module, or no module.
+        first: A directory that is searched before `sys.path`, such as that of a script.
     """
     waiting = set(names)
     seen: set[str] = set()
@@ -26,20 +27,20 @@ def digest_of_modules(names: Iterable[str]) -> str:
     while waiting:
         name = waiting.pop()
         if name.endswith(".*"):
-            waiting |= set(_below(name[:-2])) - seen
+            waiting |= set(_below(name[:-2], first)) - seen
         # Importing a.b.c imports a and a.b first.
         for part in itertools.accumulate(name.split("."), "{}.{}".format):
             if part in seen:
                 continue
             seen.add(part)
-            if path := source_of(part):
+            if path := source_of(part, first):
                 with contextlib.suppress(OSError):
                     state = os.stat(path)
                     is_package = os.path.basename(path) == "__init__.py"
                     package = part if is_package else part.rpartition(".")[0]
                     digests[part], imported = _read(path, state.st_size, state.st_mtime_ns, package)
                     waiting |= imported - seen
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    return digests
 
 
 def digest_of_script(path: str) -> tuple[str, frozenset[str]]:
@@ -48,9 +49,9 @@ def digest_of_script(path: str) -> tuple[str, frozenset[str]]:
     return _read(path, state.st_size, state.st_mtime_ns, "")
 
 
-def _below(package: str) -> Iterator[str]:
-    """The names of all modules in the folders of a user's package."""
-    for base in getattr(spec_of(package), "submodule_search_locations", None) or []:
+def _below(package: str, first: str | None) -> Iterator[str]:
+    """Yields the names of all modules in the folders of a user's package."""
+    for base in getattr(spec_of(package, first), "submodule_search_locations", None) or []:
         for directory, _, names in os.walk(base):
             parts = os.path.relpath(directory, base).split(os.sep)
             parents = [package, *(part for part in parts if part != os.curdir)]

@@ -24,8 +24,9 @@ from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.checkpoints import FOLDER
 from rankzero.run.detach import Caller
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run.directory import RunDirectory, RunStatus, compare_job
 from rankzero.run.handle import RunHandle
+from rankzero.run.identity import Comparison, Identity, describe
 from rankzero.run.liveness import dead_after
 from rankzero.run.reconcile import Decision, decide
 from rankzero.values.envelope import Part
@@ -47,14 +48,14 @@ class Existing:
         status: Its state now, ``"failed"`` if its driver died.
         decision: What submitting a training under its id means.
         ending: It lives, and was asked to end, or its owner has exited: who submits it again wants another.
-        same_training: It is the training that is asked for.
+        comparison: With the training that is asked for.
     """
 
     job: Job
     status: RunStatus
     decision: Decision
     ending: bool
-    same_training: bool
+    comparison: Comparison
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
@@ -71,30 +72,29 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def look(run: RunDirectory, identity: str, caller: Caller | None = None) -> Existing | None:
+def look(run: RunDirectory, identity: Identity, caller: Caller | None = None, generation: str = "") -> Existing | None:
     """What submitting a training of this identity under this run id would mean now; None if there is no such run.
 
     A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
 
     Args:
         run: Its directory.
-        identity: Of the training; one that is empty is like no other.
+        identity: Of the training.
         caller: A pipeline step, which is asked whether its orchestrator has the result; that is then acknowledged.
+        generation: As for `rankzero.run.directory.compare_job`.
     """
-    try:
-        job = run.job()
-    except RunNotFoundError:
+    found = _state(run)
+    if found is None:
         return None
-    status = _await_certainty(RunHandle(run.directory))
-    ending = not status.final and (run.cancel_requested(job.submission) or bool(job.owner and is_gone(job.owner)))
+    job, status, ending = found.job, found.status, found.ending
     delivered = delivery.read(run.directory, job.submission)
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         delivery.write(run.directory, delivered)
-    same_training = bool(identity) and identity == job.identity
+    comparison = compare_job(run, job, identity, generation)
     decision = decide(
         status.state,
-        same_training=same_training,
+        same_training=comparison.same,
         acknowledged=delivered.acknowledged,
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
@@ -102,7 +102,25 @@ def look(run: RunDirectory, identity: str, caller: Caller | None = None) -> Exis
     if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
         logger.warning("the result of run %s was deleted, so it goes on from its last checkpoint", run.directory)
         decision = Decision.RESUME
-    return Existing(job, status, decision, ending, same_training)
+    return Existing(job, status, decision, ending, comparison)
+
+
+@dataclass(frozen=True)
+class _State:
+    job: Job
+    status: RunStatus
+    ending: bool
+
+
+def _state(run: RunDirectory) -> _State | None:
+    """Returns what the last submission asked for, its state, and whether it is ending; None if there is none."""
+    try:
+        job = run.job()
+    except RunNotFoundError:
+        return None
+    status = _await_certainty(RunHandle(run.directory))
+    ending = not status.final and (run.cancel_requested(job.submission) or bool(job.owner and is_gone(job.owner)))
+    return _State(job, status, ending)
 
 
 def _await_certainty(handle: RunHandle[object]) -> RunStatus:
@@ -120,10 +138,11 @@ def _await_certainty(handle: RunHandle[object]) -> RunStatus:
 
 def submit(
     run: RunDirectory,
-    identity: str,
+    identity: Identity,
     make_job: Callable[[int, int, int], Job],
     files: dict[str, list[Part]],
     patience: float = 0.0,
+    generation: str = "",
 ) -> bool:
     """Makes this the next submission of the run, unless the same training lives or waits to be delivered.
 
@@ -133,6 +152,7 @@ def submit(
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         files: Payload, modules and their list, by name: the parts of each.
         patience: Seconds for its driver to show its first heartbeat, if these are many.
+        generation: As for `rankzero.run.directory.compare_job`.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.
@@ -144,19 +164,25 @@ def submit(
     try:
         number = 0
         while True:
-            existing = look(run, identity)
+            existing = look(run, identity, generation=generation)
             if existing and existing.ending:
                 await_end(run, existing.job)
                 continue
+            if existing and existing.comparison.unknown:
+                logger.warning(
+                    "it is unknown whether run %s is the same training, since its submission does not say: it counts "
+                    "as the same",
+                    run.directory,
+                )
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
                 return False
             if existing and not existing.status.final:
                 raise InvalidJobError(
-                    f"run_id {existing.job.run_id!r} is running another training (other code, arguments or "
-                    f"num_processes): cancel it with RunHandle.attach({run.directory!r}).cancel(), or choose another "
-                    "run_id"
+                    f"run_id {existing.job.run_id!r} is running another training (different: "
+                    f"{describe(existing.comparison.differing)}): cancel it with "
+                    f"RunHandle.attach({run.directory!r}).cancel(), or choose another run_id"
                 )
             if existing:
                 number = max(number, existing.job.submission + 1)
@@ -197,7 +223,7 @@ def await_end(run: RunDirectory, job: Job) -> None:
     bound = job.stop_grace + CANCEL_TIMEOUT
     deadline, tick = time.monotonic() + bound, threading.Event()
     # Until it has ended, or somebody else who waited for that has submitted it again.
-    while (existing := look(run, job.identity)) and existing.ending:
+    while (found := _state(run)) and found.ending:
         if time.monotonic() > deadline:
             raise EngineError(f"the run in {run.directory} is to end and has not ended after {bound:g} s")
         tick.wait(_LOOK)

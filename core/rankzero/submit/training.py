@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
 import stat
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,26 +180,25 @@ def _module(train: str) -> Module:
     name = train.removeprefix(MODULE).strip()
     if not all(part.isidentifier() for part in name.split(".")):
         raise InvalidJobError(f"train={train!r} names no module; write '-m package.module', and its arguments apart")
-    with search_path(os.getcwd()):
-        root = name.partition(".")[0]
-        spec = spec_of(root)
-        if spec is None and not _is_installed(root):
-            raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
-        if spec is not None and not any(_is_source(part) for part in (name, f"{name}.__main__")):
-            raise InvalidJobError(f"train={train!r}: there is no module {name!r}, nor {name}.__main__")
+    root, first = name.partition(".")[0], os.getcwd()
+    spec = spec_of(root, first)
+    if spec is None and not _is_installed(root, first):
+        raise InvalidJobError(f"train={train!r}: there is no module {root!r} in the working directory or sys.path")
+    if spec is not None and not any(_is_source(part, first) for part in (name, f"{name}.__main__")):
+        raise InvalidJobError(f"train={train!r}: there is no module {name!r}, nor {name}.__main__")
     return Module(name)
 
 
-def _is_installed(root: str) -> bool:
+def _is_installed(root: str, first: str) -> bool:
     try:
-        return importlib.util.find_spec(root) is not None
+        return bool(importlib.machinery.PathFinder.find_spec(root, [first]) or importlib.util.find_spec(root))
     except (ImportError, ValueError):
         return False
 
 
-def _is_source(name: str) -> bool:
-    """True for what ``python -m`` runs: a user's module that is no package."""
-    path = source_of(name)
+def _is_source(name: str, first: str) -> bool:
+    """Returns True for what ``python -m`` runs: a user's module that is no package."""
+    path = source_of(name, first)
     return path is not None and os.path.basename(path) != "__init__.py"
 
 
@@ -254,14 +251,3 @@ def name_of(function: object) -> str:
     inner = getattr(function, "func", function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return "lambda" if name == "<lambda>" else str(name)
-
-
-@contextlib.contextmanager
-def search_path(directory: str) -> Iterator[None]:
-    """In the block, modules beside a script are found first, as Python itself does."""
-    sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(directory)

@@ -1,0 +1,116 @@
+"""`Identity`: what makes a training the same as another one, by parts, and how two of them compare. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DIGITS = 16
+"""Digits of a checksum that people read."""
+
+TRAIN, NUM_PROCESSES, CODE_VERSION, SENT_CODE = "train", "num_processes", "code_version", "working_dir and py_files"
+ARGUMENT, MODULE, DATASET = "argument ", "module ", "dataset "
+"""Beginnings of the names of parts."""
+
+_MOST_NAMED = 5
+"""Names of differing parts that a message lists."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identifies a training by the checksums of its parts, equal in every process.
+
+    Attributes:
+        parts: Name and checksum of each part: the function or script (``train``), each argument, each of the user's
+            modules that the code imports, each dataset, and the number of ranks. ``code_version`` replaces the code.
+
+    Example:
+        >>> one, other = Identity.of(train="ab", num_processes="2"), Identity.of(train="ab", num_processes="4")
+        >>> compare(one, other).differing
+        ('num_processes',)
+    """
+
+    parts: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, str] | None = None, **more: str) -> Identity:
+        """Returns the identity with these parts."""
+        return cls(tuple(sorted({**(parts or {}), **more}.items())))
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digits that name the training."""
+        return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:DIGITS]
+
+    def to_json(self) -> bytes:
+        """Returns the parts as JSON."""
+        return json.dumps(dict(self.parts), indent=2).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Identity | None:
+        """Returns the identity from `to_json`; None if the data is not from there."""
+        try:
+            return cls.of({str(name): str(digest) for name, digest in json.loads(data).items()})
+        except (AttributeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Compares the training of a run with the one that is asked for.
+
+    Attributes:
+        differing: Names of the parts that make it another training.
+        ignored: Names of parts that differ and do not count: the modules, where an orchestrator tries again by itself.
+        unknown: True if the run's identity is not recorded, as of a run that another version has submitted.
+    """
+
+    differing: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    unknown: bool = False
+
+    @property
+    def same(self) -> bool:
+        """True for the same training, and where a difference is unknown: an unknown one ends and deletes nothing."""
+        return not self.differing
+
+
+def compare(before: Identity | None, now: Identity, *, automatic: bool = False) -> Comparison:
+    """Compares two trainings by their parts.
+
+    Args:
+        before: The training of a run; None if it is unknown.
+        now: The training that is asked for.
+        automatic: True if an orchestrator tries again by itself. A deployment between two tries is then no reason to
+            end a training: only ``train`` itself and what it is given counts, and not the modules that it imports.
+
+    Example:
+        >>> before, now = Identity.of({"module a": "1", "train": "2"}), Identity.of({"module a": "3", "train": "2"})
+        >>> compare(before, now).same, compare(before, now, automatic=True).same
+        (False, True)
+    """
+    if before is None:
+        return Comparison(unknown=True)
+    olds, news = dict(before.parts), dict(now.parts)
+    names = [name for name in sorted(olds.keys() | news.keys()) if olds.get(name) != news.get(name)]
+    if CODE_VERSION in names:
+        # It replaces the code, of which one of the two has no parts then.
+        names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
+    ignored = [name for name in names if automatic and (name == SENT_CODE or name.startswith(MODULE))]
+    return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored))
+
+
+def describe(names: tuple[str, ...]) -> str:
+    """Returns the names of parts as the beginning of a sentence.
+
+    Example:
+        >>> describe(("argument lr", "module models", "train"))
+        'train, argument lr and module models'
+    """
+    ranked = sorted(names, key=lambda name: (name.startswith(MODULE), name.startswith((ARGUMENT, DATASET)), name))
+    shown = ranked[:_MOST_NAMED]
+    if more := len(ranked) - len(shown):
+        shown.append(f"{more} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)

@@ -1,0 +1,134 @@
+"""What a pipeline step does about the run that an earlier try has left: who comes decides what counts."""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+
+from rankzero import Launcher, RunHandle
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Try:
+    """One try of a step, of a chain that an orchestrator starts by itself."""
+
+    generation: str
+    is_followed_by_another = True
+    lease_when_attached = None
+
+    def detaches(self, error: BaseException) -> bool:
+        return True
+
+    def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
+        return False
+
+    def repeats(self, receiver: Mapping[str, Any]) -> bool:
+        return False
+
+
+class Interrupted(Exception):
+    """Ends a try whose run goes on."""
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / f"helper_{secrets.token_hex(4)}.py"
+    path.write_text("RATE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return path
+
+
+@pytest.fixture
+def script(tmp_path: Path, helper: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import sys, time\nfrom pathlib import Path\nimport rankzero.train as rt\nfrom {helper.stem} import RATE\n"
+        "while not Path(sys.argv[1]).exists():\n    time.sleep(0.02)\nrt.set_result(RATE)\n"
+    )
+    return path
+
+
+@pytest.fixture
+def durable(launcher: Launcher, tmp_path: Path) -> Iterator[Launcher]:
+    launcher = launcher.options(num_processes=1, run_id="one", orphan_timeout=60.0)
+    yield launcher
+    if handle := launcher.find():
+        handle.cancel()
+        handle.wait(60)
+
+
+def edit(path: Path, text: str) -> None:
+    path.write_text(text)
+    moment = time.time_ns()
+    os.utime(path, ns=(moment, moment))
+
+
+def leave(launcher: Launcher, script: Path, args: tuple[Any, ...], generation: str) -> RunHandle[Any]:
+    with (
+        pytest.raises(Interrupted),
+        launcher.durable(str(script), args, {}, Try(generation), LOG) as opened,
+    ):
+        raise Interrupted
+    return opened.handle
+
+
+def test_a_deployment_between_two_tries_ends_no_training(
+    durable: Launcher, script: Path, helper: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    end = str(tmp_path / "end")
+    run = leave(durable, script, (end,), "scheduled")
+    until(lambda: run.status().state == "running", 60, "a training")
+    edit(helper, "RATE = 2\n")
+
+    with durable.durable(str(script), (end,), {}, Try("scheduled"), LOG) as opened:
+        assert opened.attached
+        Path(end).touch()
+        assert opened.handle.result(60) == 1
+    assert f"changed since: module {helper.stem}" in caplog.text
+
+    # A user who runs it again wants the new code.
+    with durable.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
+        assert not opened.attached
+        assert opened.handle.result(60) == 2
+    assert f"begins from scratch: other than before: module {helper.stem}" in caplog.text
+
+
+def test_a_run_whose_identity_is_unknown_is_attached_to(
+    durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = str(tmp_path / "end")
+    run = leave(durable, script, (end,), "scheduled")
+    until(lambda: run.status().state == "running", 60, "a training")
+    # As of a version that recorded it in another way.
+    (Path(run.directory) / "submissions" / "0" / "identity.json").unlink()
+    job = Path(run.directory) / "job.json"
+    job.write_text(job.read_text().replace(run.identity, "0" * 16))
+
+    with durable.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
+        assert opened.attached
+        Path(end).touch()
+        assert opened.handle.result(60) == 1
+    assert "it is unknown whether the training is the same" in caplog.text
+
+
+def test_arguments_count_for_every_try(
+    durable: Launcher, script: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = leave(durable, script, (str(tmp_path / "end"), "0.1"), "scheduled")
+    (tmp_path / "end").touch()
+    run.wait(60)
+    with durable.durable(str(script), (str(tmp_path / "end"), "0.2"), {}, Try("scheduled"), LOG) as opened:
+        assert not opened.attached
+        assert opened.handle.result(60) == 1
+    assert "begins from scratch: other than before: argument #2" in caplog.text
