@@ -29,7 +29,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
-from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, process_namespace, signal_name
+from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, process_namespace, settle_signals, signal_name
 from rankzero.host.usage import UsageSampler
 
 STACKS_WAIT = 1.0
@@ -228,6 +228,10 @@ class Agent:
         rank = Rank(local_rank, self._config, self._client)
         self._ranks.append(rank)
         self._watch(rank.control, lambda: self._on_control(rank))
+        if hasattr(os, "pidfd_open"):
+            # The kernel reports the end of a rank, whatever the user's libraries do to the handling of SIGCHLD.
+            ended = os.pidfd_open(rank.pid)
+            self._watch(ended, lambda: self._on_end(ended))
         self._listen_to(rank)
         self._watch(rank.stack_pipe, lambda: self._on_stack(rank))
 
@@ -326,6 +330,15 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             if signal.SIGTERM in wakeup.recv(_READ):
                 self._ending.leave("it got SIGTERM: the cluster takes the place back", PREEMPTED)
+        self._collect()
+
+    def _on_end(self, pidfd: int) -> None:
+        self._unwatch(pidfd)
+        os.close(pidfd)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Collects ended children: ranks, and orphans that came to this process."""
         for pid, status in descendants.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
@@ -386,6 +399,7 @@ class Agent:
 
 def main() -> None:
     """Entry point of the agent process: one line of JSON on standard input, then end of file."""
+    settle_signals()
     if "torch" not in sys.modules:
         # A stopped agent whose holder dies wakes up and reads the end of its standard input.
         descendants.signal_on_parent_death(signal.SIGCONT)

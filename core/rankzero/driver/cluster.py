@@ -18,7 +18,7 @@ from typing import Any
 from rankzero.driver.main import LOG_FORMAT, OWNER_INTERVAL, drive
 from rankzero.engines.spark.deploy import unpack
 from rankzero.errors import RunNotFoundError
-from rankzero.host.processes import is_gone, pidfd_of, process_namespace, process_start
+from rankzero.host.processes import is_gone, pidfd_of, process_namespace, process_start, settle_signals
 from rankzero.run.directory import RunDirectory
 
 
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--private", required=True, help="where what is secret is: env:NAME, conf:NAME or file:PATH")
     parser.add_argument("--replaceable", action="store_true", help="another one is started unless this exits with 0")
     arguments = parser.parse_args()
+    settle_signals()
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
     private = unpack(_read_private(arguments.private))
     run = RunDirectory(arguments.run_directory)

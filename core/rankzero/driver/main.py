@@ -22,7 +22,7 @@ from rankzero.driver import succession
 from rankzero.driver.driver import Driver
 from rankzero.driver.watch import Inbox
 from rankzero.host import descendants
-from rankzero.host.processes import allow_open_files, is_gone, pidfd_of
+from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, settle_signals
 from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
     parser.add_argument("--owner", type=int, help="file descriptor of a pipe; what comes there cancels the run")
     arguments = parser.parse_args()
+    settle_signals()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     drive(RunDirectory(arguments.run_directory), arguments.submission, lambda: json.load(sys.stdin), arguments.owner)
 

@@ -25,7 +25,7 @@ from rankzero.engines.base import within
 from rankzero.engines.staged import StageEngine
 from rankzero.errors import EngineError
 from rankzero.host import descendants
-from rankzero.host.processes import allow_open_files
+from rankzero.host.processes import allow_open_files, settle_signals
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.task import staged
 
@@ -40,6 +40,7 @@ GO_TIMEOUT = 10.0
 
 def main() -> None:
     """Entry point: one line of JSON on standard input, whose end is this process's."""
+    settle_signals()
     descendants.signal_on_parent_death(signal.SIGKILL)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     told = json.loads(sys.stdin.buffer.readline())

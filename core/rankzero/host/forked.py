@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rankzero.host.descendants import die_with_parent
+from rankzero.host.processes import settle_signals
 
 ROOM = "RANKZERO_ROOM"
 """Variable that only reserves space in a warm server's environment: its forks show theirs there."""
@@ -81,10 +82,9 @@ def fork(
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         for number in _HANDLED_SIGNALS:
-            # As exec does it: what is ignored stays so.
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        settle_signals()
         if surroundings is not None:
             _move_to(surroundings)
         _set_environment(env)

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 from typing import Any
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
@@ -30,6 +31,25 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_KEPT_IGNORED = frozenset({signal.SIGPIPE, getattr(signal, "SIGXFSZ", signal.SIGPIPE)})
+"""Signals that Python itself ignores, so that a write fails with an exception."""
+
+
+def settle_signals() -> None:
+    """Gives this process an empty signal mask and default dispositions, whatever its parent had.
+
+    A started process inherits what its parent's thread had blocked or ignored. With SIGCHLD blocked, an agent would
+    never notice that a rank was killed; with SIGTERM blocked, a rank could not save a last checkpoint.
+    """
+    for number in signal.valid_signals() - _KEPT_IGNORED:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            # SIGKILL and SIGSTOP have no disposition that could be set.
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, default)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def signal_name(number: int) -> str:
@@ -104,7 +124,36 @@ def process_state(pid: int, start: str | None) -> str | None:
     return "?"
 
 
-def _stat(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat") as file:
+def this_thread() -> str | None:
+    """Names the calling thread for `thread_lives`: its id and its start. None if it is the process's main thread."""
+    if threading.current_thread() is threading.main_thread():
+        return None
+    number = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        return f"{number} {_stat(f'{os.getpid()}/task/{number}')[_START]}"
+    return f"{number} ?"
+
+
+def thread_lives(pid: int, thread: str) -> bool | None:
+    """True or False if a thread of a live process of this machine lives; None where the kernel does not tell.
+
+    Args:
+        pid: The id of the process.
+        thread: The result of `this_thread`.
+    """
+    number, _, start = thread.partition(" ")
+    if start == "?" or not os.path.isdir("/proc/self/task"):
+        return None
+    try:
+        return _stat(f"{pid}/task/{number}")[_START] == start
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return None
+
+
+def _stat(process: int | str) -> list[str]:
+    """The fields of a process, or of a thread (``PID/task/ID``), from its state on."""
+    with open(f"/proc/{process}/stat") as file:
         # The name in parentheses may hold spaces and parentheses itself.
         return file.read().rpartition(")")[2].split()

@@ -131,6 +131,7 @@ def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAge
         loaded = config.get("loaded") or load_time({**env, **config["env"]})
         path = _socket_path(_key(config, owner, loaded))
         request = {"env": env, "title": f"task {config['task']}", **_surroundings()}
+        request["end_timeout"] = config["grace"] + config["exit_timeout"]
         if connection := _connect(path):
             # A server that has just ended by itself hangs up.
             with contextlib.suppress(ConnectionError):

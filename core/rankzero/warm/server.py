@@ -34,7 +34,7 @@ from typing import Any
 
 from rankzero.agent import supervise
 from rankzero.host import descendants, forked
-from rankzero.host.processes import process_start
+from rankzero.host.processes import process_start, settle_signals
 from rankzero.warm import hugepages
 
 IDLE_TIMEOUT = 300.0
@@ -42,6 +42,9 @@ IDLE_TIMEOUT = 300.0
 
 CHORE_AFTER = 0.5
 """Seconds without a request after which it does what makes later ones cheaper: loads, gathers its memory."""
+
+OWNERLESS_MARGIN = 15.0
+"""Seconds beyond their grace after which agents are killed whose server has lost its owner."""
 
 OWNER_INTERVAL = 0.5
 """Seconds between two looks whether the owner lives, while something is imported."""
@@ -106,6 +109,8 @@ class WarmServer:
         self._place = place
         self._listener = listener
         self._agents: dict[int, socket.socket] = {}
+        self._bounds: dict[int, float] = {}
+        self._kill_at: float | None = None
         self._idle_since = time.monotonic()
         self._chores = [self._load_later, self._gather]
         self._ending = False
@@ -122,9 +127,15 @@ class WarmServer:
         self._selector.register(woken, selectors.EVENT_READ, self._on_child)
 
     def run(self) -> None:
-        """Serves until the owner has exited, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents."""
+        """Serves until the owner has exited, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents.
+
+        When the owner has exited, its agents get what their runs allow for an end, and `OWNERLESS_MARGIN`.
+        """
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                descendants.kill_all()
+                return
             for act in [key.data for key, _ in events] or [self._use_the_pause]:
                 try:
                     act()
@@ -133,6 +144,8 @@ class WarmServer:
                     traceback.print_exc()
 
     def _time_left(self) -> float | None:
+        if self._kill_at is not None:
+            return max(0.0, self._kill_at - time.monotonic())
         if self._agents:
             return None
         if self._chores and not self._ending:
@@ -169,6 +182,7 @@ class WarmServer:
 
     def _on_owner_gone(self) -> None:
         self._selector.unregister(self._owner)
+        self._kill_at = time.monotonic() + max(self._bounds.values(), default=0.0) + OWNERLESS_MARGIN
         self.end()
 
     def end(self) -> None:
@@ -191,6 +205,8 @@ class WarmServer:
             return
         self._agents[pid] = connection
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_holder(pid, connection))
+        ended = os.pidfd_open(pid)
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._on_end(ended))
 
     def _serve(self, connection: socket.socket) -> int:
         connection.settimeout(REQUEST_TIMEOUT)
@@ -221,6 +237,7 @@ class WarmServer:
         # Nobody holds it if this fails: it reads the end of its standard input, and is reaped like the others.
         with contextlib.suppress(OSError):
             _tell(connection, {"pid": pid})
+        self._bounds[pid] = float(request.get("end_timeout", 0.0))
         return pid
 
     def _on_holder(self, pid: int, connection: socket.socket) -> None:
@@ -233,7 +250,17 @@ class WarmServer:
     def _on_child(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(_READ)
+        self._collect()
+
+    def _on_end(self, pidfd: int) -> None:
+        """Takes the end of an agent from the kernel, whatever becomes of SIGCHLD."""
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self._collect()
+
+    def _collect(self) -> None:
         for pid, status in descendants.ended_children():
+            self._bounds.pop(pid, None)
             if connection := self._agents.pop(pid, None):
                 self._idle_since = time.monotonic()
                 # What a killed agent left comes to this process; its holder learns of the end when that has exited too.
@@ -333,6 +360,7 @@ def main() -> None:
     lives, process id and start time of its owner.
     """
     directory, path, listener, _, owner, started = sys.argv[1:]
+    settle_signals()
     descendants.become_subreaper()
     watched = os.pidfd_open(int(owner))
     if process_start(int(owner)) != started:

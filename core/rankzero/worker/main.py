@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from rankzero.channel.frames import Message
 from rankzero.errors import ResultError
 from rankzero.host.descendants import die_with_parent
+from rankzero.host.processes import settle_signals
 from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control
@@ -52,6 +53,7 @@ HOROVOD = "RANKZERO_HOROVOD"
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
     """Entry point of the worker process."""
     phases = {"started": time.time()}
+    settle_signals()
     die_with_parent(agent_pid)
     for stream in (sys.stdout, sys.stderr):
         # As on a terminal: a line is seen when it is written, and costs one write.
