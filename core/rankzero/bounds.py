@@ -15,7 +15,8 @@ DRIVER_DEAD_AFTER = 15.0
 """Seconds without a heartbeat after which a driver counts as dead; more where it writes seldom."""
 
 DRIVER_STALE_AFTER = 120.0
-"""Seconds without a heartbeat after which it counts more than a process that is still there."""
+"""Seconds without a heartbeat after which it counts more than a process that is still there, for a driver in a thread
+on a system that cannot be queried for threads (macOS)."""
 
 CLOCK_SKEW = 300.0
 """Seconds by which the clocks of two hosts may differ."""

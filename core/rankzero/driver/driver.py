@@ -107,6 +107,7 @@ class Driver:
         Raises:
             ResultError: the store does not take the outcome.
         """
+        self._recorder.note_thread()
         reporter = Reporter(self._run)
         if not self._hands_over:
             self._trackers.start()

@@ -18,7 +18,7 @@ from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG
 from rankzero.driver.status import StatusWriter
 from rankzero.driver.succession import Start
 from rankzero.errors import ResultError
-from rankzero.host.processes import process_namespace, process_start
+from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
 from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, log_name
 from rankzero.run.growing import Appender, Position
@@ -100,6 +100,10 @@ class Recorder:
             self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
         if self._run.is_remote and not self._flusher.ident:
             self._flusher.start()
+
+    def note_thread(self) -> None:
+        """Notes that the driver is the calling thread, for readers that query the kernel whether it lives."""
+        self._writer.note(driver_thread=this_thread())
 
     def carry_on(self, before: RunStatus) -> None:
         """Keeps what another driver of this submission knew: when ranks had started, how long they held places."""

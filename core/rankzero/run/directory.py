@@ -83,6 +83,8 @@ class RunStatus:
         driver_namespace: The process namespace in which that id means something; None if its death may not be the
             run's, so that only the heartbeat tells.
         driver_start: When that process started, in ticks since the boot.
+        driver_thread: Id and start of the driver's thread, if the driver is a thread of its caller's process; else
+            None. The process may outlive the driver.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
@@ -108,6 +110,7 @@ class RunStatus:
     driver_pid: int | None = None
     driver_namespace: str | None = None
     driver_start: str | None = None
+    driver_thread: str | None = None
     started: float | None = None
     ended: float | None = None
     error: dict[str, Any] | None = None

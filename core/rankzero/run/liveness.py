@@ -1,11 +1,11 @@
-"""Is the driver of a run alive? Decided by its heartbeat, where nobody can ask for its process."""
+"""Whether the driver of a run is alive. The heartbeat decides only where its process cannot be queried."""
 
 from __future__ import annotations
 
 import time
 
 from rankzero.bounds import CLOCK_SKEW, DRIVER_DEAD_AFTER, DRIVER_STALE_AFTER
-from rankzero.host.processes import STOPPED, process_namespace, process_state
+from rankzero.host.processes import STOPPED, process_namespace, process_state, thread_lives
 from rankzero.run.directory import RunStatus
 
 
@@ -37,16 +37,22 @@ class HeartbeatWatch:
 
 
 def process_lives(status: RunStatus) -> bool | None:
-    """True or False if the driver's process can be asked; None where only the heartbeat can tell."""
+    """True or False if the driver's process can be queried; None where only the heartbeat can decide.
+
+    A heartbeat that the store does not take says nothing of a process that is there. The driver may be a thread of a
+    process that lives on without it, such as a notebook, so the kernel is queried for the thread.
+    """
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return None
     state = _process_state(status)
     if state is None:
         return False
-    # It may live on without its driver: a notebook in which that was a thread. A stopped driver shows no heartbeat and
-    # has lost its agents by the time that counts.
+    if status.driver_thread is None:
+        # Its agents have given it up by the time that counts.
+        return None if state in STOPPED else True
+    lives = thread_lives(status.driver_pid, status.driver_thread)
     is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER
-    return None if is_stale or state in STOPPED else True
+    return None if lives is None and is_stale else lives is not False
 
 
 def _process_state(status: RunStatus) -> str | None:

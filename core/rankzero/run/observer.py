@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Protocol, TypeVar
 from rankzero import store
 from rankzero.bounds import DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunNotFoundError
-from rankzero.host.processes import process_namespace
+from rankzero.host.processes import STOPPED, process_namespace, process_state
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.liveness import HeartbeatWatch, process_lives
 from rankzero.run.pace import SHORTEST_PACE
@@ -102,15 +103,20 @@ class Observer:
         return store.patiently(read, self.patience if patience is None else patience, SHORTEST_PACE, gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """True or False if this process can ask the driver; None where only the heartbeat can tell."""
+        """True or False if this process can query the driver; None where only the heartbeat can decide.
+
+        A driver of this process's own is a child process or a thread, and its end is known. A store that takes no
+        heartbeat for minutes does not end its training.
+        """
         if self._driver is not None and status.submission == self._submission:
             if self._driver.poll() is not None:
                 ours = (process_namespace(), self._driver.pid)
                 # It may have handed the run to a driver elsewhere.
                 is_another = status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours
                 return process_lives(status) if is_another else False
-            if status.driver_pid is None:
-                return True
+            # A stopped child loses its agents. A thread stops together with this code.
+            is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
+            return None if is_stopped else True
         return process_lives(status)
 
     def _driver_died(self, status: RunStatus) -> bool:

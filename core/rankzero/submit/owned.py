@@ -69,8 +69,9 @@ def _leased_driver(run: RunDirectory, request: Request, patience: float) -> Iter
     try:
         yield drivers.start(run, request)
     finally:
-        handle = RunHandle[Any](run.directory)
-        if not handle.status().final:
+        # By the driver's own status: a verdict of this process is no end of the training.
+        if not run.status().final:
+            handle = RunHandle[Any](run.directory)
             handle.cancel()
             handle.wait(patience)
 
@@ -110,6 +111,10 @@ def _thread_driver(run: RunDirectory, driver: Driver, patience: float) -> Iterat
             f"the caller was interrupted by {type(interrupt).__name__}: {interrupt}".rstrip(": ")
         )
         raise
+    else:
+        if not (driver.status.final or driver.status.certain):
+            # The caller saw an end that the driver did not write: no training goes on without an owner.
+            driver.inbox.interrupt("the process that called run() no longer follows it")
     finally:
         thread.await_end(patience)
     if thread.error:
