@@ -1,5 +1,7 @@
 """Whole runs on this machine: values, logs, metrics, handles, the run directory."""
 
+import errno
+import io
 import os
 import random
 import signal
@@ -679,3 +681,25 @@ def test_a_start_that_follows_a_restart_counts_among_the_timeout(launcher: Launc
     launcher = launcher.options(env={**(launcher.env or {}), "PYTHONPATH": str(block)}, warm_start=False)
     with pytest.raises(RunTimeoutError, match=r"timeout=3\.0 s"):
         launcher.options(num_processes=1, max_restarts=1, timeout=3.0, start_timeout=20.0).run(fail)
+
+
+class Broken(io.StringIO):
+    """A standard output behind which the disk is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("stream", [None, Broken()])
+def test_no_run_ends_because_its_lines_cannot_be_shown(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: io.StringIO | None
+) -> None:
+    def train() -> str:
+        print("one")
+        print("two")
+        return "trained"
+
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert launcher.options(num_processes=1).run(train) == "trained"
+    words = [record for record in caplog.records if "cannot be written to standard output" in record.message]
+    assert len(words) == (stream is not None)

@@ -40,11 +40,27 @@ STORE_VARIABLE = "RANKZERO_STORE"
 DEFAULT_STORE = "~/.rankzero/runs"
 
 
+_unshown: list[int] = []
+"""The id of the stream that took no lines, so that this is logged once."""
+
+
 def print_line(line: str) -> None:
-    """Writes a line of a rank to standard output."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-    sys.stdout.flush()
+    """Writes a line of a rank to standard output.
+
+    The lines are safe in the run directory. A process without standard output shows none, and a stream that fails (a
+    full disk, a closed pipe) is logged once: no run ends because a copy of its log cannot be shown.
+    """
+    stream = sys.stdout
+    if stream is None:
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
+    except (OSError, ValueError) as error:
+        if _unshown != [id(stream)]:
+            _unshown[:] = [id(stream)]
+            logger.warning("the lines of the ranks cannot be written to standard output (%s); the run continues", error)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Rank:
         self.local_rank = local_rank
         self.alive = True
         self.outcome: str | None = None
+        self.cut_off_at: float | None = None
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()
         self.decoder.trust(None)

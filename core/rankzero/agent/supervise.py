@@ -38,6 +38,9 @@ STACKS_WAIT = 1.0
 DRAIN_READS = 16
 """Reads that empty a pipe of what was written before; a child may go on writing for ever."""
 
+CUT_OFF_GRACE = 5.0
+"""Seconds for a rank to end that has closed its connection to the agent before it finished."""
+
 _READ = 1 << 18
 
 
@@ -107,6 +110,9 @@ class Agent:
         self._look(self._time_left())
         now = time.monotonic()
         self._ending.kill_overdue(now)
+        for rank in self._ranks:
+            if rank.cut_off_at is not None and now >= rank.cut_off_at:
+                self._on_cut_off(rank)
         if self._lost or self._ending.is_orphaned:
             self._ending.release()
         if self._stacks_at is not None and now >= self._stacks_at:
@@ -126,7 +132,8 @@ class Agent:
 
     def _time_left(self) -> float | None:
         sample_at = self._usage.next_at if self._usage else None
-        moments = (self._ending.kill_at, self._stacks_at, self._listen_at, sample_at)
+        moments = [self._ending.kill_at, self._stacks_at, self._listen_at, sample_at]
+        moments += [rank.cut_off_at for rank in self._ranks]
         times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
             times.append(PUMP_INTERVAL)
@@ -249,6 +256,7 @@ class Agent:
             data = b""
         if not data:
             self._unwatch(rank.control)
+            rank.cut_off_at = time.monotonic() + CUT_OFF_GRACE
             return False
         rank.decoder.feed(data)
         for message in rank.decoder:
@@ -282,6 +290,19 @@ class Agent:
         elif kind == "rendezvous":
             del message["local_rank"]
         self._client.queue(message)
+
+    def _on_cut_off(self, rank: Rank) -> None:
+        """Ends a rank that can neither succeed nor fail any more: nobody would ever receive its outcome."""
+        rank.cut_off_at = None
+        if not rank.alive or rank.outcome:
+            return
+        text = (
+            f"it closed the connection to its agent and did not end within {CUT_OFF_GRACE:g} s: a rank must not "
+            "replace its program (exec) or close descriptors that it has not opened"
+        )
+        facts = {"message": text, "exit_code": 1, "collateral": False}
+        self._on_rank_message(rank, {"type": "failure", "time": time.time(), **facts})
+        rank.kill(signal.SIGKILL)
 
     def _listen_to(self, rank: Rank) -> None:
         self._watch(rank.pipe, lambda: self._on_printed(rank))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,9 @@ REPORT_LIMIT = 1 << 20
 STORAGE = "RANKZERO_STORAGE"
 """Variable that names a local directory for the checkpoints of a script that is started by hand. Without it nothing is
 kept, so that no forgotten checkpoint changes what a script does."""
+
+RANK_PROCESS = "RANKZERO_RANK_PROCESS"
+"""Variable with the process id of the rank in which, or below which, a process runs the user's function or script."""
 
 MetricValue = bool | int | float | str
 
@@ -106,6 +110,7 @@ class _Session:
     """What the worker process installs before it calls the user's code."""
 
     context: TrainContext
+    pid: int = field(default_factory=os.getpid, kw_only=True)
     send_report: Callable[[str], None] | None = None
     writer: CheckpointWriter | None = None
     result: object = None
@@ -165,6 +170,28 @@ def current() -> _Session:
         context = _from_environment()
         _session = _Session(context, writer=_standalone_writer(context))
     return _session
+
+
+def own(call: str) -> _Session:
+    """Returns this process as a worker, for calls that only the worker itself may make.
+
+    Args:
+        call: The function that the user has called.
+
+    Raises:
+        RuntimeError: this is a process that the worker has started, such as one of a DataLoader.
+    """
+    session = current()
+    rank = os.environ.get(RANK_PROCESS)
+    processes = sys.modules.get("multiprocessing.process")
+    is_spawned = bool(rank and processes and processes.parent_process() and session.send_report is None)
+    if is_spawned or (session.send_report is not None and session.pid != os.getpid()):
+        raise RuntimeError(
+            f"rankzero.train.{call} was called in process {os.getpid()}, which rank {session.context.rank} (process "
+            f"{rank or session.pid}) has started: only the rank itself may call it. Return the value to the rank, "
+            "for example in a DataLoader's batch, and call it there"
+        )
+    return session
 
 
 def _standalone_writer(context: TrainContext) -> CheckpointWriter | None:
@@ -256,6 +283,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
+        RuntimeError: this is not the rank, but a process that the rank has started.
         ValueError: sharded and whole checkpoints in one run, a whole one where other ranks than 0 have written rows,
             or metrics of more than 1 MiB as JSON.
         ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
@@ -276,7 +304,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
             f"the metrics of one report take {len(row)} bytes as JSON, the limit is {REPORT_LIMIT}: "
             "report numbers and short strings; return what is large, or put it into the checkpoint"
         )
-    session = current()
+    session = own("report")
     session.progress += 1
     if session.send_report is None:
         _show(session, values)
@@ -308,13 +336,16 @@ def set_result(value: object) -> None:
 
     The last call wins. In a function, just return the value; a value other than None that the
     function returns takes precedence.
+
+    Raises:
+        RuntimeError: this is not the rank, but a process that the rank has started.
     """
-    current().result = value
+    own("set_result").result = value
 
 
 def at_return(function: Callable[[], object]) -> None:
     """Calls a function when the training function has returned, before its value is stored. Not after a failure."""
-    current().at_return.append(function)
+    own("at_return").at_return.append(function)
 
 
 def count_progress() -> None:

@@ -61,7 +61,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     """
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise InvalidJobError(f"{name!r} cannot name a table: use letters, digits and _ . -")
-    session = context.current()
+    session = context.own("write_rows")
     _check_rows_of_before(session, name)
     location, open_write = _place(session)
     folder = store.join(location, FOLDER, folder_of(session.context.attempt), name)

@@ -29,6 +29,7 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
     Returns:
         The value of a function, else None; also if ``sys.exit(0)`` ended it, which is an end like any other.
     """
+    from rankzero.train.context import RANK_PROCESS
     from rankzero.values.envelope import open_packed
     from rankzero.values.ref import ResultRef, map_refs
     from rankzero.worker.references import path_of
@@ -47,6 +48,9 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
         path = path_of(ref, start, fetch)
         return ref.load_from(path) if is_function else path
 
+    if payload["kind"] != "command":
+        # A command is a program of its own, which may start ranks of its own.
+        os.environ[RANK_PROCESS] = str(os.getpid())
     # At once: what was given twice is one value here, too.
     args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import socket
@@ -31,12 +32,19 @@ LARGE_REPORT = 64 << 10
 MESSAGE_SIZE = 1 << 20
 """Characters of reports in one message, and bytes that are written to the socket at a time, unless one has more."""
 
+OUT_OF_REACH = 1000
+"""Least number of the socket's descriptor. A program that closes its descriptors and opens a file gets low numbers, so
+no file of the user's ever takes the place of the socket."""
+
 
 class Control:
     """The worker's end of its socket to the agent."""
 
     def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
+        self._socket = socket.socket(fileno=_out_of_reach(fd))
+        self._pid = os.getpid()
+        self._last_words = ""
+        os.register_at_fork(after_in_child=self._let_go)
         self._decoder = frames.Decoder()
         self._decoder.trust(None)
         self._outgoing: queue.SimpleQueue[str | bytes | threading.Event] = queue.SimpleQueue()
@@ -48,13 +56,32 @@ class Control:
         self.ended = threading.Event()
         """The agent reported that every rank has committed."""
 
+    @property
+    def is_own(self) -> bool:
+        """True in the rank's own process, False in a process that the rank has forked."""
+        return os.getpid() == self._pid
+
+    def _let_go(self) -> None:
+        """Closes the socket in a forked child, which has none of the threads: the agent counts the rank alone."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _require_own(self) -> None:
+        if not self.is_own:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked by a rank (process {self._pid}), and only the rank itself has a "
+                "connection to its agent"
+            )
+
     def send(self, message: Message) -> None:
         """Sends a message; safe from any thread, and from a signal handler that interrupts this very call."""
+        self._require_own()
         self._await_room()
         self._put(frames.encode(message))
 
     def report(self, row: str) -> None:
         """Sends metrics and their time, as JSON, together with those that follow shortly. As safe as `send`."""
+        self._require_own()
         self._await_room()
         self._put(row, patient=len(row) < LARGE_REPORT and self._outgoing.qsize() < MAX_PATIENT)
 
@@ -62,6 +89,11 @@ class Control:
         while self._outgoing.qsize() > MAX_OUTGOING:
             # No lock that a signal handler could find taken.
             time.sleep(ROOM_INTERVAL)
+
+    def finish(self, outcome: Message) -> None:
+        """Sends how the rank ended; `flush` waits until that was sent."""
+        self._last_words = outcome.get("traceback") or ""
+        self.send(outcome)
 
     def flush(self) -> None:
         """Waits until everything was sent. A dead agent ends this process anyway."""
@@ -113,9 +145,21 @@ class Control:
         self._deliver(batch.take())
 
     def _deliver(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):
-            if data:
+        if data:
+            try:
                 self._socket.sendall(data)
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> NoReturn:
+        """Ends this process: a rank without its connection could neither succeed nor fail."""
+        text = (
+            f"{self._last_words}rankzero: this rank has lost the connection to its agent ({error}) and ends. Code that "
+            "closes the descriptors of its process, as daemons do, closes that connection, too\n"
+        )
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+        os._exit(1)
 
     def receive(self) -> Message:
         """Waits for the agent's next message; the agent's death ends this process."""
@@ -123,7 +167,10 @@ class Control:
             for message in self._decoder:
                 assert isinstance(message, dict)
                 return message
-            data = self._socket.recv(frames.CHUNK)
+            try:
+                data = self._socket.recv(frames.CHUNK)
+            except OSError as error:
+                self._end(error)
             if not data:
                 os._exit(1)
             self._decoder.feed(data)
@@ -174,6 +221,17 @@ class Control:
                 self.ended.wait(interval)
 
         threading.Thread(target=report, name="rankzero-heartbeat", daemon=True).start()
+
+
+def _out_of_reach(fd: int) -> int:
+    """Moves a descriptor up, where the limit of open files allows that."""
+    try:
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, OUT_OF_REACH)
+    except OSError:
+        os.set_inheritable(fd, False)
+        return fd
+    os.close(fd)
+    return moved
 
 
 class _Batch:

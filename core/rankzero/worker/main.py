@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -68,8 +69,10 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     try:
         outcome = _work(control, ending, phases)
     except BaseException as error:
+        if not control.is_own:
+            _leave_fork(error)
         outcome = failures.describe(error)
-    control.send(outcome)
+    control.finish(outcome)
     if outcome["type"] == "failure":
         # The next attempt goes on from what was reported; the agent ends this within its grace.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -123,6 +126,8 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     ending.callback(writer.finish)
     control.send({"type": "entered", **phases, "time": time.time(), "torch": torch.__version__})
     value = call(start, control.fetch)
+    if not control.is_own:
+        _leave_fork(None)
     for function in session.at_return:
         # It may wait for peers, which are still trained.
         function()
@@ -133,6 +138,20 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     if value is None:
         value = session.result
     return _commit(value, start, files)
+
+
+def _leave_fork(error: BaseException | None) -> NoReturn:
+    """Ends a process that the rank has forked, and whose copy of the training function has ended: it is no rank."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        code = 1
+        traceback.print_exception(error)
+    else:
+        sys.stderr.write(f"rankzero: process {os.getpid()}, forked by this rank, has left the training function\n")
+    _flush()
+    os._exit(code)
 
 
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
