@@ -1,7 +1,8 @@
-"""The result of a run on its way to Airflow: what becomes the XCom, to whom it is offered, and that Airflow has it.
+"""The delivery of a run's result to Airflow: to which try it is offered, and whether Airflow has it.
 
-A listener of the plugin: Airflow calls `on_task_instance_success` when the server has recorded a task's success, and so
-its XCom. If the process dies before, the result is not acknowledged, and the next try gets it again.
+The plugin's listener, `on_task_instance_success`, runs when the task process has ended well. Airflow calls it also when
+its server has refused the success, so the listener asks for the task's state. Unless that is ``success``, the result is
+not acknowledged, and the next try gets it again.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from typing import Any
 
 from airflow.listeners import hookimpl
 
-from airflow_rankzero.outlets import is_strict_json
-from airflow_rankzero.tries import TaskTry
+from airflow_rankzero.tries import TaskTry, state_of
 from rankzero import store
 from rankzero.run.handle import RunHandle
 
@@ -23,19 +23,10 @@ PATIENCE = 5.0
 
 _INTERVAL = 0.25
 
+_SUCCESS = "success"
+
 # Attribute of the operator that holds the run whose result its task returns.
 _OFFERED = "_rankzero_offered"
-
-
-def value_of(handle: RunHandle[Any]) -> Any:
-    """Rank 0's value if it is a small JSON value, else its `rankzero.ResultRef`.
-
-    Raises:
-        rankzero.RankZeroError: the run did not succeed; the type says why.
-    """
-    ref = handle.result_ref()
-    status = handle.status()
-    return status.value[0] if status.value and is_strict_json(status.value[0]) else ref
 
 
 def offer(handle: RunHandle[Any], task: Any, task_try: TaskTry) -> None:
@@ -46,11 +37,17 @@ def offer(handle: RunHandle[Any], task: Any, task_try: TaskTry) -> None:
 
 @hookimpl
 def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:
-    """Acknowledges the result that this task has returned."""
+    """Acknowledges the result that this task has returned, if Airflow's server has the task as succeeded."""
     handle: RunHandle[Any] | None = getattr(getattr(task_instance, "task", None), _OFFERED, None)
     if handle is None:
         return
     try:
+        state = state_of(task_instance, task_instance.get_task_states)
+        if state != _SUCCESS:
+            logger.warning(
+                "Airflow has this task as %s, so the next try gets the result of %s", state, handle.directory
+            )
+            return
         store.patiently(handle.acknowledge, PATIENCE, _INTERVAL)
     except Exception:
         # It stays in its run directory; a clear of this task delivers it once more.

@@ -21,12 +21,13 @@ from airflow_rankzero._compat import (
 from airflow_rankzero.call import beside, keyword, positional
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target
-from airflow_rankzero.delivery import offer, value_of
+from airflow_rankzero.delivery import offer
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.task_run import Follower
 from airflow_rankzero.tries import TaskTry
+from airflow_rankzero.xcom import value_of
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
@@ -358,7 +359,7 @@ class TorchDistributorOperator(BaseOperator):
     def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
         self._facts = replace(self._facts, directory=handle.directory, inputs=self._inputs(arguments))
         try:
-            value = value_of(handle)
+            value = value_of(handle, self, context["ti"])
         except RankZeroError as error:
             self._facts = replace(self._facts, error=error)
             final = self._final(error, has_checkpoint=handle.status().checkpoint is not None)

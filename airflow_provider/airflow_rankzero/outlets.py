@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +9,12 @@ from airflow_rankzero._compat import extra_of_alias
 from rankzero.run import reports
 from rankzero.run.handle import RunHandle
 from rankzero.values.digest import split
+from rankzero.values.plain import storable
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
 logger = logging.getLogger(__name__)
-
-
-def is_strict_json(value: Any) -> bool:
-    """False for a diverged loss: Airflow's API server refuses ``nan`` and ``inf``."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
 
 
 def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
@@ -44,7 +35,7 @@ def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, An
         rows: From `read_reports`.
     """
     ref, status = handle.result_ref(), handle.status()
-    return {
+    facts = {
         "uri": ref.uri,
         "format": ref.format,
         "size": ref.size,
@@ -52,9 +43,11 @@ def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, An
         **dict([split(ref.digest)]),
         "world_size": handle.world_size,
         "run_directory": handle.directory,
-        "metrics": {name: value for name, value in status.metrics.items() if is_strict_json(value)},
+        "metrics": status.metrics,
         **reports.throughput(rows),
     }
+    # Airflow's API server refuses nan, for example, and with it the task's success.
+    return dict(storable(facts))
 
 
 def fill_outlets(context: Context, facts: dict[str, Any]) -> None:

@@ -52,3 +52,26 @@ def test_a_result_that_airflow_could_not_store_waits(
     handle = run_of()
     assert handle.status().state == "succeeded"
     assert not handle.delivery().acknowledged
+
+
+def test_a_success_that_airflow_s_server_refused_is_not_acknowledged(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_of: Callable[[], RunHandle[Any]]
+) -> None:
+    """Airflow calls the listener all the same: the next try must get the result."""
+    from airflow.sdk.api import client
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    asked = []
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        asked.append(args)
+        raise OSError("503")
+
+    monkeypatch.setattr(client.TaskInstanceOperations, "succeed", refuse)
+    TorchDistributorOperator(task_id="train", train=train, num_processes=1, conn_id="here", store=str(tmp_path))
+    run_dag(dag)
+    assert asked
+    handle = run_of()
+    assert handle.delivery().receiver["try"] == 1
+    assert not handle.delivery().acknowledged

@@ -350,7 +350,7 @@ def test_assets_say_what_was_made_and_links_where(dag: Any, run_dag: RunDag, tmp
         (event,) = session.query(AssetEvent).filter(AssetEvent.source_dag_id == dag.dag_id).all()
         extra = dict(event.extra)
     assert extra["world_size"] == 2
-    assert extra["metrics"] == {"loss": 0.5}
+    assert extra["metrics"] == {"loss": 0.5, "broken": "nan"}
     assert Path(extra["uri"]).parent == directory / "result"
     assert len(extra["sha256"]) == 64
 

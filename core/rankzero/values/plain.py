@@ -1,12 +1,22 @@
-"""Which values JSON gives back exactly as they were. Standard library only."""
+"""Which values JSON, and the databases of orchestrators, give back unchanged. Standard library only."""
 
 from __future__ import annotations
+
+import math
+import sys
+from typing import Any
 
 MAX_DEPTH = 200
 """Levels of containers within each other: JSON's reader and writer recurse."""
 
 MAX_BITS = 2048
 """Of an integer. Python turns no more than 4,300 digits into text and back, or as few as 640 where somebody set it."""
+
+_EXACT_FLOATS = 1e16
+"""Python writes a float from here on with an exponent. PostgreSQL's ``jsonb`` returns it as an integer."""
+
+_NUMERIC_KINDS = "biuf"
+# Of numpy's types: truth values, integers, floats.
 
 _REPEATS = 1000
 """Containers that may be there twice, whatever else there is."""
@@ -49,3 +59,102 @@ def _is_atom(item: object) -> bool:
     if type(item) is int:
         return item.bit_length() <= MAX_BITS
     return item is None or type(item) in (bool, float, str)
+
+
+def is_storable(atom: object) -> bool:
+    """Returns True for an atom that JSON documents, ``jsonb`` columns and msgpack all return unchanged.
+
+    Example:
+        >>> is_storable(2**62), is_storable(2**63), is_storable(float("nan")), is_storable("a" + chr(0))
+        (True, False, False, False)
+    """
+    if type(atom) is int:
+        return -(2**63) <= atom < 2**63
+    if type(atom) is float:
+        # False for nan and inf, too. jsonb has no negative zero.
+        return abs(atom) < _EXACT_FLOATS and (atom != 0.0 or math.copysign(1.0, atom) > 0)
+    if type(atom) is str:
+        return "\0" not in atom and not any("\ud800" <= character <= "\udfff" for character in atom)
+    return atom is None or type(atom) is bool
+
+
+def find_unstorable(value: Any, path: str = "") -> str | None:
+    """Returns the first part of a JSON value that a database would refuse or change, for people, or None.
+
+    Args:
+        value: A JSON value.
+        path: The expression that led to it.
+
+    Example:
+        >>> find_unstorable({"epochs": [{"loss": 0.5}, {"loss": float("nan")}]})
+        "['epochs'][1]['loss'] is nan"
+    """
+    if isinstance(value, (list, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            # Airflow's own format has keys that begin like this, and had others in earlier versions.
+            if isinstance(key, str) and (key.startswith("__") or not is_storable(key)):
+                return f"it has the key {key!r}"
+            if found := find_unstorable(item, f"{path}[{key!r}]"):
+                return found
+        return None
+    return None if is_storable(value) else f"{path or 'it'} is {value!r:.40}"
+
+
+def storable(value: Any) -> Any:
+    """Returns JSON-like facts about a run with the text of each part that a database could refuse or change.
+
+    Args:
+        value: Dicts with string keys, lists, and atoms, such as metrics. Keys that begin with ``__`` lose that, since
+            Airflow reserves such keys.
+
+    Example:
+        >>> storable({"loss": float("nan"), "seed": 2**63, "__type": "adam"})
+        {'loss': 'nan', 'seed': '9223372036854775808', 'type': 'adam'}
+    """
+    if isinstance(value, dict):
+        named = {str(key).lstrip("_") if str(key).startswith("__") else key: item for key, item in value.items()}
+        return {storable(key): storable(item) for key, item in named.items()}
+    if isinstance(value, (list, tuple)):
+        return [storable(item) for item in value]
+    if is_storable(value):
+        return value
+    text = str(value).encode("utf-8", "backslashreplace").decode()
+    return text.replace("\0", "\\x00")
+
+
+def plain_view(value: object, most: int) -> Any:
+    """Returns the value as exact JSON, with numpy scalars and 0-d arrays and tensors as Python numbers.
+
+    Args:
+        value: Any value. It is not changed.
+        most: The number of items and containers after which the value counts as too large.
+
+    Raises:
+        ValueError: even so the value is not exact JSON, or it is too large.
+    """
+    left = most
+
+    def view(item: object, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > MAX_DEPTH:
+            raise ValueError("too many items, or too many levels of containers")
+        if type(item) is list:
+            return [view(each, depth + 1) for each in item]
+        if type(item) is dict:
+            if not all(type(key) is str for key in item):
+                raise ValueError("a key is no string")
+            return {key: view(each, depth + 1) for key, each in item.items()}
+        return item if _is_atom(item) else _number(item)
+
+    return view(value, 0)
+
+
+def _number(item: Any) -> Any:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    is_array = numpy is not None and isinstance(item, (numpy.generic, numpy.ndarray))
+    if (is_array and item.dtype.kind in _NUMERIC_KINDS) or (torch is not None and isinstance(item, torch.Tensor)):
+        number = item.item() if item.ndim == 0 else None
+        if type(number) in (bool, int, float):
+            return number
+    raise ValueError(f"a {type(item).__name__} is no JSON value")

@@ -7,7 +7,6 @@ another run it is opened inside the workers, so the bytes pass through no orches
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import tempfile
 from collections import deque
@@ -19,6 +18,7 @@ from rankzero import store
 from rankzero.errors import ResultError
 from rankzero.values import digest as digests
 from rankzero.values import formats
+from rankzero.values.plain import storable
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,32 @@ class ResultRef:
         """The handle from `to_json`."""
         return ResultRef(**data)
 
+    def __bool__(self) -> bool:
+        """Returns True: the handle is there, whatever its value is."""
+        return True
+
+    def __len__(self) -> int:
+        """Raises TypeError: the value is a file, and its handle has no items."""
+        raise self._is_no_container("len()")
+
+    def __getitem__(self, key: object) -> Any:
+        """Raises TypeError: the value is a file, and its handle has no items."""
+        raise self._is_no_container(f"[{key!r}]")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises TypeError: the value is a file, and its handle has no items."""
+        raise self._is_no_container("iteration")
+
+    def _is_no_container(self, use: str) -> TypeError:
+        return TypeError(
+            f"this is a ResultRef, the handle of a stored {self.summary.get('type', 'value')}, and has no {use}: call "
+            f".load() to get the value ({self.uri})"
+        )
+
     # The names under which Airflow's serialization asks for the same two things.
     def serialize(self) -> dict[str, Any]:
-        """The handle for Airflow's XCom, whose JSON knows no nan: a metric may be one."""
-        return {**self.to_json(), "summary": _without_nan(self.summary)}
+        """Returns the handle for Airflow's XCom, with a summary that every database stores."""
+        return {**self.to_json(), "summary": storable(self.summary)}
 
     @staticmethod
     def deserialize(data: dict[str, Any], version: int) -> ResultRef:
@@ -178,17 +200,6 @@ def fingerprint_of(uri: str, file_format: str) -> str | None:
 _COPY_CHUNK = 8 << 20
 _NAME_DIGITS = 32
 _CONTAINERS = (list, tuple, dict)
-
-
-def _without_nan(value: Any) -> Any:
-    """``value`` with ``nan`` and ``inf`` as text, also inside lists and dicts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return value
 
 
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:

@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import importlib
 import io
+import json
 import os
 import signal
 import socket
@@ -199,16 +200,28 @@ def _commit(value: object, start: Message, files: Parts) -> Message:
         size, digest = formats.write(value, file_format, path)
     except OSError as error:
         raise ResultError(f"rank 0 returned, but its value could not be written: {error}") from error
-    result = {"format": file_format, "size": size, "digest": digest, "path": path}
-    result["summary"] = formats.summarize(value)
+    summary = formats.summarize(value)
+    result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
-    elif size > INLINE_LIMIT and (
-        url := files.upload_value(path, f"value-{start['context']['attempt']}.{file_format}")
-    ):
+        return {**commit, "result": result}
+    summary |= _view(value)
+    if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start['context']['attempt']}.{file_format}")):
         os.unlink(path)
         result["path"] = url
     return {**commit, "result": result}
+
+
+def _view(value: object) -> dict[str, Any]:
+    """Returns a small value whose numbers are numpy's or torch's as plain JSON, for XComs and pages; else nothing."""
+    from rankzero.values.plain import plain_view
+
+    # Numbers of the user's own types may raise anything, and the training has already returned.
+    with contextlib.suppress(Exception):
+        view = plain_view(value, INLINE_LIMIT // 2)
+        if len(json.dumps(view)) <= INLINE_LIMIT:
+            return {"value": view}
+    return {}
 
 
 def _flush() -> None:

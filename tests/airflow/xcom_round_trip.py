@@ -1,0 +1,141 @@
+"""A program: pushes generated values the whole way that an XCom goes, and compares what comes back.
+
+Serialization, the messages between task and supervisor, the execution API, and the database that Airflow is configured
+for, all of them Airflow's own. Of the rendered arguments of the task that pulls, the messages and the request.
+"""
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import hypothesis
+from airflow.models.dagrun import DagRun
+from airflow.sdk import serde
+from airflow.sdk.execution_time import comms, supervisor
+from airflow.utils.session import create_session
+from airflow.utils.types import DagRunType
+from hypothesis import strategies
+from pydantic import TypeAdapter
+from sqlalchemy import event, text
+
+from airflow_rankzero.plugin import RankZeroPlugin
+from rankzero import ResultRef
+from rankzero.values.plain import find_unstorable
+
+DAG_ID, RUN_ID, TASK_ID = "round_trip", "run", "train"
+
+REFUSED: list[Any] = [
+    2**64,
+    -(2**63) - 1,
+    {"seed": 2**100},
+    "a\0b",
+    ["\udcff"],
+    {"a\0b": 1},
+    {"__classname__": "x.Y"},
+    {"__type": "adam", "__var": {"lr": 1e-3}},
+    {"__classname__": "builtins.tuple", "__version__": 1, "__data__": [1]},
+    {"loss": 1e25},
+    [-1e16],
+    {"acc": float("nan")},
+    float("inf"),
+    [-0.0],
+]
+PUSHED: list[Any] = [2**63 - 1, [-(2**63), 1e15, 5e-324, 0.0, "\x7f\n\U0001f600"], {"": None, "a": [[[[]]], {}]}]
+
+texts = strattexts = strategies.text(strategies.characters(exclude_categories=()), max_size=8)
+keys = texts | strategies.sampled_from(["__classname__", "__version__", "__data__", "__type", "__var", "__id__"])
+atoms = (
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers(-(2**70), 2**70)
+    | strategies.floats()
+    | strategies.sampled_from([1e16, 1e25, -1e300, -0.0, 2**63, 2**64 - 1, 2**64, -(2**63), 2**2000, 5e-324])
+    | texts
+)
+values = strategies.recursive(
+    atoms,
+    lambda inner: strategies.lists(inner, max_size=3) | strategies.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def through_messages(body: dict[str, Any]) -> Any:
+    """Returns a message between a task and its supervisor as the other side reads it."""
+    frame = comms._RequestFrame(id=0, body=body)
+    return comms.msgspec.msgpack.decode(bytes(frame.as_bytes())[4:])[1]
+
+
+def travel(value: Any) -> Any:
+    """Returns what a task gets that pulls the XCom."""
+    pushed = comms.SetXCom(
+        key="k", value=serde.serialize(value), dag_id=DAG_ID, run_id=RUN_ID, task_id=TASK_ID, map_index=-1
+    )
+    received = TypeAdapter(comms.SetXCom).validate_python(through_messages(pushed.model_dump()))
+    client.xcoms.set(DAG_ID, RUN_ID, TASK_ID, "k", received.value)
+    answer = comms.XComResult.from_xcom_response(client.xcoms.get(DAG_ID, RUN_ID, TASK_ID, "k"))
+    pulled = TypeAdapter(comms.XComResult).validate_python(through_messages(answer.model_dump()))
+    if is_sqlite and type(value) is float and type(pulled.value) in (int, float):
+        # A bare number is a number in SQLite, and no JSON text: 1.0 is 1 there, for any task.
+        return value if math.isclose(pulled.value, value, rel_tol=1e-15) else pulled.value
+    return serde.deserialize(pulled.value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """True for values that are equal, of the same types, with the same signs of zero."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(item, other[key]) for key, item in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float):
+        return one == other and math.copysign(1, one) == math.copysign(1, other)
+    return bool(one == other)
+
+
+@hypothesis.settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(values)
+def check(value: Any) -> None:
+    """What is pushed as itself is pulled unchanged, and can be an argument of the task that pulls it."""
+    hypothesis.assume(not find_unstorable(value))
+    assert same(travel(value), value)
+    rendered = comms.SetRenderedFields(rendered_fields={"op_args": [value]})
+    httpx.Request("PUT", "http://airflow", json=through_messages(rendered.model_dump())["rendered_fields"])
+
+
+@hypothesis.settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(values)
+def check_summary(value: Any) -> None:
+    """A summary may hold any metric: it is pushed without an error, as what Airflow returns unchanged."""
+    ref = ResultRef("/x", "json", "", 1, {"metrics": {"m": value}})
+    pulled = travel(ref)
+    assert pulled == ref
+    assert travel(pulled).summary == pulled.summary
+
+
+def prepare() -> bool:
+    """Makes a DAG run to which XComs belong, without the row of a task instance; returns True on SQLite."""
+    with create_session() as session:
+        engine = session.get_bind()
+        if engine.dialect.name == "postgresql":
+            session.execute(text("ALTER TABLE xcom DROP CONSTRAINT xcom_task_instance_fkey"))
+        else:
+            event.listen(engine, "checkout", lambda connection, *_: connection.execute("PRAGMA foreign_keys=OFF"))
+        now = datetime.now(UTC)
+        is_sqlite = engine.dialect.name == "sqlite"
+        session.add(DagRun(dag_id=DAG_ID, run_id=RUN_ID, run_type=DagRunType.MANUAL, run_after=now, state="running"))
+        return is_sqlite
+
+
+if __name__ == "__main__":
+    RankZeroPlugin.on_load()
+    is_sqlite = prepare()
+    client = supervisor.InProcessTestSupervisor._api_client()
+    assert all(map(find_unstorable, REFUSED))
+    assert not any(map(find_unstorable, PUSHED))
+    for plain in PUSHED:
+        assert same(travel(plain), plain), plain
+    check()
+    check_summary()
+    print("every value came back")
