@@ -61,6 +61,7 @@ class Job:
         prices: What the submitter pays for an hour: of ``gpu`` and ``core``, in ``currency``; see `rankzero.run.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
         submission: How often this run id was submitted before.
+        nonce: Random digits of this submission: a directory that was removed begins with the same numbers again.
         first_attempt: Number of this submission's first attempt.
         fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
         identity: What makes this training the same as another one: `rankzero.submit.identity`. Its parts are in
@@ -102,6 +103,7 @@ class Job:
     prices: dict[str, Any] = field(default_factory=dict)
     owner: dict[str, Any] | None = None
     submission: int = 0
+    nonce: str = ""
     first_attempt: int = 0
     fresh_since: int = 0
     identity: str = ""

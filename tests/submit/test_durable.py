@@ -52,7 +52,8 @@ def script(tmp_path: Path, helper: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(
         f"import sys, time\nfrom pathlib import Path\nimport rankzero.train as rt\nfrom {helper.stem} import RATE\n"
-        "Path(sys.argv[1] + '-awaited').touch()\nwhile not Path(sys.argv[1]).exists():\n    time.sleep(0.02)\nrt.set_result(RATE)\n"
+        "Path(sys.argv[1] + '-awaited').touch()\n"
+        "while not Path(sys.argv[1]).exists():\n    time.sleep(0.02)\nrt.set_result(RATE)\n"
     )
     return path
 
@@ -86,7 +87,7 @@ def test_a_deployment_between_two_tries_ends_no_training(
 ) -> None:
     caplog.set_level(logging.INFO)
     end = str(tmp_path / "end")
-    run = leave(durable, script, (end,), "scheduled")
+    leave(durable, script, (end,), "scheduled")
     until(Path(f"{end}-awaited").exists, 60, "a training that has imported the module")
     edit(helper, "RATE = 2\n")
 

@@ -29,6 +29,7 @@ from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
+from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
 from rankzero.values.ref import ResultRef
 
@@ -104,6 +105,7 @@ class Attempt:
             self._job.fresh_since,
             lambda manifest: self._send({"type": CHECKPOINT_COMMITTED, "manifest": manifest}),
             lambda index: self._send({"type": CHECKPOINT_LOST, "index": index}),
+            lambda: owns(self._run, self._job.submission, self._job.nonce),
         )
         self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
         self._resume = self._committer.newest()

@@ -36,6 +36,10 @@ STORE_PATIENCE = 30.0
 _STORE_INTERVAL = 0.5
 
 
+class NotOwnerError(OSError):
+    """The run directory belongs to another submission: this driver may neither write nor delete there."""
+
+
 class Committer:
     """Commits what ranks deliver, in a thread of its own: a slow store delays neither training nor failures."""
 
@@ -48,6 +52,7 @@ class Committer:
         fresh_since: int,
         on_commit: Callable[[Manifest], None],
         on_loss: Callable[[int], None],
+        owns: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepares the committer of one attempt.
 
@@ -59,6 +64,7 @@ class Committer:
             fresh_since: Attempts before this one do not count.
             on_commit: Called in the committer's thread after each commit.
             on_loss: Called there with the number of a checkpoint that could not be committed.
+            owns: Whether the run directory is still that of this driver's submission.
         """
         self._run = run
         self._attempt = attempt
@@ -67,6 +73,7 @@ class Committer:
         self._fresh_since = fresh_since
         self._on_commit = on_commit
         self._on_loss = on_loss
+        self._owns = owns
         self._incoming: dict[int, dict[int, dict[str, Any]]] = {}
         self._newest: dict[int, dict[str, Any]] | None = None
         self._closed = False
@@ -94,6 +101,7 @@ class Committer:
 
     def _sweep(self, begin: str) -> list[Manifest]:
         """Deletes folders, by the begin of their names, that are not committed; those that are, oldest first."""
+        self._check_owner()
         names = [name for name in store.list_names(self._run.path(FOLDER)) if name.startswith(begin)]
         committed = read_manifests(self._run, names)
         for name in set(names) - {manifest.id for manifest in committed}:
@@ -146,6 +154,15 @@ class Committer:
             self._thread.join(timeout)
         self._closed = True
 
+    def do_as_owner(self, action: Callable[[], object]) -> None:
+        """Has the committer's thread do something, if the run directory is still this driver's by then."""
+
+        def guarded() -> None:
+            self._check_owner()
+            action()
+
+        self.do(guarded)
+
     @property
     def is_busy(self) -> bool:
         """True while something that was given is not done."""
@@ -155,14 +172,16 @@ class Committer:
         while (action := self._queue.get()) is not None:
             try:
                 action()
+            except NotOwnerError as error:
+                logger.warning("nothing is written or deleted any more: %s", error)
             except Exception:
                 logger.exception("the committer failed")
             self._done += 1
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
-        def is_outdated(_: Exception) -> bool:
+        def is_outdated(error: Exception) -> bool:
             # A newer checkpoint is worth more than this one; other things that wait are not.
-            return self._closed or self._newest is not parts
+            return self._closed or self._newest is not parts or isinstance(error, NotOwnerError)
 
         try:
             manifest = store.patiently(lambda: self._commit(parts), STORE_PATIENCE, _STORE_INTERVAL, is_outdated)
@@ -192,6 +211,7 @@ class Committer:
         manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")
+        self._check_owner()
         if any("pieces" in part for part in parts.values()):
             lines = [part.get("pieces", "") for _, part in sorted(parts.items())]
             store.write_bytes(store.join(folder, PIECES), "\n".join(lines).encode(), durable=True)
@@ -199,8 +219,13 @@ class Committer:
         store.sync_directory(self._run.path(FOLDER))
         return manifest
 
+    def _check_owner(self) -> None:
+        if not self._owns():
+            raise NotOwnerError("the run directory belongs to another submission by now")
+
     def _prune(self) -> None:
         try:
+            self._check_owner()
             committed = list_committed(self._run)
             current = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
             # What was delivered goes when there is something in its place.

@@ -95,7 +95,9 @@ class Driver:
 
     def _take_over(self, before: RunStatus | None) -> None:
         """From now on this process writes the run directory; another driver of the submission has left that status."""
-        self._recorder = Recorder(self._run, self._job.submission, self._number, self._mask, self._start)
+        self._recorder = Recorder(
+            self._run, self._job.submission, self._number, self._mask, self._start, self._job.nonce
+        )
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
         if before:
             self._recorder.carry_on(before)

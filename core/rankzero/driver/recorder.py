@@ -45,7 +45,13 @@ class Recorder:
     """
 
     def __init__(
-        self, run: RunDirectory, submission: int, attempt: int, mask: Mask | None = None, start: Start | None = None
+        self,
+        run: RunDirectory,
+        submission: int,
+        attempt: int,
+        mask: Mask | None = None,
+        start: Start | None = None,
+        nonce: str = "",
     ) -> None:
         """Writes nothing yet.
 
@@ -55,6 +61,7 @@ class Recorder:
             attempt: The first one.
             mask: Of secrets.
             start: Of a driver that another process follows if it dies, so readers go by the heartbeat alone.
+            nonce: `Job.nonce` of the submission.
         """
         self._run = run
         self.mask = mask or Mask()
@@ -70,6 +77,7 @@ class Recorder:
             RunStatus(
                 attempt=attempt,
                 submission=submission,
+                nonce=nonce,
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
                 driver_namespace=None if start else process_namespace(),

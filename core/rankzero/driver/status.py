@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankzero.bounds import DRIVER_DEAD_AFTER
-from rankzero.errors import RunNotFoundError
+from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory, RunStatus
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,10 @@ class StatusWriter:
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
                 # By the clock that goes on while a machine sleeps.
-                if status.certain or time.time() >= next_check:
+                if status.certain or not self._run.is_remote or time.time() >= next_check:
                     self._check_superseded()
-                    # Nobody takes over sooner from a driver that writes.
-                    next_check = time.time() + (DRIVER_DEAD_AFTER if self._run.is_remote else status.interval)
+                    # A request of an object store. Nobody takes over sooner from a driver that writes.
+                    next_check = time.time() + DRIVER_DEAD_AFTER
                 if not self.superseded:
                     self._run.write_status(status)
             except Exception as error:
@@ -129,14 +129,6 @@ class StatusWriter:
         return self.status.interval + (_FLUSH_TIME if self._run.is_remote else 0.0)
 
     def _check_superseded(self) -> None:
-        """A driver that was held up for so long that others declared it dead must not write over its heir."""
-        try:
-            current = self._run.job().submission
-        except RunNotFoundError:
-            self.superseded = True
-            return
+        """Finds out whether others declared this driver dead, or gave its directory to another run, meanwhile."""
         heir = self._number is not None and self._run.has_driver(self.status.submission, self._number + 1)
-        self.superseded = heir or current > self.status.submission
-        if current < self.status.submission:
-            # A submitter that was held up for so long has not yet seen that it was too late.
-            self._run.restore(self.status.submission)
+        self.superseded = heir or not owns(self._run, self.status.submission, self.status.nonce)

@@ -100,15 +100,15 @@ class Storage:
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
         # In its thread, after what it has still committed.
-        self._committer.do(lambda: remove_rows(self._run, attempts, self._committer.tables))
+        self._committer.do_as_owner(lambda: remove_rows(self._run, attempts, self._committer.tables))
         if self._run.is_remote:
-            self._committer.do(lambda: remove_values(self._run, attempts))
+            self._committer.do_as_owner(lambda: remove_values(self._run, attempts))
 
     def abort_uploads(self) -> None:
         """Has deleted what ranks of this attempt had begun to write, and began anew when the store was back."""
         begins = self._run.path(FOLDER, f"{self._number:04d}-"), self._run.path("result", f"value-{self._number}.")
         for begin in begins if self._run.is_remote else ():
-            self._committer.do(functools.partial(store.abort_uploads, begin))
+            self._committer.do_as_owner(functools.partial(store.abort_uploads, begin))
 
     def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
         """Rank 0's value is in its place, or the store refused it.

@@ -77,7 +77,9 @@ class Watch:
         self._lease_seen = time.monotonic()
         self._next_look = self._next_lease = 0.0
         self._looker: threading.Thread | None = None
-        self._is_requested = False
+        self._is_requested = self._is_removed = False
+        # On a disk that is cheap enough for each turn: a removed directory may be another run's soon.
+        self._claim = b"" if run.is_remote else run.claim_text(job.submission)
         self._abandoned = ""
 
     def check(self) -> None:
@@ -91,8 +93,11 @@ class Watch:
         if now >= self._next_look:
             self._next_look = now + (self._recorder.status.interval if self._run.is_remote else TICK)
             self._look()
-        if self._recorder.superseded:
-            raise RunCancelledError("another driver of this run took over, since this one seemed dead")
+        if self._recorder.superseded or self._is_removed:
+            raise RunCancelledError(
+                "the run directory belongs to another driver by now: it was removed, the run was submitted again, or "
+                "this driver was thought to be dead"
+            )
         if self._is_requested:
             raise RunCancelledError(_ON_REQUEST, requested=True)
         if self._abandoned:
@@ -110,6 +115,8 @@ class Watch:
 
     def _read(self) -> None:
         try:
+            if self._claim and self._run.claim_text(self._submission) != self._claim:
+                self._is_removed = True
             self._is_requested = self._is_requested or self._run.cancel_requested(self._submission)
             if self._orphan_timeout and time.monotonic() >= self._next_lease:
                 if self._run.is_remote:

@@ -34,7 +34,7 @@ import os
 import re
 import secrets
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rankzero import store
@@ -73,6 +73,7 @@ class RunStatus:
         attempt: Number of the current attempt, from 0.
         preemptions: How many attempts of this submission were preempted.
         submission: How often the run id was submitted before.
+        nonce: `Job.nonce` of the submission whose driver, or submitter, has written this.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds after which it writes again.
         patience: Seconds without a heartbeat before its driver counts as dead, where a cluster is yet to start one, or
@@ -102,6 +103,7 @@ class RunStatus:
     attempt: int = 0
     preemptions: int = 0
     submission: int = 0
+    nonce: str = ""
     heartbeat: float = 0.0
     interval: float = HEARTBEAT_INTERVAL
     patience: float = 0.0
@@ -215,6 +217,12 @@ class RunDirectory:
         """True if somebody claimed this submission (or the removal of the run before it)."""
         return store.exists(self.submission_path(submission, "claim"))
 
+    def claim_text(self, submission: int) -> bytes:
+        """Returns the random text of a claim; empty if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return store.read_bytes(self.submission_path(submission, "claim"))
+        return b""
+
     def removal_claimed(self, submission: int) -> bool:
         """True if this claim is one of `claim_removal`."""
         with contextlib.suppress(FileNotFoundError):
@@ -266,9 +274,8 @@ class RunDirectory:
         if self.newest_claim() > job.submission:
             return
         # Before job.json: nobody may take an earlier submission's end for this one's.
-        self.write_status(
-            RunStatus(heartbeat=time.time(), attempt=job.first_attempt, submission=job.submission, patience=patience)
-        )
+        started = RunStatus(heartbeat=time.time(), attempt=job.first_attempt, patience=patience)
+        self.write_status(replace(started, submission=job.submission, nonce=job.nonce))
         store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())
         self.restore(job.submission)
         store.sync_directory(os.path.dirname(self.directory))
@@ -290,8 +297,15 @@ class RunDirectory:
 
     def job(self) -> Job:
         """What was asked for. Raises RunNotFoundError."""
+        return self._read_job(self.path("job.json"))
+
+    def job_of(self, submission: int) -> Job:
+        """Returns what one submission asked for. Raises RunNotFoundError."""
+        return self._read_job(self.submission_path(submission, "job.json"))
+
+    def _read_job(self, path: str) -> Job:
         try:
-            return Job.from_json(store.read_bytes(self.path("job.json")))
+            return Job.from_json(store.read_bytes(path))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
 
@@ -307,7 +321,8 @@ class RunDirectory:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
         if not data.strip(b"\0"):
             # A heartbeat that a power failure has emptied: its driver is dead.
-            return RunStatus(submission=self.job().submission)
+            job = self.job()
+            return RunStatus(submission=job.submission, nonce=job.nonce)
         try:
             facts = json.loads(data)
             kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}

@@ -24,6 +24,7 @@ from rankzero.errors import (
 from rankzero.host.processes import process_namespace, process_state
 from rankzero.run import delivery as deliveries
 from rankzero.run.checkpoints import Manifest, list_committed
+from rankzero.run.current import CurrentStatus
 from rankzero.run.delivery import Delivery
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, compare_job
 from rankzero.run.growing import Position
@@ -62,7 +63,8 @@ class RunHandle(Generic[R]):
         """
         self._run = RunDirectory(directory)
         self._driver = driver
-        self._observer = Observer(self._run, driver, self._bound if driver else -1)
+        self._current = CurrentStatus(self._run)
+        self._observer = Observer(self._run, driver, self._bound if driver else -1, self._current)
         self._delivered = -1
         self.directory = self._run.directory
         self.id = self.directory.rsplit("/", 1)[-1]
@@ -298,7 +300,7 @@ class RunHandle(Generic[R]):
 
         The request belongs to the submission that this handle was made for: it does not reach a later one.
         """
-        status = self._run.status()
+        status = self._current.read()
         if not status.final and status.submission <= self._bound:
             self._run.request_cancel(self._bound)
             self._is_ending = True
@@ -313,10 +315,14 @@ class RunHandle(Generic[R]):
     @functools.cached_property
     def _bound(self) -> int:
         """The submission that this handle was made for: of one that is being written there is a status first."""
-        bound = self._run.job().submission
+        job = self._run.job()
         with contextlib.suppress(RunNotFoundError):
-            bound = max(bound, self._run.status().submission)
-        return bound
+            status = self._current.read()
+            if status.submission > job.submission:
+                self._current.bind(status.submission, status.nonce)
+                return status.submission
+        self._current.bind(job.submission, job.nonce)
+        return job.submission
 
     def _is_for_a_cluster(self) -> bool:
         """True if a cluster is to start the driver of this submission, perhaps much later."""

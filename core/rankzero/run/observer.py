@@ -14,6 +14,7 @@ from rankzero import store
 from rankzero.bounds import DRIVER_DEAD_AFTER, STORE_OUTAGE
 from rankzero.errors import EngineError, RunNotFoundError
 from rankzero.host.processes import STOPPED, process_namespace, process_state
+from rankzero.run.current import CurrentStatus
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.liveness import HeartbeatWatch, process_lives
 from rankzero.run.pace import SHORTEST_PACE
@@ -44,29 +45,33 @@ class OwnDriver(Protocol):
 class Observer:
     """One process's view of one run."""
 
-    def __init__(self, run: RunDirectory, driver: OwnDriver | None, submission: int) -> None:
+    def __init__(
+        self, run: RunDirectory, driver: OwnDriver | None, submission: int, current: CurrentStatus | None = None
+    ) -> None:
         """Reads nothing.
 
         Args:
             run: The run.
             driver: The run's driver, if this process has started it.
             submission: Which that drives.
+            current: Reads the status of the run's own submission.
         """
         self._run = run
         self._driver = driver
         self._submission = submission
         self._heartbeat = HeartbeatWatch()
+        self._current = current or CurrentStatus(run)
 
     def status(self, patience: float) -> RunStatus:
         """The run's state now, from a store that may fail for so many seconds.
 
         A run whose driver died is reported as failed, or as succeeded if that was certain before.
         """
-        status = self.patiently(self._run.status, patience)
+        status = self.patiently(self._current.read, patience)
         if status.final or not self._driver_died(status):
             return status
         # It may have written between the two looks, or this machine has slept there.
-        before, status = status, self.patiently(self._run.status, patience)
+        before, status = status, self.patiently(self._current.read, patience)
         if status.final or status.heartbeat != before.heartbeat:
             return status
         if status.certain:

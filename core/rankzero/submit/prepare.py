@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import multiprocessing
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -167,6 +168,7 @@ def _submit(
             job,
             files={**described, **arguments},
             submission=number,
+            nonce=secrets.token_hex(8),
             first_attempt=first_attempt,
             fresh_since=fresh_since,
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},

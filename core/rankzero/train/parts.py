@@ -111,10 +111,22 @@ class Parts:
             return self._client
 
     def local_path(self, checkpoint: str, file: str) -> str:
-        """Where a part that is written as a local file lies, its folder made."""
+        """Returns where a part that is written as a local file lies, and makes its folder.
+
+        Raises:
+            OSError: the folder cannot be made, or the run directory was removed, and may be another run's by now.
+        """
+        if self.shared and self._token:
+            self._check_directory()
         folder = os.path.join(self.run_directory if self.shared else self._scratch, FOLDER, checkpoint)
         os.makedirs(folder, exist_ok=True)
         return os.path.join(folder, file)
+
+    def _check_directory(self) -> None:
+        # A directory that was removed and submitted again has the same name, and files of the same names.
+        with open(os.path.join(self.run_directory, "token")) as file:
+            if file.read() != self._token:
+                raise OSError(f"{self.run_directory} was removed, and is another run's by now")
 
     def folder(self, checkpoint: str) -> str:
         """The scratch folder of a checkpoint."""
