@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from rankzero import store
 from rankzero.driver import commits
@@ -17,6 +18,7 @@ class Commits:
     """A committer whose store fails once, and what came of what it was given."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
         self.committed: list[int] = []
         self.lost: list[int] = []
         self._run = RunDirectory(str(directory))
@@ -46,6 +48,12 @@ class Commits:
         facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": False}
         self.committer.add(0, facts | part)
 
+    def open(self) -> None:
+        self._gate.set()
+
+    def await_commit(self, index: int) -> None:
+        until(lambda: index in self.committed, 60.0, "the commit")
+
     def finish(self) -> None:
         self._gate.set()
         self.committer.close(60.0)
@@ -68,3 +76,23 @@ def test_a_checkpoint_gives_way_to_a_newer_one(work: Commits) -> None:
     work.add(1)
     work.finish()
     assert (work.committed, work.lost) == ([1], [0])
+
+
+def test_a_commit_reads_no_manifest_of_those_before(work: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    read_bytes = store.read_bytes
+
+    def note(location: str) -> bytes:
+        read.append(location)
+        return read_bytes(location)
+
+    assert work.committer.newest() is None
+    monkeypatch.setattr(store, "read_bytes", note)
+    work.open()
+    for index in range(5):
+        work.add(index)
+        work.await_commit(index)
+    work.finish()
+    assert work.committed[-1] == 4
+    assert [location for location in read if location.endswith("checkpoint.json")] == []
+    assert len(list((work.directory / "checkpoints").iterdir())) == 2, "what is not kept is removed all the same"

@@ -13,7 +13,7 @@ import pytest
 from rankzero import InvalidJobError, store
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.identity import Identity
+from rankzero.run.identity import Asked, Identity
 from rankzero.run.retention import ABANDONED, CLAIM_PATIENCE, HALF_REMOVED, HIDDEN, Age, collect, is_due
 from rankzero.submit.submission import submit
 
@@ -158,6 +158,7 @@ def test_a_store_that_is_not_there_is_empty(root: str) -> None:
         "kept": 0,
         "problems": {},
         "dry_run": False,
+        "checkpoints": [],
         "size": 0,
     }
 
@@ -227,7 +228,7 @@ def test_a_submission_of_the_same_run_id_gets_a_directory_of_its_own(
         return replace(make_job("same", number), first_attempt=first_attempt)
 
     submitter = threading.Thread(
-        target=lambda: started.append(submit(run, Identity.of(train="one"), make, {"payload.pkl": [b"new"]}))
+        target=lambda: started.append(submit(run, Asked(Identity.of(train="one")), make, {"payload.pkl": [b"new"]}))
     )
     submitter.start()
     time.sleep(0.2)

@@ -222,3 +222,48 @@ def test_what_ray_removed_names_its_successor(name: str) -> None:
     call = getattr(module, name)
     with pytest.raises(NotImplementedError, match="was removed"):
         call() if name == "accelerate" else call(None)
+
+
+def counting(config: dict[str, Any]) -> int:
+    """Goes on from the checkpoint, reports two more, and fails if it is told to."""
+    import os
+    import tempfile
+
+    first = 0
+    if checkpoint := train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            first = int(Path(folder, "number").read_text())
+    for number in (first + 1, first + 2):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "number").write_text(str(number))
+            at = Checkpoint.from_directory(folder) if train.get_context().get_world_rank() == 0 else None
+            train.report({"number": number}, checkpoint=at)
+    if config.get("fails"):
+        train.collective.barrier()
+        os._exit(3)
+    return first
+
+
+def test_a_name_again_resumes_from_its_last_checkpoint_whatever_has_changed(tmp_path: Path) -> None:
+    def trainer(workers: int, **config: Any) -> TorchTrainer:
+        run = RunConfig("named", tmp_path, checkpoint_config=CheckpointConfig(num_to_keep=None))
+        return TorchTrainer(
+            counting, train_loop_config=config, scaling_config=ScalingConfig(num_workers=workers), run_config=run
+        )
+
+    def numbers() -> list[str]:
+        return sorted(folder.name for folder in (tmp_path / "named" / "checkpoints").iterdir())
+
+    with pytest.raises(TrainingFailedError):
+        trainer(1, fails=True, lr=0.1).fit()
+    before = numbers()
+    assert before
+    firsts = [trainer(1, lr=0.2).fit().return_value]
+    # After a success, with nothing changed; then with another number of workers.
+    firsts.append(trainer(1, lr=0.2).fit().return_value)
+    result = trainer(2, lr=0.2).fit()
+    firsts.append(result.return_value)
+    assert firsts[1:] == [firsts[0] + 2, firsts[0] + 4]
+    assert firsts[0] in (1, 2)
+    assert set(before) <= set(numbers()), "what was reported stays"
+    assert result.metrics == {"number": firsts[2] + 2}

@@ -39,6 +39,23 @@ def test_the_same_training(state: str, facts: str, decision: Decision) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "facts", "decision"),
+    [
+        pytest.param("failed", "", RESUME, id="another training after a failure"),
+        pytest.param("succeeded", "", RESUME, id="another training after a success"),
+        pytest.param("succeeded", "acknowledged", RESUME, id="another training after a delivery"),
+        pytest.param("succeeded", "same acknowledged", RESUME, id="the same after a delivery"),
+        pytest.param("succeeded", "same", DELIVER, id="nobody has got the result"),
+        pytest.param("running", "same", ATTACH, id="it lives"),
+        pytest.param("running", "", FRESH, id="another one lives: it is refused"),
+    ],
+)
+def test_the_name_alone_may_say_which_run_goes_on(state: str, facts: str, decision: Decision) -> None:
+    same, acknowledged = "same" in facts, "acknowledged" in facts
+    assert decide(state, same_training=same, acknowledged=acknowledged, by_name=True) is decision
+
+
 @pytest.mark.parametrize("state", ["pending", "starting", "running", "succeeded", "failed", "cancelled"])
 def test_another_training_lends_nothing(state: str) -> None:
     for acknowledged, ending, repeated in itertools.product([False, True], repeat=3):

@@ -47,15 +47,16 @@ def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json
     if as_json:
         click.echo(json.dumps(collection.to_json()))
     else:
-        for removed in collection.removed:
+        for removed in [*collection.removed, *collection.checkpoints]:
             since = words.moment(removed.since)
             # A line of a terminal has no room for what was just typed.
-            name = os.path.basename(removed.directory) if sys.stdout.isatty() else removed.directory
+            name = os.path.relpath(removed.directory, store) if sys.stdout.isatty() else removed.directory
             click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {name}")
         done = "would remove" if dry_run else "removed"
         click.echo(
             f"{done} {len(collection.removed)} of {len(collection.removed) + collection.kept} run directories, "
-            f"{words.size(collection.size)}"
+            + (f"{len(collection.checkpoints)} earlier checkpoints, " if collection.checkpoints else "")
+            + words.size(collection.size)
         )
     for directory, problem in collection.problems.items():
         click.echo(f"Error: {directory}: {problem.splitlines()[0]}", err=True)

@@ -79,6 +79,8 @@ class Committer:
         self._closed = False
         self._given = self._done = 0
         self._in_use: str | None = None
+        self._kept: list[Manifest] | None = None
+        """The committed checkpoints of this training, of which this is the only writer; None before they were read."""
         self.tables: Written = {}
         """The rows that belong to the checkpoint that was committed last."""
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -91,7 +93,8 @@ class Committer:
             OSError: the store cannot be read.
         """
         committed = self._sweep("")
-        if not committed or committed[-1].attempt < self._fresh_since:
+        self._kept = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
+        if not self._kept:
             return None
         self._in_use = committed[-1].id
         self.tables = committed[-1].tables
@@ -191,6 +194,8 @@ class Committer:
             self._on_loss(parts[min(parts)]["index"])
             return
         self.tables = manifest.tables
+        if self._kept is not None:
+            self._kept.append(manifest)
         self._on_commit(manifest)
         self._prune()
 
@@ -226,11 +231,11 @@ class Committer:
     def _prune(self) -> None:
         try:
             self._check_owner()
-            committed = list_committed(self._run)
-            current = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
-            # What was delivered goes when there is something in its place.
-            delivered = [manifest for manifest in committed if manifest.attempt < self._fresh_since and current]
-            for manifest in [*delivered, *to_remove(current, self._config, self._in_use)]:
+            # Those of an earlier training stay: a user reported them, and `rankzero gc` removes them.
+            if self._kept is None:
+                self._kept = list_committed(self._run, self._fresh_since)
+            for manifest in to_remove(self._kept, self._config, self._in_use):
                 remove(self._run, manifest)
+                self._kept.remove(manifest)
         except Exception:
             logger.warning("an old checkpoint could not be removed", exc_info=True)

@@ -41,7 +41,7 @@ from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job, strange
-from rankzero.run.identity import Comparison, Identity, compare
+from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.values.envelope import Part
 
 _REMOVAL = "removal "
@@ -365,19 +365,18 @@ class RunDirectory:
         return b""
 
 
-def compare_job(run: RunDirectory, job: Job, identity: Identity, generation: str = "") -> Comparison:
+def compare_job(run: RunDirectory, job: Job, asked: Asked) -> Comparison:
     """Compares the training of a submission with the one that is asked for.
 
     Args:
         run: The run directory.
         job: What the submission asked for.
-        identity: Of the training that is asked for.
-        generation: The chain of tries to which the request belongs: `Job.generation`.
+        asked: What is asked for.
     """
-    if job.identity == identity.digest:
+    if job.identity == asked.identity.digest:
         return Comparison()
-    automatic = bool(generation) and generation == job.generation
-    return compare(run.identity(job.submission), identity, automatic=automatic)
+    automatic = bool(asked.generation) and asked.generation == job.generation
+    return compare(run.identity(job.submission), asked.identity, automatic=automatic)
 
 
 def log_name(rank: int) -> str:

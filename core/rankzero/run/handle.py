@@ -28,7 +28,7 @@ from rankzero.run.current import CurrentStatus
 from rankzero.run.delivery import Delivery
 from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, compare_job
 from rankzero.run.growing import Position
-from rankzero.run.identity import Comparison, Identity
+from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lines import LineReader
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
@@ -118,7 +118,7 @@ class RunHandle(Generic[R]):
             identity: Of the other training; see `Launcher.identity`.
             generation: The chain of tries that an orchestrator starts by itself, if a try of it asks.
         """
-        return compare_job(self._run, self._run.job(), identity, generation)
+        return compare_job(self._run, self._run.job(), Asked(identity, generation))
 
     @property
     def code_version(self) -> str | None:

@@ -77,6 +77,21 @@ class Comparison:
         return not self.differing
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Describes what a submitter asks for, as far as it decides what an existing run means.
+
+    Attributes:
+        identity: Of the training.
+        generation: The chain of tries that the orchestrator starts by itself: `Job.generation`.
+        by_name: True if the name of a run alone says which one it continues: `decide`.
+    """
+
+    identity: Identity
+    generation: str = ""
+    by_name: bool = False
+
+
 def compare(before: Identity | None, now: Identity, *, automatic: bool = False) -> Comparison:
     """Compares two trainings by their parts.
 

@@ -24,7 +24,13 @@ class Decision(enum.Enum):
 
 
 def decide(
-    state: str, *, same_training: bool, acknowledged: bool, ending: bool = False, same_generation: bool = False
+    state: str,
+    *,
+    same_training: bool,
+    acknowledged: bool,
+    ending: bool = False,
+    same_generation: bool = False,
+    by_name: bool = False,
 ) -> Decision:
     """Decides what an existing run means.
 
@@ -35,11 +41,15 @@ def decide(
         ending: It lives, and was asked to end, or the process that it was to end with has exited.
         same_generation: No user stands between the delivery of its result and this: an orchestrator repeats by itself
             what had succeeded.
+        by_name: The name of a run alone says which one it continues, as in Ray Train: whatever has changed, and also
+            after a success, it resumes from the last checkpoint.
 
     Example:
         >>> decide("failed", same_training=True, acknowledged=False)
         <Decision.RESUME: 'resume'>
     """
+    if by_name and state in FINAL_STATES and (acknowledged or not same_training):
+        return Decision.RESUME
     if not same_training:
         return Decision.FRESH
     if state not in FINAL_STATES:

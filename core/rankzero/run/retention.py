@@ -19,7 +19,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.job import check_seconds
-from rankzero.run.checkpoints import FOLDER
+from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import DATASETS, RunDirectory
 from rankzero.run.handle import RunHandle
 
@@ -86,6 +86,10 @@ class Removed:
     since: float
 
 
+EARLIER = "earlier"
+"""State of checkpoints whose run has begun from scratch since."""
+
+
 @dataclass(frozen=True)
 class Collection:
     """What `collect` did.
@@ -95,17 +99,20 @@ class Collection:
         kept: Number of run directories that live or are too young.
         problems: Directory to what is wrong with it. Such a directory stays.
         dry_run: True if nothing was removed in truth.
+        checkpoints: Checkpoints that were removed from run directories that stay: their run was submitted again since,
+            and began from scratch.
     """
 
     removed: list[Removed] = field(default_factory=list)
     kept: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    checkpoints: list[Removed] = field(default_factory=list)
 
     @property
     def size(self) -> int:
         """Bytes of all that was removed, or would be."""
-        return sum(removed.size for removed in self.removed)
+        return sum(removed.size for removed in [*self.removed, *self.checkpoints])
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, with the total ``size``, for a log or an XCom."""
@@ -119,8 +126,10 @@ def collect(
 
     Removed are runs that have ended, runs whose driver died, and directories that were claimed for a run but never
     written. A run that lives stays, however old it is, and so does everything else that lies in the store.
-    With a run's directory go its logs, its checkpoints and its result: a `rankzero.ResultRef` of it cannot be
-    loaded any more. What is to stay longer belongs elsewhere: ``ResultRef.save(ref.load(), directory)``.
+    Of a run that stays, the checkpoints go that a training before it reported under the same run id, if they are that
+    old: a training that begins from scratch leaves them. With a run's directory go its logs, its checkpoints and its
+    result: a `rankzero.ResultRef` of it cannot be loaded any more. What is to stay longer belongs elsewhere:
+    ``ResultRef.save(ref.load(), directory)``.
 
     Collectors may run at the same time, die at any moment, and meet submissions of the same run ids. On a local
     disk a run vanishes in one step. On an object store a submission in that moment waits up to 20 s for the
@@ -150,6 +159,7 @@ def collect(
     now = time.time() if now is None else now
     root = store.normalize(location)
     removed: list[Removed] = []
+    checkpoints: list[Removed] = []
     problems: dict[str, str] = {}
     kept = 0
     for name in store.list_names(root):
@@ -165,11 +175,26 @@ def collect(
                     removed.append(Removed(directory, age.state, size, age.since))
                     continue
             kept += 1
+            if age.state not in (ABANDONED, HALF_REMOVED):
+                checkpoints += _remove_earlier(RunDirectory(directory), now - older_than, dry_run)
         except Exception as error:
             # Drivers of object stores have exceptions of their own.
             logger.warning("%s stays", directory, exc_info=True)
             problems[directory] = f"{type(error).__name__}: {error}"
-    return Collection(removed, kept, problems, dry_run)
+    return Collection(removed, kept, problems, dry_run, checkpoints)
+
+
+def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Removed]:
+    """Removes the checkpoints of trainings that had the run id earlier, if they are older than a Unix time."""
+    fresh_since = run.job().fresh_since
+    removed = []
+    for manifest in list_committed(run) if fresh_since else []:
+        if manifest.attempt < fresh_since and manifest.time < before:
+            folder = run.path(FOLDER, manifest.id)
+            removed.append(Removed(folder, EARLIER, store.tree_size(folder), manifest.time))
+            if not dry_run:
+                remove(run, manifest)
+    return removed
 
 
 def _look(directory: str) -> tuple[int, Age] | None:

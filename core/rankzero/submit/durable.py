@@ -11,7 +11,7 @@ from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Identity, describe
+from rankzero.run.identity import Asked, describe
 from rankzero.run.reconcile import Decision
 from rankzero.submit import drivers, submission
 from rankzero.submit.owned import open_owned
@@ -65,7 +65,10 @@ def open_durable(
         template = replace(request.template, generation=caller.generation)
         request = replace(request, identity=identity, template=template)
         before = submission.find(run)
-        if before and _reconcile(before, identity, caller, log) in (Decision.ATTACH, Decision.DELIVER):
+        if before and _reconcile(before, request.asked(train, identity), caller, log) in (
+            Decision.ATTACH,
+            Decision.DELIVER,
+        ):
             handle = before
             log.info("attached to the run in %s", handle.directory)
             if caller.lease_when_attached is not None and not handle.status().final:
@@ -86,10 +89,10 @@ def open_durable(
         yield Opened(owned)
 
 
-def _reconcile(before: RunHandle[Any], identity: Identity, caller: Caller, log: Any) -> Decision:
+def _reconcile(before: RunHandle[Any], asked: Asked, caller: Caller, log: Any) -> Decision:
     """Decides what the run is to this try. A living run of another training is ended."""
     run = RunDirectory(before.directory)
-    existing = submission.look(run, identity, caller, caller.generation)
+    existing = submission.look(run, asked, caller)
     assert existing
     _report(existing, log)
     if existing.decision is Decision.FRESH and not existing.status.final:
@@ -101,7 +104,7 @@ def _reconcile(before: RunHandle[Any], identity: Identity, caller: Caller, log: 
 def _report(existing: submission.Existing, log: Any) -> None:
     """Logs why the training begins from scratch, or what has changed although it does not."""
     comparison = existing.comparison
-    if comparison.differing:
+    if existing.decision is Decision.FRESH and comparison.differing:
         log.info("the training begins from scratch: other than before: %s", describe(comparison.differing))
     elif existing.decision is Decision.FRESH:
         log.info("the training begins from scratch: its result was delivered")

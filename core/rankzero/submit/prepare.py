@@ -18,7 +18,7 @@ from rankzero.errors import InvalidJobError
 from rankzero.job import Job, NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import IDENTITY, LINES, RunDirectory, log_name
-from rankzero.run.identity import Identity
+from rankzero.run.identity import Asked, Identity
 from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
@@ -89,6 +89,15 @@ class Request:
         read = found.digests if found else datasets.digests_of(self.sources, self.engine)
         return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code, read)
 
+    def asked(self, train: Any, identity: Identity) -> Asked:
+        """Returns what decides about an existing run of this name.
+
+        Args:
+            train: As for `Launcher.run`. The trainer of a front door may continue runs by their names.
+            identity: Of the training.
+        """
+        return Asked(identity, self.template.generation, bool(getattr(train, "resumes_by_name", False)))
+
 
 def prepare(
     request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
@@ -130,10 +139,10 @@ def prepare(
         before = datasets.earlier(run) if request.sources else {}
         found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
         unless_started.callback(found.discard, before)
-        identity = request.identity_of(train, args, kwargs, found)
-        job = replace(job, identity=identity.digest, queries=dict(found.queries))
+        asked = request.asked(train, request.identity_of(train, args, kwargs, found))
+        job = replace(job, identity=asked.identity.digest, queries=dict(found.queries))
         patience = job.start_timeout if engine.drives_elsewhere else 0.0
-        started = _submit(run, job, identity, parts, request.code, found, patience)
+        started = _submit(run, job, asked, parts, request.code, found, patience)
         if started:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
@@ -141,11 +150,11 @@ def prepare(
 
 
 def _submit(
-    run: RunDirectory, job: Job, identity: Identity, parts: Payload, code: UserCode, found: Datasets, patience: float
+    run: RunDirectory, job: Job, asked: Asked, parts: Payload, code: UserCode, found: Datasets, patience: float
 ) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
-    listings: dict[str, list[Part]] = {IDENTITY: [identity.to_json()]}
+    listings: dict[str, list[Part]] = {IDENTITY: [asked.identity.to_json()]}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
@@ -174,7 +183,7 @@ def _submit(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return submission.submit(run, identity, make_job, files | listings, patience, generation=job.generation)
+    return submission.submit(run, asked, make_job, files | listings, patience)
 
 
 def _torch() -> str | None:

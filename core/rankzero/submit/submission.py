@@ -26,7 +26,7 @@ from rankzero.run.checkpoints import FOLDER
 from rankzero.run.detach import Caller
 from rankzero.run.directory import RunDirectory, RunStatus, compare_job
 from rankzero.run.handle import RunHandle
-from rankzero.run.identity import Comparison, Identity, describe
+from rankzero.run.identity import Asked, Comparison, describe
 from rankzero.run.liveness import dead_after
 from rankzero.run.reconcile import Decision, decide
 from rankzero.values.envelope import Part
@@ -37,6 +37,9 @@ CLAIM_TIMEOUT = 20.0
 """Seconds after which a submitter that claimed a run and did not write it counts as dead."""
 
 _LOOK = 0.05
+
+_MOST_NAMED = 5
+"""Checkpoints that a line of the log names."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,15 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def look(run: RunDirectory, identity: Identity, caller: Caller | None = None, generation: str = "") -> Existing | None:
-    """What submitting a training of this identity under this run id would mean now; None if there is no such run.
+def look(run: RunDirectory, asked: Asked, caller: Caller | None = None) -> Existing | None:
+    """Returns what submitting a training under this run id would mean now; None if there is no such run.
 
     A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
 
     Args:
         run: Its directory.
-        identity: Of the training.
+        asked: What is asked for.
         caller: A pipeline step, which is asked whether its orchestrator has the result; that is then acknowledged.
-        generation: As for `rankzero.run.directory.compare_job`.
     """
     found = _state(run)
     if found is None:
@@ -91,13 +93,14 @@ def look(run: RunDirectory, identity: Identity, caller: Caller | None = None, ge
     if caller and delivered.receiver and not delivered.acknowledged and caller.has_accepted(delivered.receiver):
         delivered = replace(delivered, acknowledged=True)
         delivery.write(run.directory, delivered)
-    comparison = compare_job(run, job, identity, generation)
+    comparison = compare_job(run, job, asked)
     decision = decide(
         status.state,
         same_training=comparison.same,
         acknowledged=delivered.acknowledged,
         ending=ending,
         same_generation=caller is not None and delivered.acknowledged and caller.repeats(delivered.receiver),
+        by_name=asked.by_name,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
         logger.warning("the result of run %s was deleted, so it goes on from its last checkpoint", run.directory)
@@ -138,21 +141,19 @@ def _await_certainty(handle: RunHandle[object]) -> RunStatus:
 
 def submit(
     run: RunDirectory,
-    identity: Identity,
+    asked: Asked,
     make_job: Callable[[int, int, int], Job],
     files: dict[str, list[Part]],
     patience: float = 0.0,
-    generation: str = "",
 ) -> bool:
     """Makes this the next submission of the run, unless the same training lives or waits to be delivered.
 
     Args:
         run: Its directory, which may not be there yet.
-        identity: Of the training.
+        asked: What is asked for.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         files: Payload, modules and their list, by name: the parts of each.
         patience: Seconds for its driver to show its first heartbeat, if these are many.
-        generation: As for `rankzero.run.directory.compare_job`.
 
     Returns:
         True if the caller must start a driver; False if somebody else did: attach.
@@ -164,7 +165,7 @@ def submit(
     try:
         number = 0
         while True:
-            existing = look(run, identity, generation=generation)
+            existing = look(run, asked)
             if existing and existing.ending:
                 await_end(run, existing.job)
                 continue
@@ -197,6 +198,8 @@ def submit(
                     run.write_submission(make_job(number, first_attempt, fresh_since), patience)
                 newest = run.newest_claim()
                 if newest == number:
+                    if existing:
+                        _report_earlier(run, existing)
                     return True
                 # This took so long that another submitter thought us dead: it is its run now.
                 number = newest
@@ -208,6 +211,22 @@ def submit(
         if isinstance(error, InvalidJobError):
             raise
         raise InvalidJobError(f"the store cannot be written: {run.directory}: {error}") from error
+
+
+def _report_earlier(run: RunDirectory, existing: Existing) -> None:
+    """Logs what becomes of the checkpoints of the training that had the run id before."""
+    if existing.decision is Decision.RESUME and existing.comparison.differing:
+        changed = describe(existing.comparison.differing)
+        logger.warning("run %s resumes from its last checkpoint with another training: %s", run.directory, changed)
+    if existing.decision is Decision.FRESH:
+        left = [name for name in store.list_names(run.path(FOLDER)) if name.partition("-")[0].isdecimal()]
+        if left:
+            logger.warning(
+                "run %s begins from scratch; the checkpoints of the training before stay until `rankzero gc` removes "
+                "them: %s",
+                run.directory,
+                ", ".join(left[-_MOST_NAMED:]),
+            )
 
 
 def _await_submission(run: RunDirectory, number: int) -> bool:

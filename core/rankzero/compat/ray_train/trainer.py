@@ -156,6 +156,11 @@ class TorchTrainer:
             options["env"] = env
         return options
 
+    @property
+    def resumes_by_name(self) -> bool:
+        """True for a run with a name: like Ray's, it continues the run of that name, whatever has changed."""
+        return self.run_config.name is not None
+
     def __call__(self) -> Any:
         """One worker: makes the process group and calls the training function."""
         dataset.install(self.datasets)
