@@ -1,43 +1,11 @@
-"""The script and the arguments of a training as its ranks get them."""
+"""The arguments of a training as its ranks get them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-
-
-def beside(dag_file: str, train: Any) -> Any:
-    """``train``, where it is the relative path of a script or names one in a command, as the path beside the DAG file.
-
-    A worker's own directory means nothing, and a git bundle lies at another place for each version.
-
-    Example:
-        >>> beside("/bundles/v2/dags/daily.py", "../train.py"), beside("/dags/daily.py", "package.module:function")
-        ('/bundles/v2/train.py', 'package.module:function')
-    """
-    folder = os.path.dirname(os.path.abspath(dag_file))
-    if isinstance(train, (list, tuple)):
-        return [_word_beside(folder, word, is_program=number == 0) for number, word in enumerate(train)]
-    if not isinstance(train, (str, os.PathLike)):
-        return train
-    # Here: whoever only reads a DAG file needs no pickler.
-    from rankzero.submit.training import is_module_reference
-
-    path = os.path.expanduser(os.fspath(train))
-    if isinstance(train, str) and is_module_reference(path):
-        return train
-    return os.path.normpath(os.path.join(folder, path))
-
-
-def _word_beside(folder: str, word: Any, *, is_program: bool) -> Any:
-    """A word of a command: still a relative path, by which the file travels."""
-    is_path = isinstance(word, str) and not os.path.isabs(word) and (os.sep in word or not is_program)
-    if is_path and os.path.isfile(os.path.join(folder, word)):
-        return os.path.join(os.curdir, os.path.relpath(os.path.join(folder, word)))
-    return word
 
 
 def positional(op_args: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator
 
-from airflow_rankzero import config, log_groups, outlets, templates, tries
+from airflow_rankzero import config, log_groups, outlets, paths, templates, tries
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
@@ -18,7 +18,7 @@ from airflow_rankzero._compat import (
     TaskDeferralTimeout,
     conf,
 )
-from airflow_rankzero.call import beside, keyword, positional
+from airflow_rankzero.call import keyword, positional
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target
 from airflow_rankzero.delivery import offer
@@ -79,7 +79,7 @@ class TorchDistributorOperator(BaseOperator):
             (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); wins over what the connection says.
         env: Environment variables for the ranks (templated).
-        store: Root of the run directories, a path or an fsspec URL that the next tasks can read
+        store: Root of the run directories, an absolute path or an fsspec URL that the next tasks can read
             (templated). None: what the connection says, else ``[rankzero] store`` of Airflow's configuration, else
             ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
         timeout: Seconds the run may take once every rank has started (templated); None for no bound.
@@ -104,7 +104,8 @@ class TorchDistributorOperator(BaseOperator):
             encrypted.
         code_version: What stands for the code in the identity of the training. None: the code by content, so that a
             task whose function, script or modules have changed begins from scratch.
-        working_dir: A directory that travels with the job: each rank starts in a copy of it (templated).
+        working_dir: A directory that travels with the job: each rank starts in a copy of it (templated). A relative
+            path begins beside the DAG file, like those of ``py_files`` and ``dataset``.
         py_files: Python files, zips, wheels and directories of packages that travel, for ranks to import (templated).
         excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here (templated).
         dataset: What the ranks read by `rankzero.train.get_dataset_shard`: the path or URL of a table, the name of one
@@ -246,7 +247,11 @@ class TorchDistributorOperator(BaseOperator):
         for pairs in (self.spark_conf, self.env):
             if isinstance(pairs, Mapping):
                 mask_secrets(pairs)
-        self.train = beside(context["dag"].fileloc, self.train)
+        dag_file = context["dag"].fileloc
+        self.train = paths.beside(dag_file, self.train)
+        self.working_dir = paths.path_beside(dag_file, self.working_dir)
+        self.py_files = paths.paths_beside(dag_file, self.py_files)
+        self.dataset = paths.dataset_beside(dag_file, self.dataset)
         try:
             for name in fields:
                 setattr(self, name, templates.convert(name, getattr(self, name)))
@@ -389,13 +394,15 @@ class TorchDistributorOperator(BaseOperator):
             "checkpoints": CheckpointConfig(),
             "orphan_timeout": tries.lease(self, ti, deferred=self.deferrable),
         }
+        store = self.store or target.store or config.store_or_default()
+        paths.check_store(store)
         options: dict[str, Any] = {name: getattr(self, name) for name in templates.LAUNCHER_FIELDS}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
         return Launcher(
             **options,
             engine=engine,
             env=as_text("env", self.env),
-            store=self.store or target.store or config.store(),
+            store=store,
             run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
             labels=names,
             code_version=self.code_version,

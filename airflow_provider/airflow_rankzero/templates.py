@@ -9,6 +9,7 @@ from typing import Any
 
 from airflow.sdk import ObjectStoragePath
 
+from airflow_rankzero.paths import check_store
 from rankzero.errors import InvalidJobError
 from rankzero.job import AUTO
 from rankzero.launcher import Launcher
@@ -139,6 +140,8 @@ def check_early(task: Any) -> None:
             f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "
             "the two (conn_id=None where default_args hold one)"
         )
+    if task.store and not _is_late(task.store):
+        check_store(task.store)
     _check_known({name: convert(name, value) for name, value in given.items() if name not in late})
 
 

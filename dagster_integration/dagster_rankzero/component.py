@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import dagster as dg
@@ -168,7 +170,7 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Changes to the resource for this training alone, by its field names: master, spark_conf, store, "
-        "timeout, max_restarts ...",
+        "timeout, max_restarts ... Relative paths of working_dir and py_files begin in this folder.",
     )
     resource_key: str | None = Field(
         default=DEFAULT_RESOURCE_KEY,
@@ -192,10 +194,10 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The asset, and its resource if it has one of its own."""
-        key, options, resources = self.resource_key, self.options, {}
+        key, options, resources = self.resource_key, _beside(context.path, self.options), {}
         if key is None:
-            key, options = f"{self.asset.key.to_python_identifier()}__{DEFAULT_RESOURCE_KEY}", {}
-            resources[key] = TorchDistributorResource(**self.options)
+            key = f"{self.asset.key.to_python_identifier()}__{DEFAULT_RESOURCE_KEY}"
+            resources[key], options = TorchDistributorResource(**options), {}
         train = _bind(self.train_fn, self.kwargs, self.ins)
         decorate = torch_asset(
             num_processes=self.num_processes,
@@ -235,6 +237,21 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
             "backfill_policy": backfill[op.backfill_policy]() if op.backfill_policy else None,
         }
         return {name: value for name, value in arguments.items() if value}
+
+
+def _beside(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the relative paths of code that travels as those in the component's folder."""
+    folder = path.parent if path.is_file() else path
+
+    def absolute(given: Any) -> Any:
+        return os.path.normpath(folder / os.path.expanduser(given)) if isinstance(given, str) else given
+
+    found = dict(options)
+    if "working_dir" in found:
+        found["working_dir"] = absolute(found["working_dir"])
+    if isinstance(found.get("py_files"), (list, tuple)):
+        found["py_files"] = [absolute(name) for name in found["py_files"]]
+    return found
 
 
 def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[str, str]) -> Callable[..., Any]:

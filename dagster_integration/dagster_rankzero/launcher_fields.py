@@ -82,7 +82,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the ranks.")
     store: str | None = Field(
         default=None,
-        description="Root of the run directories, a path or an fsspec URL. "
+        description="Root of the run directories, an absolute path or an fsspec URL. "
         "Left out: $RANKZERO_STORE, else ~/.rankzero/runs.",
     )
     timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
@@ -143,7 +143,10 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         "step whose function, script or modules have changed begins from scratch.",
     )
     working_dir: str | None = Field(
-        default=None, description="A directory that travels with the job: each rank starts in a copy of it."
+        default=None,
+        description="A directory that travels with the job: each rank starts in a copy of it. In a "
+        "component's YAML a relative path, also of py_files, begins in the component's folder, else in the working "
+        "directory of the step's process.",
     )
     py_files: list[str] = Field(
         default=[],
@@ -190,9 +193,15 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         return dataclasses.asdict(given) if is_config else given
 
     def _launcher(self, env: Mapping[str, str]) -> "Launcher":
-        from rankzero import Launcher
+        from rankzero import InvalidJobError, Launcher
         from rankzero.run.checkpoints import CheckpointConfig
+        from rankzero.store import is_absolute
 
+        if self.store is not None and not is_absolute(self.store):
+            raise InvalidJobError(
+                f"store is {self.store!r}, a relative path, which would begin in the directory of the step's process; "
+                "give an absolute path or a URL"
+            )
         return Launcher(
             self._world,
             engine=self._engine(),

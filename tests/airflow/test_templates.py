@@ -181,25 +181,50 @@ def test_an_argument_that_is_never_rendered_takes_no_value_of_another_task(dag: 
         TorchDistributorOperator(task_id="train", train=print, backend=choose())
 
 
-def test_a_relative_script_is_the_one_beside_the_dag_file(
+def test_relative_paths_begin_beside_the_dag_file(
     run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a module beside it; the worker's own directory has another script of that name."""
+    """Also with a module beside it; the worker's own directory has another script of that name, and Airflow's files."""
     dags, elsewhere = tmp_path / "bundle" / "dags", tmp_path / "elsewhere"
     (dags / "code").mkdir(parents=True)
     elsewhere.mkdir()
     (elsewhere / "train.py").write_text(WORLD)
-    (dags / "code" / "train.py").write_text("import beside\nimport rankzero.train as rt\nrt.set_result(beside.VALUE)\n")
+    (elsewhere / "airflow.cfg").write_text("password")
+    (dags / "code" / "train.py").write_text(
+        "import os, beside, extra\nimport rankzero.train as rt\n"
+        "rt.set_result([beside.VALUE, extra.VALUE, os.path.exists('daily.py'), os.path.exists('airflow.cfg')])\n"
+    )
     (dags / "code" / "beside.py").write_text("VALUE = 42\n")
+    (tmp_path / "bundle" / "extra.py").write_text("VALUE = 43\n")
     (dags / "daily.py").write_text(
         "from airflow.sdk import DAG\n"
         "from airflow_rankzero import TorchDistributorOperator\n"
         "with DAG('scripted') as dag:\n"
         "    TorchDistributorOperator(\n"
         "        task_id='train', train='code/train.py', num_processes=1, conn_id='here',\n"
-        f"        store={str(tmp_path / 'store')!r},\n"
+        f"        store={str(tmp_path / 'store')!r}, working_dir='.', py_files=['../extra.py'],\n"
         "    )\n"
     )
     monkeypatch.chdir(elsewhere)
     outcome = run_dag(runpy.run_path(str(dags / "daily.py"))["dag"])
-    assert outcome.xcom("train") == 42, outcome.errors
+    assert outcome.xcom("train") == [42, 43, True, False], outcome.errors
+
+
+def test_the_path_of_a_dataset_begins_beside_the_dag_file(tmp_path: Path) -> None:
+    from airflow_rankzero.paths import dataset_beside
+
+    (tmp_path / "rows").mkdir()
+    given = {"a": "rows", "b": "data/more", "c": "catalog.rows", "d": "SELECT 1", "e": "s3://b/x", "f": Path("rows")}
+    found = dataset_beside(str(tmp_path / "daily.py"), given)
+    assert found == {**given, "a": f"{tmp_path}/rows", "b": f"{tmp_path}/data/more", "f": f"{tmp_path}/rows"}
+
+
+def test_a_relative_store_is_refused(dag: Any, run_dag: RunDag) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from rankzero import InvalidJobError
+
+    with pytest.raises(InvalidJobError, match="store is 'runs', a relative path"):
+        TorchDistributorOperator(task_id="train", train=print, store="runs")
+    TorchDistributorOperator(task_id="late", train=print, conn_id="here", store="{{ task.task_id }}", retries=3)
+    outcome = run_dag(dag)
+    assert "store is 'late', a relative path" in str(outcome.errors["late"])

@@ -118,7 +118,12 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
         train_fn="tests.dagster.trained_component.world_size",
         num_processes=2,
         resource_key=None,
-        options={"engine": "local", "store": str(tmp_path / "runs")},
+        options={
+            "engine": "local",
+            "store": str(tmp_path / "runs"),
+            "working_dir": ".",
+            "py_files": ["shapes.py"],
+        },
         asset={"key": "size"},
     )
     with sandbox.load_component_and_build_defs(folder) as (_, defs):
@@ -127,7 +132,9 @@ def test_a_resource_of_its_own(sandbox: DefsFolderSandbox, tmp_path: Path) -> No
         )
         job = whole.resolve_implicit_global_asset_job_def()
         assert value_of(job.execute_in_process(), "size") == 2
-    assert list((tmp_path / "runs").iterdir())
+    (run,) = (tmp_path / "runs").iterdir()
+    # Relative paths begin in the component's folder.
+    assert {"working_dir/train.py", "py_files/shapes.py"} <= set((run / "submissions/0/code.txt").read_text().split())
 
 
 def test_a_project_without_the_resource_is_told_which(sandbox: DefsFolderSandbox) -> None:

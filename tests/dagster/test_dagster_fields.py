@@ -62,6 +62,13 @@ def test_options_of_a_wrong_type_are_refused_when_defined() -> None:
         torch_asset(options={"num_processes": "two"})(train)
 
 
+def test_a_relative_store_is_refused_before_the_training() -> None:
+    torch_distributor = TorchDistributorResource(engine="local", store="runs")
+    with pytest.raises(dg.Failure, match="store is 'runs', a relative path") as raised:
+        dg.materialize([torch_asset(train)], resources={"torch_distributor": torch_distributor})
+    assert not raised.value.allow_retries
+
+
 def test_environment_variables_and_the_launchpad_configure_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("RANKS", "2")

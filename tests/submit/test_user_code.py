@@ -113,3 +113,26 @@ def test_what_is_too_large_is_refused_by_name(project: Path, monkeypatch: pytest
 def test_refusals(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidJobError, match=words):
         Launcher(**options).run(look)
+
+
+@pytest.mark.parametrize("name", ["HOME", "AIRFLOW_HOME", "DAGSTER_HOME"])
+@pytest.mark.parametrize("below", [".", "homes/own"])
+def test_a_home_directory_does_not_travel(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, below: str
+) -> None:
+    home = project / below
+    home.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv(name, str(home))
+    for code in (UserCode(str(project)), UserCode(py_files=(str(project),))):
+        with pytest.raises(InvalidJobError, match=f"the home directory {home}"):
+            code.files  # noqa: B018
+    if below != ".":
+        assert UserCode(str(project), excludes=("homes/",)).files
+
+
+@pytest.mark.parametrize("name", ["airflow.cfg", "dagster.yaml"])
+def test_the_configuration_of_an_orchestrator_does_not_travel(project: Path, name: str) -> None:
+    (project / "data" / name).write_text("password")
+    with pytest.raises(InvalidJobError, match=f"{name}, the configuration of an orchestrator"):
+        UserCode(str(project)).files  # noqa: B018
+    assert UserCode(str(project), excludes=(name,)).files

@@ -28,7 +28,7 @@ from rankzero.store.files import (
     write_bytes,
     write_parts,
 )
-from rankzero.store.location import is_url, join, normalize
+from rankzero.store.location import is_absolute, is_url, join, normalize
 from rankzero.store.patience import patiently
 from rankzero.store.proof import prove
 
@@ -39,6 +39,7 @@ __all__ = [
     "create",
     "exists",
     "fingerprint",
+    "is_absolute",
     "is_url",
     "join",
     "list_names",

@@ -40,6 +40,12 @@ def is_url(location: str) -> bool:
     return "://" in location and not _LOCAL.match(location)
 
 
+def is_absolute(location: str | os.PathLike[str]) -> bool:
+    """Returns True for a URL, and for a path that is the same in every working directory."""
+    text = os.fspath(location)
+    return is_url(text) or os.path.isabs(os.path.expanduser(_LOCAL.sub("", text, count=1)))
+
+
 def scheme_of(location: str) -> str:
     """``"s3"`` of ``s3://bucket``."""
     return location.partition("://")[0].lower()

@@ -26,6 +26,10 @@ ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
 """Folders in the archive."""
 
+_HOMES = ("AIRFLOW_HOME", "DAGSTER_HOME")
+_SETTINGS = ("airflow.cfg", "dagster.yaml")
+# They hold passwords, and lie beside logs and databases.
+
 _ARCHIVES = (".zip", ".egg", ".whl")
 
 
@@ -62,14 +66,21 @@ class UserCode:
         found: dict[str, str] = {}
         if self.working_dir is not None:
             ignored = _matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
+            _refuse_homes("working_dir", self.working_dir, ignored)
             found |= {f"{WORKING_DIR}/{name}": path for name, path in _walk(self.working_dir, ignored)}
         for path in self.py_files:
             root = os.path.basename(os.path.abspath(path))
             if os.path.isdir(path):
                 ignored = _matcher(self.excludes)
+                _refuse_homes("py_files", path, ignored)
                 found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored)}
             else:
                 found[f"{PY_FILES}/{root}"] = path
+        if settings := [path for path in found.values() if os.path.basename(path) in _SETTINGS]:
+            raise InvalidJobError(
+                f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
+                f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
+            )
         return dict(sorted(found.items()))
 
     @functools.cached_property
@@ -112,6 +123,23 @@ class UserCode:
     def listing(self) -> str:
         """For people: a line for each file, with its size."""
         return "".join(f"{os.path.getsize(path):>12}  {name}\n" for name, path in self.files.items())
+
+
+def _refuse_homes(option: str, directory: str, ignored: Callable[[str], bool]) -> None:
+    """Raises InvalidJobError if a home directory would travel: of the user, of Airflow or of Dagster."""
+    homes = [os.path.expanduser("~"), *(os.environ[name] for name in _HOMES if os.environ.get(name))]
+    for home in map(os.path.realpath, homes):
+        below = os.path.relpath(home, os.path.realpath(directory))
+        parts = [] if below == os.curdir else below.split(os.sep)
+        stays = any(
+            part == os.pardir or is_skipped(part) or ignored(f"{'/'.join(parts[: number + 1])}/")
+            for number, part in enumerate(parts)
+        )
+        if not stays:
+            raise InvalidJobError(
+                f"{option} names {directory}, which is or contains the home directory {home}, and would send it to the "
+                f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
+            )
 
 
 def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
