@@ -4,13 +4,16 @@ Dagster ignores what it does not know, and a misspelt ``master`` would train on 
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import dagster as dg
 from pydantic import BaseModel, model_validator
 
 from dagster_rankzero._compat import variable_of
+
+ADDED = frozenset({"env", "spark_conf"})
+"""Fields whose entries the options of one training add to those of the resource."""
 
 LIKENESS = 0.7
 """How alike two names are, of 1, to be shown as what was meant: at 0.6 "mastr" would be "store", too."""
@@ -74,6 +77,18 @@ def resolve_variables(value: Any) -> Any:
     if found is None:
         raise dg.DagsterInvalidDefinitionError(f"the environment variable {name} is not set where the step runs")
     return found
+
+
+def added_to(base: Mapping[str, str], changes: Any) -> Any:
+    """Returns a mapping with the entries of another one; None as a value removes one. Anything else as it is.
+
+    Example:
+        >>> added_to({"a": "1", "b": "2"}, {"b": None, "c": "3"})
+        {'a': '1', 'c': '3'}
+    """
+    if not isinstance(changes, Mapping):
+        return changes
+    return {name: value for name, value in {**base, **changes}.items() if value is not None}
 
 
 def _with_matches(name: str, known: list[str]) -> str:

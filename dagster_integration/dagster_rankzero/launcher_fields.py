@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import dagster as dg
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
+from dagster_rankzero._compat import variable_of
 from dagster_rankzero.fields import KnownFields
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.job import AUTO, NumProcesses, check_counts, qualified_name, world_bounds
@@ -14,6 +15,10 @@ from rankzero.job import AUTO, NumProcesses, check_counts, qualified_name, world
 if TYPE_CHECKING:
     from rankzero import Launcher
     from rankzero.engines.base import Engine
+
+
+_CHOICES = {"engine": ("spark", "local"), "deploy_mode": ("client", "cluster", "job")}
+# Of fields that are texts for Dagster: those with a choice cannot be an EnvVar.
 
 
 class Checkpoints(KnownFields):
@@ -33,7 +38,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     such as ``[MLflow()]``; see `rankzero.tracking.Tracker`.
     """
 
-    engine: Literal["spark", "local"] = Field(
+    engine: str = Field(
         default="spark",
         description="Where the ranks run: as one barrier stage of Spark, or as processes of this machine "
         "without Spark, which starts in a second and suits tests. Local runs ignore master and spark_conf.",
@@ -43,7 +48,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="Spark master: local[N], spark://host:port, yarn or k8s://... "
         "Left out: an embedded local[N] with as many slots as there are tasks.",
     )
-    deploy_mode: Literal["client", "cluster", "job"] = Field(
+    deploy_mode: str = Field(
         default="client",
         description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
         "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees. job: "
@@ -163,6 +168,20 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     )
     trackers: dg.ResourceDependency[Any] = []  # type: ignore[assignment]  # noqa: RUF012
     _dataset: Any = PrivateAttr(default=None)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _let_variables_through(cls, given: Any, validate: Any) -> Any:
+        """Takes a `dagster.EnvVar`, whose value Dagster looks up where the step runs, for a flag or a number, too."""
+        return given if variable_of(given) else validate(given)
+
+    @field_validator("engine", "deploy_mode")
+    @classmethod
+    def _is_choice(cls, given: str, info: ValidationInfo) -> str:
+        choices = _CHOICES[str(info.field_name)]
+        if given not in choices and not variable_of(given):
+            raise ValueError(f"choose {', '.join(choices[:-1])} or {choices[-1]}, not {given!r}")
+        return given
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@ import dagster as dg
 from pydantic import Field, ValidationError
 
 from dagster_rankzero.arguments.plain import without_annotations, without_dagster
-from dagster_rankzero.fields import check_fields, resolve_variables
+from dagster_rankzero.fields import ADDED, added_to, check_fields, resolve_variables
 from dagster_rankzero.launcher_fields import LauncherFields
 from dagster_rankzero.output import build_result, check_single, single_output, value_of
 
@@ -76,7 +76,8 @@ class TorchDistributorResource(LauncherFields):
         """A copy with changed fields, for one run.
 
         Args:
-            changes: Field names of this class and their new values; a `dagster.EnvVar` is looked up now.
+            changes: Field names of this class and their new values; a `dagster.EnvVar` is looked up now. The entries of
+                ``env`` and ``spark_conf`` are added to those of this resource; None as a value removes one.
 
         Returns:
             The copy; this resource stays as it is.
@@ -99,7 +100,10 @@ class TorchDistributorResource(LauncherFields):
             changes = {**changes, "dataset": None}
         try:
             check_fields(type(self), changes)
-            copy = type(self)(**{**{name: getattr(self, name) for name in fields}, **resolve_variables(changes)})
+            changes = {name: resolve_variables(value) for name, value in changes.items()}
+            for name in ADDED.intersection(changes):
+                changes[name] = added_to(getattr(self, name), changes[name])
+            copy = type(self)(**{**{name: getattr(self, name) for name in fields}, **changes})
             copy._dataset = None if is_text else given
             return copy
         except (dg.DagsterInvalidDefinitionError, ValidationError) as error:

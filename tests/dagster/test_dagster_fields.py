@@ -5,6 +5,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from pydantic import ValidationError
 from tests.dagster.dagster_events import value_of
 
 import rankzero.train as rt
@@ -60,6 +61,50 @@ def test_a_subclass_may_have_fields_of_its_own() -> None:
 def test_options_of_a_wrong_type_are_refused_when_defined() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="num_processes"):
         torch_asset(options={"num_processes": "two"})(train)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("engine", "local", "local"),
+        ("deploy_mode", "cluster", "cluster"),
+        ("use_gpu", "true", True),
+        ("encrypt", "false", False),
+        ("by_reference", "true", True),
+        ("num_processes", "3", 3),
+    ],
+)
+def test_a_choice_a_flag_or_a_number_may_be_an_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object
+) -> None:
+    monkeypatch.setenv("GIVEN", text)
+
+    @dg.asset
+    def read(torch_distributor: TorchDistributorResource) -> str:
+        return repr(getattr(torch_distributor, name))
+
+    resource = TorchDistributorResource(**{name: dg.EnvVar("GIVEN")})
+    result = dg.materialize([read], resources={"torch_distributor": resource})
+    assert value_of(result, "read") == repr(value)
+    assert getattr(TorchDistributorResource().options(**{name: dg.EnvVar("GIVEN")}), name) == value
+
+
+@pytest.mark.parametrize("name", ["engine", "deploy_mode"])
+def test_a_choice_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(ValidationError, match="choose .* or .*, not 'kluster'"):
+        TorchDistributorResource(**{name: "kluster"})
+    monkeypatch.setenv("GIVEN", "kluster")
+    with pytest.raises(dg.Failure, match="choose .* or .*, not 'kluster'"):
+        TorchDistributorResource().options(**{name: dg.EnvVar("GIVEN")})
+
+
+@pytest.mark.parametrize("name", ["env", "spark_conf"])
+def test_options_add_to_the_mappings_of_the_resource(name: str) -> None:
+    resource = TorchDistributorResource(**{name: {"base": "1", "removed": "2", "changed": "3"}})
+    changed = resource.options(**{name: {"changed": "4", "removed": None, "more": "5"}})
+    assert getattr(changed, name) == {"base": "1", "changed": "4", "more": "5"}
+    # Also where the decorator checks them.
+    torch_asset(options={name: {"removed": None}})(train)
 
 
 def test_a_relative_store_is_refused_before_the_training() -> None:

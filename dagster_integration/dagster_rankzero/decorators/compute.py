@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from dagster_rankzero.arguments.inputs import type_of_input
 from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
-from dagster_rankzero.fields import check_fields
+from dagster_rankzero.fields import ADDED, added_to, check_fields
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
@@ -95,7 +95,9 @@ def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str
     changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
     check_fields(TorchDistributorResource, changes)
     try:
-        TorchDistributorResource(**changes)
+        # None as a value of a mapping removes an entry of the project's resource, which is not known here.
+        added = {name: added_to({}, changes[name]) for name in ADDED.intersection(changes)}
+        TorchDistributorResource(**{**changes, **added})
     except ValidationError as error:
         raise dg.DagsterInvalidDefinitionError(f"wrong options: {error}") from error
     return changes
