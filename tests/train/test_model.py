@@ -64,8 +64,11 @@ def alone() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.parametrize("on_every_rank", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(launcher: Launcher, strategy: Any) -> None:
+def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(
+    launcher: Launcher, strategy: Any, on_every_rank: bool
+) -> None:
     def train() -> Any:
         import torch
 
@@ -82,6 +85,8 @@ def test_two_ranks_train_as_one_would_and_go_on_from_the_whole_state(launcher: L
 
         again = rt.prepare_model(build(7), strategy)
         optimizer = torch.optim.AdamW(again.parameters(), lr=0.9)
+        # A checkpoint gives every rank the whole state; `full_state_dict` gives it to rank 0 alone.
+        weights, moments = rt.broadcast_object((weights, moments)) if on_every_rank else (weights, moments)
         given = list(weights), {name: list(part) for name, part in moments.items()}
         rt.load_full_state_dict(again, weights)
         rt.load_full_optimizer_state_dict(again, optimizer, moments)
@@ -122,6 +127,49 @@ def test_an_optimizer_gets_its_state_with_and_without_tensors_and_gradients() ->
             load_state(momentum, has_gradients)
 
     run_inline(train, world_size=2)
+
+
+def resume_with_an_unused_branch(strategy: Any) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def prepared() -> tuple[Any, Any]:
+        options = {"find_unused_parameters": True} if strategy == "ddp" else {}
+        model = rt.prepare_model(Branches(), strategy, **options)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: Any) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    model, optimizer = prepared()
+    train(model, optimizer)
+    train(model, optimizer)
+    state = rt.broadcast_object(rt.full_optimizer_state_dict(model, optimizer))
+    assert sorted(state["state"]) == ["used.bias", "used.weight"]
+
+    again, other = prepared()
+    rt.load_full_optimizer_state_dict(again, other, state)
+
+    def steps(optimizer: Any) -> list[Any]:
+        parameters = optimizer.param_groups[0]["params"]
+        return [float(optimizer.state[each]["step"]) if each in optimizer.state else None for each in parameters]
+
+    assert steps(other) == steps(optimizer) == [2.0, 2.0, None, None]
+    with pytest.raises(KeyError, match="unused.weight"):
+        groups = [{**group, "params": ["used.weight", "used.bias"]} for group in state["param_groups"]]
+        rt.load_full_optimizer_state_dict(again, other, {**state, "param_groups": groups})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_optimizer_resumes_where_a_parameter_never_had_a_gradient(launcher: Launcher, strategy: Any) -> None:
+    launcher.run(resume_with_an_unused_branch, strategy)
 
 
 def add_up(model: Any, in_no_sync: bool) -> tuple[dict[str, torch.Tensor], list[int]]:

@@ -196,39 +196,69 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
-    """Sets the weights of a model from what `full_state_dict` gave, whatever the world size. Called by every rank.
+    """Sets the weights of a model from what `full_state_dict` returned, for any world size. Every rank must call it.
 
     Args:
         model: Plain, in ``DistributedDataParallel``, or sharded.
-        state: Rank 0's counts; other ranks may give an empty dict.
+        state: The weights by name. Only rank 0's are used: the other ranks may pass the same dict or an empty one.
     """
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
     ensure_process_group()
-    # torch gives the names in its dict those of the wrapped module.
-    set_model_state_dict(model, dict(state), options=_options(loading=True))
+    # torch renames the keys of the dict that it is given, and expects them on rank 0 alone.
+    set_model_state_dict(model, _on_rank_zero(dict(state)), options=_options(loading=True))
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Sets the state of an optimizer from what `full_optimizer_state_dict` gave. Called by every rank.
+    """Sets the state of an optimizer from what `full_optimizer_state_dict` returned. Every rank must call it.
 
-    Gradients stay as they are.
+    Gradients are kept. A parameter that never had a gradient has no state, neither in the dict nor after the call.
 
     Args:
-        model: Whose parameters it trains.
-        optimizer: Made after `prepare_model`.
-        state: Rank 0's counts; other ranks may give an empty dict.
+        model: The model whose parameters the optimizer trains.
+        optimizer: Made after `prepare_model`. Its previous state is discarded.
+        state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
+
+    Raises:
+        KeyError: the optimizer has a parameter that the dict does not contain.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     ensure_process_group()
+    names = _names(model, optimizer)
     # Plain SGD has settings and no tensors, of which torch would distribute the shards.
-    settings = broadcast_object(None if any(state.get("state", {}).values()) else state)
+    settings, known, stated = broadcast_object(_summary_of(state))
+    if missing := [each[0] for each in names.values() if known.isdisjoint(each)]:
+        raise KeyError(f"the optimizer's state does not contain the parameters {missing}")
+    optimizer.state.clear()
     with _without_gradients(optimizer):
         if settings is None:
-            set_optimizer_state_dict(model, optimizer, state, options=_options(loading=True))
+            options = _options(loading=True)
+            options.strict = False
+            set_optimizer_state_dict(model, optimizer, _on_rank_zero(state), options=options)
         else:
             set_optimizer_state_dict(model, optimizer, settings, options=StateDictOptions())
+    # torch makes a state for every parameter before it loads.
+    for parameter, each in names.items():
+        if stated.isdisjoint(each):
+            optimizer.state.pop(parameter, None)
+
+
+def _summary_of(state: State) -> tuple[State | None, set[str], set[str]]:
+    """Returns the state if it has no tensors, the names of its parameters, and those that have a state."""
+    states = state.get("state", {})
+    known = {name for group in state.get("param_groups", ()) for name in group["params"]}
+    return None if any(states.values()) else state, known, {name for name in states if states[name]}
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, list[str]]:
+    """Returns the names of each trained parameter in the plain module; a shared one has several."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in unwrap_model(model).named_parameters(remove_duplicate=False):
+        if parameter in trained and parameter.requires_grad:
+            names.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
+    return names
 
 
 @contextlib.contextmanager
