@@ -506,6 +506,25 @@ def test_an_object_store_is_asked_what_its_files_are(bucket: str, monkeypatch: p
     assert manifest_of_path(f"{bucket}/table/part-0.parquet", "train").rows == 1000
 
 
+def test_timestamps_that_spark_wrote_are_those_of_its_frame(session: Any, tmp_path: Path) -> None:
+    texts = ["9999-12-31 23:59:59.123456", "0001-01-03 00:00:00", "1600-02-29 12:00:00", "2024-06-01 00:00:00.000001"]
+    values = ", ".join(f"({number}, timestamp'{text} UTC')" for number, text in enumerate(texts))
+    frame = session.sql(f"SELECT id, t, unix_micros(t) AS expected FROM VALUES {values} AS rows(id, t)")
+    frame.coalesce(1).write.option("compression", "none").parquet(str(tmp_path / "table"))
+    shard = shard_of(manifest_of_path(str(tmp_path / "table"), "train"), tmp_path)
+    (batch,) = shard.iter_batches(4)
+    assert batch["t"].tolist() == batch["expected"].tolist() == [row.expected for row in frame.orderBy("id").collect()]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.timestamp("ms", "UTC"), pa.duration("s")])
+def test_a_time_that_has_no_place_in_microseconds_is_an_error_with_its_column(kind: Any, tmp_path: Path) -> None:
+    table = pa.table({"t": pa.array([1, 1 << 60]).cast(kind)})
+    pyarrow.feather.write_feather(table, tmp_path / "t.arrow", compression="uncompressed")
+    shard = shard_of(manifest_of_path(str(tmp_path / "t.arrow"), "train"), tmp_path)
+    with pytest.raises((InvalidJobError, ResultError), match="column 't'"):
+        list(shard.iter_batches(2))
+
+
 def test_names_of_directories_above_a_table_are_no_columns(tmp_path: Path) -> None:
     folder = tmp_path / "env=prod" / "x=5" / "table"
     (folder / "day=3").mkdir(parents=True)

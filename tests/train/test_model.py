@@ -162,8 +162,8 @@ def resume_with_an_unused_branch(strategy: Any) -> None:
         return [float(optimizer.state[each]["step"]) if each in optimizer.state else None for each in parameters]
 
     assert steps(other) == steps(optimizer) == [2.0, 2.0, None, None]
+    groups = [{**group, "params": ["used.weight", "used.bias"]} for group in state["param_groups"]]
     with pytest.raises(KeyError, match="unused.weight"):
-        groups = [{**group, "params": ["used.weight", "used.bias"]} for group in state["param_groups"]]
         rt.load_full_optimizer_state_dict(again, other, {**state, "param_groups": groups})
 
 

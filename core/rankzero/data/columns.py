@@ -82,11 +82,11 @@ def _numbers(array: Any, name: str) -> torch.Tensor:
     elif types.is_date(kind):
         array = array.cast(pa.date32()).view(pa.int32())
     elif types.is_timestamp(kind):
-        array = array.cast(pa.timestamp("us", kind.tz), safe=False).view(pa.int64())
+        array = _in_microseconds(array, pa.timestamp("us", kind.tz), name)
     elif types.is_time(kind):
-        array = array.cast(pa.time64("us"), safe=False).view(pa.int64())
+        array = _in_microseconds(array, pa.time64("us"), name)
     elif types.is_duration(kind):
-        array = array.cast(pa.duration("us"), safe=False).view(pa.int64())
+        array = _in_microseconds(array, pa.duration("us"), name)
     elif kind in (larger := {pa.uint16(): pa.int32(), pa.uint32(): pa.int64(), pa.uint64(): pa.int64()}):
         try:
             array = array.cast(larger[kind])
@@ -98,6 +98,19 @@ def _numbers(array: Any, name: str) -> torch.Tensor:
     if not len(array):
         return torch.empty(0, dtype=getattr(torch, _TORCH_NAMES.get(str(array.type), str(array.type))))
     return from_dlpack(array)
+
+
+def _in_microseconds(array: Any, kind: Any, name: str) -> Any:
+    """Returns times in microseconds as int64, cut off where they were finer."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        options = pc.CastOptions(target_type=kind, allow_time_truncate=True)
+        return pc.cast(array, options=options).view(pa.int64())
+    except pa.ArrowInvalid as error:
+        message = f"column {name!r} ({array.type}) has a value that int64 cannot hold in microseconds: {error}"
+        raise InvalidJobError(message) from error
 
 
 _TORCH_NAMES = {"float": "float32", "double": "float64", "halffloat": "float16"}

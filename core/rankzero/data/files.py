@@ -7,6 +7,10 @@ from typing import Any
 from rankzero import store
 from rankzero.store import remote
 
+PARQUET_OPTIONS = {"coerce_int96_timestamp_unit": "us"}
+"""Options of pyarrow for every Parquet file. Spark writes timestamps as INT96, which in nanoseconds, pyarrow's default,
+wrap silently outside of the years 1677 to 2262."""
+
 
 def filesystem_of(location: str) -> tuple[Any, str]:
     """A `pyarrow.fs.FileSystem`, which can be pickled, and the path of a location there.

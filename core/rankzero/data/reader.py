@@ -14,8 +14,9 @@ import torch
 
 from rankzero import store
 from rankzero.data import decoded, mapping
-from rankzero.data.files import open_file
+from rankzero.data.files import PARQUET_OPTIONS, open_file
 from rankzero.data.manifest import ARROW, File, Manifest
+from rankzero.data.schemas import fit
 from rankzero.errors import ResultError
 
 FILES = 64
@@ -188,11 +189,11 @@ class Reader:
             import pyarrow.parquet as pq
 
             # Not what its file was written from: a column of a table has one type.
-            table = pq.ParquetFile(source).read_row_group(group, columns=stored)
+            table = pq.ParquetFile(source, **PARQUET_OPTIONS).read_row_group(group, columns=stored)
         if not stored:
             return pa.RecordBatch.from_arrays([pa.nulls(file.rows[group])], [""])
         kinds = pa.schema([self._schema.field(name) for name in stored])
-        batches = table.select(stored).cast(kinds).to_batches()
+        batches = fit(table, kinds).to_batches()
         return _in_one(batches) if batches else pa.RecordBatch.from_pylist([], kinds)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import store
+from rankzero.data import schemas
 from rankzero.data.files import filesystem_of
 from rankzero.errors import ResultError
 
@@ -76,20 +79,54 @@ class Table:
         """
         from pyarrow import dataset
 
-        if not store.list_names(self.uri):
+        if not any(_FILE.fullmatch(name) for name in store.list_names(self.uri)):
             raise ResultError(f"the table {self.uri} has no files: no rank had rows, or its run directory was removed")
         filesystem, path = filesystem_of(self.uri)
-        return dataset.dataset(path, format="parquet", filesystem=filesystem)
+        open_dataset = functools.partial(dataset.dataset, path, format="parquet", filesystem=filesystem)
+        return open_dataset(schema=self._schema(open_dataset))
+
+    def _schema(self, open_dataset: Callable[[], pyarrow.dataset.Dataset]) -> Any:
+        """Returns the columns of all files."""
+        import pyarrow as pa
+
+        with contextlib.suppress(pa.ArrowException):
+            if known := schemas.published(self.uri):
+                return schemas.unify(known.values())
+        # Rows of a rank whose schema was refused are in no file, and its schema does not count.
+        return schemas.unify(fragment.physical_schema for fragment in open_dataset().get_fragments())
 
     def to_pandas(self) -> pandas.DataFrame:
         """All rows in memory. Raises ResultError as `to_arrow`."""
         return self.to_arrow().to_table().to_pandas()
 
     def to_spark(self, session: SparkSession) -> DataFrame:
-        """The rows as a Spark DataFrame, read by the session's executors.
+        """Returns the rows as a Spark DataFrame, read by the session's executors.
 
         Args:
-            session: One whose executors see the store; ``s3://`` is read by Spark's ``s3a``.
+            session: A session whose executors see the store; ``s3://`` is read by Spark's ``s3a``.
+
+        Raises:
+            ResultError: as `to_arrow`.
         """
-        uri: Any = self.uri
-        return session.read.parquet(uri.replace("s3://", "s3a://", 1) if uri.startswith("s3://") else uri)
+        from pyspark.sql import functions as F
+
+        table = self.to_arrow()
+        files: dict[Any, list[str]] = {}
+        for fragment in table.get_fragments() if len(schemas.published(self.uri)) != 1 else ():
+            files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
+        uri = self.uri.replace("s3://", "s3a://", 1) if self.uri.startswith("s3://") else self.uri
+        read: Any = session.read
+        # Spark reads each type of a column by itself, and its union widens them as `to_arrow` does.
+        frames = [
+            read.parquet(*(store.join(uri, name) for name in names)).drop(*schemas.nulls(schema))
+            for schema, names in files.items()
+        ]
+        frame = functools.reduce(
+            lambda one, other: one.unionByName(other, allowMissingColumns=True), frames or [read.parquet(uri)]
+        )
+        missing = {name: F.lit(None) for name in table.schema.names if name not in frame.columns}
+        return frame.withColumns(missing).select([f"`{name}`" for name in table.schema.names])
+
+
+def _union(one: Any, other: Any) -> Any:
+    return one.unionByName(other, allowMissingColumns=True)

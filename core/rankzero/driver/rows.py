@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rankzero import store
+from rankzero.data.schemas import is_schema
 from rankzero.data.table import FOLDER, Written, belongs, folder_of
 from rankzero.run.directory import RunDirectory
 
@@ -27,11 +28,10 @@ def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
         OSError: the store does not do it (or an error of its fsspec driver).
     """
     for number in _attempts_before(run, attempt) if written else ():
-        for table, file in _files(run, number):
-            if belongs(file, table, written):
-                folder = run.path(FOLDER, folder_of(attempt), table)
-                store.make_directory(folder)
-                _move(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file))
+        for table, file in _carried(run, number, written):
+            folder = run.path(FOLDER, folder_of(attempt), table)
+            store.make_directory(folder)
+            _move(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file))
 
 
 def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
@@ -52,13 +52,20 @@ def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
 
 
 def _remove_all_but(run: RunDirectory, number: int, written: Written) -> None:
-    files = list(_files(run, number)) if written else []
-    if not any(belongs(file, table, written) for table, file in files):
+    carried = set(_carried(run, number, written)) if written else set()
+    if not carried:
         store.remove(run.path(FOLDER, folder_of(number)))
         return
-    for table, file in files:
-        if not belongs(file, table, written):
-            store.remove(run.path(FOLDER, folder_of(number), table, file))
+    for table, file in set(_files(run, number)) - carried:
+        store.remove(run.path(FOLDER, folder_of(number), table, file))
+
+
+def _carried(run: RunDirectory, number: int, written: Written) -> list[tuple[str, str]]:
+    """Returns table and name of each file that belongs to a checkpoint, and those of the schemas of its tables."""
+    files = list(_files(run, number))
+    rows = [(table, file) for table, file in files if belongs(file, table, written)]
+    tables = {table for table, _ in rows}
+    return [(table, file) for table, file in files if table in tables and is_schema(file)] + rows
 
 
 def _attempts_before(run: RunDirectory, attempt: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rankzero.data import kinds
 from rankzero.data.manifest import ARROW, File
+from rankzero.data.schemas import unify
 from rankzero.errors import InvalidJobError
 
 _ADVICE = "write the table anew, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
@@ -26,12 +27,8 @@ def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
     """
     import pyarrow as pa
 
-    distinct: list[Any] = []
-    for schema in schemas:
-        if not any(schema.equals(other) for other in distinct):
-            distinct.append(schema)
     try:
-        return pa.unify_schemas([first, *distinct], promote_options="permissive")
+        return unify([first, *schemas])
     except pa.ArrowException as error:
         raise InvalidJobError(f"the files of {where} have columns of different types ({error}): {_ADVICE}") from error
 

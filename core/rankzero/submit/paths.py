@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.data import kinds
-from rankzero.data.files import filesystem_of, open_file, tags_of
+from rankzero.data.files import PARQUET_OPTIONS, filesystem_of, open_file, tags_of
 from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
 from rankzero.errors import InvalidJobError
 from rankzero.submit.evolution import schema_of_files, with_nulls
@@ -81,7 +81,7 @@ def _directory(location: str, where: str) -> Any:
         names = sorted(name for name, short in below.items() if not _is_hidden(short))
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
-    kind = "feather" if names[0].endswith(_ARROW_NAMES) else "parquet"
+    kind = "feather" if names[0].endswith(_ARROW_NAMES) else dataset.ParquetFileFormat(**PARQUET_OPTIONS)
     # Names of directories above the table's are no columns of it.
     return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
 
@@ -106,7 +106,10 @@ def _delta(location: str, version: int | None) -> tuple[Any, str]:
             f"{location} is a Delta table with column mapping ({mapping}), which ranks cannot read. Have Spark read "
             f'it: dataset="SELECT * FROM delta.`{location}`"'
         )
-    return table.to_pyarrow_dataset(), f"{table.metadata().id} {table.version()}"
+    from pyarrow.dataset import ParquetReadOptions
+
+    options = ParquetReadOptions(**PARQUET_OPTIONS)
+    return table.to_pyarrow_dataset(parquet_read_options=options), f"{table.metadata().id} {table.version()}"
 
 
 def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manifest:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
+from rankzero.data import schemas
 from rankzero.data.table import FOLDER, Table, file_of, folder_of
 from rankzero.errors import InvalidJobError, ResultError
 from rankzero.train import context
@@ -38,7 +39,9 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Args:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
             ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. Of a generator 64 MiB are held at a time. A
-            tensor of two dimensions is a column of arrays of one length.
+            tensor of two dimensions is a column of arrays of one length. Batches and ranks may have different columns:
+            the table has all of them, each of the widest type, with nulls where a batch has none. Times are stored in
+            microseconds and half precision as float32, since Spark reads nothing else.
         name: Of the table.
 
     Returns:
@@ -49,7 +52,7 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         ResultError: this host reaches the run's store neither as a path nor by a client of its own, or the store does
             not take the rows (a full disk); or the table lacks rows of before the checkpoint, or has some that this
             attempt writes anew, since it has not asked for the checkpoint.
-        TypeError: a batch is of another kind, or batches have different columns.
+        TypeError: a batch is of another kind, or a column has two types, in batches or on ranks, that no type unites.
         Exception: whatever the iterable raises; of its rows only those of before the last checkpoint are in the table.
 
     Example:
@@ -164,24 +167,50 @@ class TableWriter:
         self._failure: ResultError | None = None
 
     def add(self, table: Any) -> None:
-        """Takes rows. Raises TypeError if they have other columns, ResultError as `write_rows`."""
+        """Takes rows. Raises TypeError if a column fits to no column so far, ResultError as `write_rows`."""
+        table = schemas.portable(table)
         with self._session.writing_lock:
-            self._schema = self._schema or table.schema
-            if not table.schema.equals(self._schema):
-                raise TypeError(f"batches have different columns: {self._schema} and {table.schema}")
+            if self._schema is None or not table.schema.equals(self._schema):
+                table = self._unified(table)
             self._waiting.append(table)
             self._size += table.nbytes
             if self._size >= GROUP_BYTES:
                 self._write()
 
+    def _unified(self, table: Any) -> Any:
+        """Returns the rows in the schema of this table so far, which grows if they do not fit into it."""
+        import pyarrow as pa
+
+        try:
+            wanted = schemas.unify([self._schema or table.schema, table.schema])
+            if self._schema is None or not wanted.equals(self._schema):
+                self._close_file()
+                self._schema = self._published(wanted)
+            return schemas.fit(table, self._schema)
+        except pa.ArrowException as error:
+            raise TypeError(f"rows do not fit into the table {self._name!r}: {error}") from error
+
+    def _published(self, schema: Any) -> Any:
+        import pyarrow as pa
+
+        try:
+            return schemas.publish(self._folder, schema, self._open_write)
+        except pa.ArrowException:
+            raise
+        except Exception as error:
+            raise self._refusal(error) from error
+
     def complete(self) -> None:
         """Puts what was taken into its place. Raises ResultError as `write_rows`."""
         with self._session.writing_lock:
-            if self._waiting:
-                self._write()
-            with self._storing():
-                self._opened.close()
-            self._writer = None
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._waiting:
+            self._write()
+        with self._storing():
+            self._opened.close()
+        self._writer = None
 
     def discard(self) -> None:
         """Forgets what is not in its place, because of the exception that is being handled."""
@@ -201,8 +230,8 @@ class TableWriter:
                 world = self._session.context
                 path = store.join(self._folder, file_of(world.attempt, world.rank, number))
                 file = self._opened.enter_context(self._open_write(path))
-                self._writer = self._opened.enter_context(pq.ParquetWriter(file, self._schema))
-            self._writer.write_table(pa.concat_tables(tables))
+                self._writer = self._opened.enter_context(pq.ParquetWriter(file, _stored(self._schema)))
+            self._writer.write_table(pa.concat_tables(tables).select(_stored(self._schema).names))
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:
@@ -214,8 +243,20 @@ class TableWriter:
         except Exception as error:
             # Drivers of object stores have exceptions of their own.
             self.discard()
-            self._failure = ResultError(f"rows cannot be written to {self._folder}: {error}")
-            raise self._failure from error
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> ResultError:
+        self._failure = ResultError(f"rows cannot be written to {self._folder}: {error}")
+        return self._failure
+
+
+def _stored(schema: Any) -> Any:
+    """Returns the columns of a data file: those of nulls alone have a type in the schema file only."""
+    import pyarrow as pa
+
+    without_type = schemas.nulls(schema)
+    fields = [field for field in schema if field.name not in without_type]
+    return pa.schema(fields) if fields else schema
 
 
 def _tables(batches: Any) -> Iterator[Any]:

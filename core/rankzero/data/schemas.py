@@ -1,0 +1,136 @@
+"""The schema of a table that several ranks write: each distinct schema is a small file beside the data files.
+
+A rank publishes its schema before its first row, and reads those of the other ranks afterwards. So of two ranks whose
+columns do not fit together at least one gets the error while it writes, and readers need no footer of a data file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import IO, Any
+
+from rankzero import store
+from rankzero.data.files import filesystem_of
+
+PREFIX = "_schema-"
+"""Begins the names of schema files. Spark and pyarrow ignore files whose names begin with an underscore."""
+
+OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
+
+
+def unify(schemas: Iterable[Any]) -> Any:
+    """Returns the schema with the columns of all schemas, each of a type that holds the values of all.
+
+    Raises:
+        pyarrow.ArrowException: two types of a column have no such type.
+    """
+    import pyarrow as pa
+
+    distinct: list[Any] = []
+    for schema in schemas:
+        if not any(schema.equals(other) for other in distinct):
+            distinct.append(schema)
+    return pa.unify_schemas(distinct, promote_options="permissive")
+
+
+def fit(table: Any, schema: Any) -> Any:
+    """Returns a table in a schema that `unify` made of its own: types are widened, missing columns are nulls.
+
+    Raises:
+        pyarrow.ArrowInvalid: a value does not fit into the type of its column, which the error names.
+    """
+    import pyarrow as pa
+
+    columns = []
+    for field in schema:
+        if field.name not in table.schema.names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        try:
+            columns.append(table.column(field.name).cast(field.type))
+        except pa.ArrowException as error:
+            raise pa.ArrowInvalid(f"column {field.name!r}: {error}") from error
+    return pa.table(columns, schema=schema)
+
+
+def portable(table: Any) -> Any:
+    """Returns a table in types that Spark reads from Parquet: times in microseconds, half precision as float32."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for number, field in enumerate(table.schema):
+        if (kind := _portable(field.type)) != field.type:
+            options = pc.CastOptions(target_type=kind, allow_time_truncate=True)
+            table = table.set_column(number, pa.field(field.name, kind), pc.cast(table.column(number), options=options))
+    return table.replace_schema_metadata(None)
+
+
+def _portable(kind: Any) -> Any:
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if types.is_time64(kind):
+        return pa.time64("us")
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_portable(kind.value_type), kind.list_size)
+    return pa.list_(_portable(kind.value_type)) if types.is_list(kind) else kind
+
+
+def nulls(schema: Any) -> list[str]:
+    """Returns the names of the columns that have no type, since all their values are null."""
+    import pyarrow as pa
+
+    return [field.name for field in schema if pa.types.is_null(field.type)]
+
+
+def publish(folder: str, schema: Any, open_write: OpenWrite) -> Any:
+    """Adds a rank's schema to those of a table.
+
+    Args:
+        folder: The table's directory, as a path or a URL.
+        schema: The columns of the rows that the rank is about to write.
+        open_write: Opens a file that appears as a whole.
+
+    Returns:
+        The unified schema of all ranks that have published theirs.
+
+    Raises:
+        pyarrow.ArrowException: the schema does not fit to another rank's.
+        OSError: the store failed.
+    """
+    before = published(folder)
+    found = unify([*before.values(), schema])
+    data = found.serialize().to_pybytes()
+    name = f"{PREFIX}{hashlib.sha256(data).hexdigest()[:16]}.arrow"
+    if name in before:
+        return found
+    with open_write(store.join(folder, name)) as file:
+        file.write(data)
+    # Another rank may have published between the first listing and the write.
+    return unify([*published(folder).values(), found])
+
+
+def published(folder: str) -> dict[str, Any]:
+    """Returns the schemas that were published for a table, by the names of their files; empty if there are none."""
+    import pyarrow as pa
+    from pyarrow import fs
+
+    filesystem, path = filesystem_of(folder)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    schemas = {}
+    for info in found:
+        if info.type == fs.FileType.File and is_schema(info.base_name):
+            with filesystem.open_input_file(info.path) as file:
+                schemas[info.base_name] = pa.ipc.read_schema(pa.py_buffer(file.read()))
+    return schemas
+
+
+def is_schema(name: str) -> bool:
+    """Returns True for the name of a schema file."""
+    return name.startswith(PREFIX)
