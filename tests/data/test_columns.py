@@ -84,7 +84,7 @@ def test_arrays_of_several_lengths_are_values_and_offsets() -> None:
     cut = part(found, 1, 3)
     assert isinstance(cut, Ragged)
     assert (cut.values.tolist(), cut.offsets.tolist()) == ([3], [0, 0, 1])
-    both = joined([found, cut])
+    both = joined([found, cut], "x")
     assert isinstance(both, Ragged)
     assert (both.values.tolist(), both.offsets.tolist()) == ([1, 2, 3, 3], [0, 2, 2, 3, 3, 4])
     assert rows_of({"c": both}) == 5
@@ -114,7 +114,7 @@ def test_vectors_of_spark_are_rows_of_a_matrix(length: int | None) -> None:
 
 
 def test_vectors_of_several_lengths_are_named() -> None:
-    with pytest.raises(InvalidJobError, match="column 'c' has vectors of 2 and of 3 numbers"):
+    with pytest.raises(InvalidJobError, match="column 'c' has vectors of 2 to 3 numbers"):
         column_of(pa.array([dense(1, 2), sparse(3)], VECTOR))
 
 

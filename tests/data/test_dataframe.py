@@ -134,6 +134,10 @@ def test_a_line_says_how_far_spark_is_whenever_the_interval_is_over(
         ("array('a')", "no tensor of arrays of string"),
         ("if(id = 3, null, id)", r"column 'bad' .* has 1 nulls"),
         ("make_ym_interval(1)", "column 'bad' of the dataset 'train' is interval"),
+        ("named_struct('x', if(id = 3, null, id))", r"column 'bad.x' .* has 1 nulls"),
+        ("array(1, if(id < 2, null, id))", r"column 'bad\[\]' .* has 2 nulls"),
+        ("parse_json('1')", "column 'bad' of the dataset 'train' is variant"),
+        ("named_struct('x', array(parse_json('1')))", "column 'bad' of the dataset 'train' is struct"),
     ],
 )
 def test_a_column_without_a_tensor_is_refused(session: Any, tmp_path: Path, column: str, why: str) -> None:
@@ -141,6 +145,29 @@ def test_a_column_without_a_tensor_is_refused(session: Any, tmp_path: Path, colu
     with pytest.raises(InvalidJobError, match=why):
         Launcher(2, dataset=frame, store=tmp_path).run(max, 1, 2)
     assert glob.glob(f"{tmp_path}/*/datasets/*") == []
+
+
+def test_vectors_of_several_lengths_are_refused_by_name(session: Any, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    frame = session.createDataFrame([(Vectors.dense([1.0]),), (Vectors.sparse(3, {}),)], ["v"])
+    with pytest.raises(InvalidJobError, match="column 'v' of the dataset 'train' has vectors of 1 to 3 numbers"):
+        Launcher(2, dataset=frame, store=tmp_path).run(max, 1, 2)
+
+
+def test_any_name_of_a_column_is_read(session: Any, tmp_path: Path) -> None:
+    from pyspark.sql import functions as F
+
+    names = ["a", "A", "a.b", "back`tick", "two words", "c0"]
+    frame = session.range(4).selectExpr(*(f"id + {number} AS n{number}" for number in range(len(names)))).toDF(*names)
+    nested = frame.withColumn("s", F.expr("named_struct('x', 1, 'X', 2)"))
+    manifest = materialize(nested, str(tmp_path / "rows"), "train", say)
+    (batch,) = shard_of(manifest, tmp_path).iter_batches(4)
+    assert {name: batch[name].tolist() for name in names} == {
+        name: [number + row for row in range(4)] for number, name in enumerate(names)
+    }
+    assert {name: set(column.tolist()) for name, column in batch["s"].items()} == {"x": {1}, "X": {2}}
+    assert manifest.digest == content_of(nested)
 
 
 def test_bad_frames_are_refused_and_leave_nothing(session: Any, tmp_path: Path) -> None:

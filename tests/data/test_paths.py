@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -522,6 +523,42 @@ def test_a_time_that_has_no_place_in_microseconds_is_an_error_with_its_column(ki
     pyarrow.feather.write_feather(table, tmp_path / "t.arrow", compression="uncompressed")
     shard = shard_of(manifest_of_path(str(tmp_path / "t.arrow"), "train"), tmp_path)
     with pytest.raises((InvalidJobError, ResultError), match="column 't'"):
+        list(shard.iter_batches(2))
+
+
+@pytest.mark.parametrize(
+    ("column", "path"),
+    [([1, None], "x"), ([{"y": 1}, {"y": None}], "x.y"), ([[1, None], [2, 3]], "x[]"), ([True, None], "x")],
+)
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_nulls_without_a_place_are_refused_before_a_start(
+    tmp_path: Path, kind: str, column: list[Any], path: str
+) -> None:
+    table = pa.table({"x": column, "text": ["a", None], "y": [0.5, None]})
+    place = str(tmp_path / f"t.{kind}")
+    if kind == "parquet":
+        pq.write_table(table, place)
+    else:
+        pyarrow.feather.write_feather(table, place, compression="uncompressed")
+    if kind == "parquet" and path == "x[]":
+        pytest.skip("a footer does not tell nulls within arrays from empty arrays: the first batch has the error")
+    with pytest.raises(InvalidJobError, match=re.escape(f"column {path!r} of the dataset 'train'") + ".* has 1 nulls"):
+        manifest_of_path(place, "train")
+
+
+def test_vectors_of_several_lengths_in_several_groups_are_an_error_with_their_column(tmp_path: Path) -> None:
+    kind = pa.struct(
+        [
+            ("type", pa.int8()),
+            ("size", pa.int32()),
+            ("indices", pa.list_(pa.int32())),
+            ("values", pa.list_(pa.float64())),
+        ]
+    )
+    vectors = [{"type": 1, "size": None, "indices": None, "values": [0.5] * size} for size in (2, 3)]
+    pq.write_table(pa.table({"v": pa.array(vectors, kind)}), tmp_path / "t.parquet", row_group_size=1)
+    shard = shard_of(manifest_of_path(str(tmp_path / "t.parquet"), "train"), tmp_path)
+    with pytest.raises(InvalidJobError, match="column 'v' has vectors of 2 to 3 numbers"):
         list(shard.iter_batches(2))
 
 

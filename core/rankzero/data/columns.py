@@ -141,9 +141,7 @@ def _vectors(array: Any, name: str, size: int | None) -> torch.Tensor:
         every = torch.where(dense, counts, _numbers(sizes.fill_null(0), name).long())
         size = int(every[0]) if len(every) else 0
         if (every != size).any():
-            raise InvalidJobError(
-                f"column {name!r} has vectors of {int(every.min())} and of {int(every.max())} numbers"
-            )
+            raise _several_lengths(name, int(every.min()), int(every.max()))
     flat = _numbers(values.flatten(), name)
     if bool(dense.all()) and len(flat) == size * len(array):
         return flat.reshape(len(array), size)
@@ -153,6 +151,12 @@ def _vectors(array: Any, name: str, size: int | None) -> torch.Tensor:
     places[~dense[rows]] = _numbers(indices.flatten(), name).long()
     found[rows, places] = flat
     return found
+
+
+def _several_lengths(name: str, least: int, most: int) -> InvalidJobError:
+    return InvalidJobError(
+        f"column {name!r} has vectors of {least} to {most} numbers: a tensor needs vectors of one length"
+    )
 
 
 def part(column: Column, low: int, high: int) -> Column:
@@ -165,17 +169,28 @@ def part(column: Column, low: int, high: int) -> Column:
     return column[low:high]
 
 
-def joined(columns: Sequence[Column]) -> Column:
-    """The rows of several columns of one kind, one after the other; those of a single one are not copied."""
+def joined(columns: Sequence[Column], name: str) -> Column:
+    """Returns the rows of several pieces of a column, one after the other; those of a single piece are not copied.
+
+    Args:
+        columns: The pieces.
+        name: The column, for the error.
+
+    Raises:
+        InvalidJobError: the pieces have vectors of several lengths.
+    """
     first = columns[0]
     if len(columns) == 1:
         return first
     if isinstance(first, torch.Tensor):
+        sizes = {int(column.shape[1]) for column in columns if column.ndim == 2}  # type: ignore[union-attr]
+        if len(sizes) > 1:
+            raise _several_lengths(name, min(sizes), max(sizes))
         return torch.cat(columns)  # type: ignore[arg-type]
     if isinstance(first, Ragged):
         return _joined_ragged(columns)  # type: ignore[arg-type]
     if isinstance(first, dict):
-        return {name: joined([column[name] for column in columns]) for name in first}  # type: ignore[index,call-overload]
+        return {field: joined([column[field] for column in columns], f"{name}.{field}") for field in first}  # type: ignore[index,call-overload]
     return [item for column in columns for item in column]
 
 

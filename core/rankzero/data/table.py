@@ -125,7 +125,8 @@ class Table:
             lambda one, other: one.unionByName(other, allowMissingColumns=True), frames or [read.parquet(uri)]
         )
         missing = {name: F.lit(None) for name in table.schema.names if name not in frame.columns}
-        return frame.withColumns(missing).select([f"`{name}`" for name in table.schema.names])
+        found: DataFrame = frame.withColumns(missing).select([f"`{name}`" for name in table.schema.names])
+        return found
 
 
 def _union(one: Any, other: Any) -> Any:

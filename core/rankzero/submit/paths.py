@@ -6,6 +6,7 @@ not stand for them: it knows sizes and extremes, which the same values in other 
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import hashlib
 import os
@@ -16,11 +17,15 @@ from rankzero import store
 from rankzero.data import kinds
 from rankzero.data.files import PARQUET_OPTIONS, filesystem_of, open_file, tags_of
 from rankzero.data.manifest import ARROW, PARQUET, File, Manifest, encode_schema
+from rankzero.data.nulls import check_nulls, count_nulls
 from rankzero.errors import InvalidJobError
 from rankzero.submit.evolution import schema_of_files, with_nulls
 
 READERS = 16
 """Files that are read at a time."""
+
+Counts = collections.Counter[str]
+"""The nulls of columns, by path."""
 
 _DELTA_LOG = "_delta_log"
 _ARROW_NAMES = (".arrow", ".feather", ".ipc")
@@ -120,26 +125,27 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     base = filesystem_of(location)[1]
     tags = {} if digest else tags_of(location)
 
-    def describe(fragment: Any) -> tuple[File, int, str]:
+    def describe(fragment: Any) -> tuple[File, int, str, Counts]:
         keys = dataset.get_partition_keys(fragment.partition_expression)
         partition = {key: None if value is None else str(value) for key, value in keys.items()}
         place, short = _place(fragment.path, location, base)
-        rows, size = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
+        rows, size, counts = _parquet_facts(fragment) if kind == PARQUET else _arrow_facts(place)
         content = "" if digest else f"{short} {tags.get(short) or _digest_of(place)}"
-        return File(place, rows, partition), size, content
+        return File(place, rows, partition), size, content, counts
 
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         described = list(pool.map(describe, fragments))
         schemas = list(pool.map(lambda fragment: fragment.physical_schema, fragments))
-    files = tuple(file for file, _, _ in described)
-    size = sum(size for _, size, _ in described)
+    files = tuple(file for file, *_ in described)
+    size = sum(size for _, size, *_ in described)
     if kind == PARQUET:
         # Encoded and decoded size: a dictionary makes a long text a byte, a run of one value nothing at all.
         size = max(size, int(sum(sum(file.rows) for file in files) * _decoded_row(fragments)))
     schema = data.schema if digest else schema_of_files(data.schema, schemas, where)
     schema = schema.remove_metadata()
     kinds.check(schema, where)
-    content = digest or " ".join([*(facts for _, _, facts in described), str(schema)])
+    check_nulls(schema, (counts for *_, counts in described), where)
+    content = digest or " ".join([*(facts for _, _, facts, _ in described), str(schema)])
     files = with_nulls(files, schemas, schema, kind, where)
     return Manifest(
         format=kind,
@@ -159,9 +165,24 @@ def _place(path: str, location: str, base: str) -> tuple[str, str]:
     return store.join(location, path), path
 
 
-def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int]:
-    facts = [_group_facts(fragment, number) for number in range(fragment.metadata.num_row_groups)]
-    return tuple(rows for rows, _ in facts), sum(size for _, size in facts)
+def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
+    groups = range(fragment.metadata.num_row_groups)
+    facts = [_group_facts(fragment, number) for number in groups]
+    counts: Counts = collections.Counter()
+    for number in groups:
+        counts.update(_null_counts(fragment.metadata, number))
+    return tuple(rows for rows, _ in facts), sum(size for _, size in facts), counts
+
+
+def _null_counts(metadata: Any, group: int) -> Counts:
+    """Returns the nulls of a row group as its footer counts them; of arrays it counts empty ones as well."""
+    counts: Counts = collections.Counter()
+    for number in range(metadata.num_columns):
+        column = metadata.row_group(group).column(number)
+        statistics = column.statistics
+        if statistics and statistics.has_null_count and not metadata.schema.column(number).max_repetition_level:
+            counts[column.path_in_schema] = statistics.null_count
+    return counts
 
 
 def _decoded_row(fragments: list[Any]) -> float:
@@ -194,14 +215,18 @@ def _partition_row(file: File) -> int:
     return sum(8 + len(value or "") for value in file.partition.values())
 
 
-def _arrow_facts(location: str) -> tuple[tuple[int, ...], int]:
+def _arrow_facts(location: str) -> tuple[tuple[int, ...], int, Counts]:
     import pyarrow as pa
 
+    facts, counts = [], collections.Counter[str]()
     with open_file(location) as file:
         reader = pa.ipc.open_file(file)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        facts = [(batch.num_rows, batch.nbytes) for batch in batches]
-    return tuple(rows for rows, _ in facts), sum(size for _, size in facts)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            facts.append((batch.num_rows, batch.nbytes))
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                counts.update(dict(count_nulls(name, column)))
+    return tuple(rows for rows, _ in facts), sum(size for _, size in facts), counts
 
 
 def _digest_of(location: str) -> str:

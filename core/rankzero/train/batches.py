@@ -144,7 +144,7 @@ def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Itera
         elif len(parts) == 1:
             yield parts[0]
         else:
-            yield {name: joined([columns[name] for columns in parts]) for name in parts[0]}
+            yield {name: joined([columns[name] for columns in parts], name) for name in parts[0]}
 
 
 class BatchDataset(IterableDataset[Any]):

@@ -38,6 +38,9 @@ def _parts(column: Any, kind: Any) -> list[Any]:
 
     parts = [F.isnull(column)]
     if isinstance(kind, types.StructType):
+        # Spark finds no field by its name if another one differs from it in case only.
+        kind = types.StructType([types.StructField(f"f{at}", field.dataType) for at, field in enumerate(kind)])
+        column = column.cast(kind)
         fields = ((column.getField(field.name), field.dataType) for field in kind)
         return parts + [part for field in fields for part in _parts(*field)]
     if stored(kind) is not kind:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankzero import store
-from rankzero.data import kinds
+from rankzero.data import kinds, nulls
 from rankzero.data.files import filesystem_of
 from rankzero.data.manifest import ARROW, File, Manifest, encode_schema
 from rankzero.engines.spark import part as part_module
@@ -52,8 +52,9 @@ def content_of(frame: Any) -> str:
     from pyspark.sql import functions as F
 
     check_frame(frame, "the dataset")
-    total = F.sum(row_hash(frame).cast("decimal(38,0)"))
-    row = action(lambda: frame.select(total, F.count(F.lit(1))).collect(), frame, "the dataset", logger.info)[0]
+    numbered = _numbered(frame)
+    total = F.sum(row_hash(numbered).cast("decimal(38,0)"))
+    row = action(lambda: numbered.select(total, F.count(F.lit(1))).collect(), frame, "the dataset", logger.info)[0]
     return digest_of(int(row[0] or 0), int(row[1]), frame)
 
 
@@ -79,9 +80,10 @@ def materialize(
     try:
         token = secrets.token_hex(8)
         store.write_bytes(store.join(folder, part_module.TOKEN), token.encode())
-        hashed = frame.withColumn(_HASH, row_hash(frame))
+        numbered = _numbered(frame)
+        hashed = numbered.withColumn(_HASH, row_hash(numbered))
         # What is on a disk is mapped as it is; from an object store it is to come fast.
-        task = _make_task(*filesystem_of(folder), token, "zstd" if store.is_url(folder) else None)
+        task = _make_task(list(frame.columns), *filesystem_of(folder), token, "zstd" if store.is_url(folder) else None)
         with _own_python(frame):
             written = hashed.mapInArrow(task, part_module.FACTS)
         rows = action(written.collect, frame, where, say, check)
@@ -89,6 +91,11 @@ def materialize(
     except BaseException:
         store.remove(folder)
         raise
+
+
+def _numbered(frame: Any) -> Any:
+    """Returns a DataFrame with columns c0, c1, ...: Spark cannot resolve every name, such as one with a dot."""
+    return frame.toDF(*(f"c{number}" for number in range(len(frame.columns))))
 
 
 def check_frame(frame: Any, where: str) -> None:
@@ -100,6 +107,8 @@ def check_frame(frame: Any, where: str) -> None:
     for field in frame.schema.fields:
         kind = field.dataType
         try:
+            if "variant" in _type_names(kind):
+                raise TypeError("variant")
             # Of a type of the user's own, what Spark keeps of it.
             fields.append(pa.field(field.name, to_arrow(stored(kind))))
         except Exception:
@@ -112,6 +121,15 @@ def check_frame(frame: Any, where: str) -> None:
         if names.count(column) > 1:
             raise InvalidJobError(f"{where} has two columns {column!r}: give them names of their own")
     kinds.check(pa.schema(fields), where)
+
+
+def _type_names(kind: Any) -> Iterator[str]:
+    """Yields the names of a Spark type and of the types inside of it."""
+    yield kind.typeName()
+    for field in getattr(kind, "fields", ()):
+        yield from _type_names(field.dataType)
+    if hasattr(kind, "elementType"):
+        yield from _type_names(kind.elementType)
 
 
 def _to_arrow() -> Callable[[Any], Any]:
@@ -130,16 +148,19 @@ def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
     return with_own_python(context) if context else contextlib.nullcontext()
 
 
-def _make_task(filesystem: Any, folder: str, token: str, compression: str | None) -> Callable[[Any], Iterator[Any]]:
+def _make_task(
+    names: list[str], filesystem: Any, folder: str, token: str, compression: str | None
+) -> Callable[[Any], Iterator[Any]]:
     """The function of one Spark task. It is pickled by value, and so is what it calls."""
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
-    untyped.register_pickle_by_value(part_module)
+    for module in (part_module, nulls):
+        untyped.register_pickle_by_value(module)
     write_part = part_module.write_part
 
     def write(batches: Iterator[Any]) -> Iterator[Any]:
-        return write_part(batches, filesystem, folder, token, compression)
+        return write_part(batches, names, filesystem, folder, token, compression)
 
     return write
 
@@ -151,13 +172,8 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         raise InvalidJobError(f"{where} has no rows")
     rows = sorted(rows, key=lambda row: row["file"])
     schema = pa.ipc.read_schema(pa.py_buffer(bytes(rows[0]["schema"])))
-    for field in schema:
-        nulls = sum(row["nulls"][field.name] for row in rows)
-        if nulls and not kinds.allows_null(field.type):
-            raise InvalidJobError(
-                f"column {field.name!r} of {where} ({field.type}) has {nulls} nulls, and there is no such {field.type} "
-                "in a tensor: fill or filter them, for example with DataFrame.fillna or dropna"
-            )
+    nulls.check_nulls(schema, (row["nulls"] for row in rows), where)
+    lengths = _lengths(rows, schema, where)
     sizes = store.sizes(folder)
     missing = [row["file"] for row in rows if row["file"] not in sizes]
     if missing:
@@ -173,18 +189,23 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
         files=files,
         size=sum(row["size"] for row in rows),
         digest=digest_of(sum(int(row["digest"]) for row in rows), total, frame),
-        lengths=_lengths(rows),
+        lengths=lengths,
         folder=folder,
     )
 
 
-def _lengths(rows: list[Any]) -> dict[str, int]:
-    """Of the columns whose arrays or vectors all have the same."""
+def _lengths(rows: list[Any], schema: Any, where: str) -> dict[str, int]:
+    """Returns the length of each column whose arrays or vectors all have the same one."""
     found = {}
     for name in {name for row in rows for name in row["lengths"]}:
         bounds = {count for row in rows for count in row["lengths"].get(name, [])}
         if len(bounds) == 1:
             found[name] = bounds.pop()
+        elif kinds.is_vector(schema.field(name).type):
+            raise InvalidJobError(
+                f"column {name!r} of {where} has vectors of {min(bounds)} to {max(bounds)} numbers: a tensor needs "
+                "vectors of one length"
+            )
     return found
 
 

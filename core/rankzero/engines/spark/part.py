@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankzero.data.nulls import VECTOR, count_nulls
+
 TOKEN = "_token"
 """A file of the folder, by which a task knows that it sees the submitter's."""
 
@@ -19,7 +21,6 @@ ELSEWHERE = "is another directory here"
 BATCH_BYTES = 64 << 20
 """Bytes of a record batch: what a rank maps, or decodes, at a time."""
 
-VECTOR = ["type", "size", "indices", "values"]
 _DENSE = 1
 
 FACTS = (
@@ -39,11 +40,13 @@ class Part:
         size: Bytes of all rows.
         digest: Sum of the checksums of all rows.
         lengths: Of columns of arrays and vectors: the least and the greatest.
-        nulls: How many each column has.
+        nulls: How many each column has, by its path.
         schema: Of the rows.
+        names: The columns' own names; those that Spark gives would have to differ in more than case.
     """
 
     file: str
+    names: list[str]
     rows: list[int] = field(default_factory=list)
     size: int = 0
     digest: int = 0
@@ -53,20 +56,22 @@ class Part:
 
     def note(self, batch: Any) -> Any:
         """Takes the facts of rows whose last column is their checksum; gives them without it."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
         *columns, hashed = batch.columns
         # As two halves, whose sums do not overflow.
         high = pc.sum(pc.shift_right(hashed, 32)).as_py()
         self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
-        for name, column in zip(batch.schema.names, columns, strict=False):
-            self.nulls[name] = self.nulls.get(name, 0) + column.null_count
+        for name, column in zip(self.names, columns, strict=True):
+            for path, count in count_nulls(name, column):
+                self.nulls[path] = self.nulls.get(path, 0) + count
             counts = _lengths(column)
             if counts is not None and len(counts) > counts.null_count:
                 found = pc.min_max(counts)
                 bounds = [found["min"].as_py(), found["max"].as_py(), *self.lengths.get(name, [])]
                 self.lengths[name] = [min(bounds), max(bounds)]
-        rows = batch.select(batch.schema.names[:-1]).replace_schema_metadata(None)
+        rows = pa.RecordBatch.from_arrays(columns, self.names)
         self.schema = rows.schema
         return rows
 
@@ -75,6 +80,7 @@ class Part:
         import pyarrow as pa
 
         facts = {**vars(self), "schema": self.schema.serialize().to_pybytes()}
+        del facts["names"]
         facts |= {"lengths": list(self.lengths.items()), "nulls": list(self.nulls.items())}
         counts = pa.list_(pa.int64())
         types = {
@@ -103,12 +109,13 @@ def _lengths(column: Any) -> Any:
 
 
 def write_part(
-    batches: Iterator[Any], filesystem: Any, folder: str, token: str, compression: str | None
+    batches: Iterator[Any], names: list[str], filesystem: Any, folder: str, token: str, compression: str | None
 ) -> Iterator[Any]:
     """Writes the rows of one task.
 
     Args:
         batches: Its record batches, whose last column is a checksum of each row.
+        names: The names of the other columns.
         filesystem: Of pyarrow.
         folder: Where the file goes.
         token: What `TOKEN` holds there.
@@ -124,7 +131,7 @@ def write_part(
             raise RuntimeError(f"{folder} {ELSEWHERE}")
     context: Any = TaskContext.get()
     # By its number files are in the order of the DataFrame's rows; the rest tells tasks that ran twice apart.
-    part = Part(f"part-{context.partitionId():06d}-{uuid.uuid4().hex}.arrow")
+    part = Part(f"part-{context.partitionId():06d}-{uuid.uuid4().hex}.arrow", names)
     large = _large(part.note(batch) for batch in batches if batch.num_rows)
     first = next(large, None)
     if first is not None:
