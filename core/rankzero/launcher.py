@@ -330,7 +330,8 @@ class Launcher:
         Args:
             train: As for `run`; a function that takes keyword arguments.
             params: A dict of keyword arguments for each trial, or a `rankzero.sweep.OptunaSearch`.
-            metric: What rank 0 reports by `rankzero.train.report`, and the trials are compared by: the best of each.
+            metric: The metric by which trials are compared: the value that rank 0 of each reported last by
+                `rankzero.train.report`. A trial whose last value is nan or infinite is the worst.
             mode: ``"min"`` or ``"max"``: whether less or more of it is better.
             max_parallel: Trials at the same time.
             stop: Which trials end early: a `rankzero.sweep.MedianRule` or `rankzero.sweep.SuccessiveHalving`.

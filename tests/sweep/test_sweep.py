@@ -1,5 +1,6 @@
 """`Launcher.map`: trials side by side, on real runs."""
 
+import math
 import os
 import signal
 import subprocess
@@ -166,6 +167,25 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, options: di
     assert not (tmp_path / "store").exists()
 
 
+def report_all(curve: list[float]) -> float:
+    import rankzero.train as rt
+
+    for loss in curve:
+        rt.report({"loss": loss})
+    return curve[-1]
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
+def test_value_and_result_are_of_one_moment_and_a_diverged_trial_is_the_worst(
+    tmp_path: Path, mode: Any, sign: float
+) -> None:
+    curves = [[0.9, 0.5, math.nan], [1.0, 0.8, 0.6], [0.9, 0.4, -math.inf], [0.9, math.inf], [0.3, 0.7, 0.9]]
+    params = [{"curve": [sign * loss for loss in curve]} for curve in curves]
+    sweep = Launcher(store=tmp_path).map(report_all, params, metric="loss", mode=mode)
+    assert (sweep.best.number, sweep.best.value, sweep.best.load()) == (1, sign * 0.6, sign * 0.6)
+    assert [trial.value for trial in sweep][2:] == [sign * curve[-1] for curve in curves[2:]]
+
+
 def test_no_metric_no_best(tmp_path: Path) -> None:
     done = Launcher(store=tmp_path).map(train, [{"lr": 0.1}])
     with pytest.raises(InvalidJobError, match='give map\\(..., metric="loss"\\)'):
@@ -186,6 +206,9 @@ def test_no_metric_no_best(tmp_path: Path) -> None:
         (SuccessiveHalving(first=2, factor=2), [0.5, 5.0], [[1.0, 1.0]], False),
         (SuccessiveHalving(first=1, factor=2), [1.0, 1.0, 1.0, 9.0], [[2.0] * 4, [3.0] * 4], False),
         (SuccessiveHalving(first=1, factor=3), [2.0], [[1.0], [3.0]], True),
+        # A trial that went to nan or infinity.
+        (MedianRule(grace=1, min_trials=2), [0.1, math.inf], [[1.0, 1.0], [2.0, 2.0]], True),
+        (SuccessiveHalving(first=2, factor=2), [0.1, math.inf], [[1.0, 1.0]], True),
         # A rung that it has passed is not judged again.
         (SuccessiveHalving(first=1, factor=2), [5.0, 1.0, 0.5], [[4.0, 2.0]], False),
     ],

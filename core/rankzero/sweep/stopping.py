@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rankzero.errors import InvalidJobError
+from rankzero.run.reports import is_number
 
 Curves = Mapping[int, Sequence[float]]
-"""By trial: the values of the metric, one for each report of rank 0, the smaller the better."""
+"""By trial: the values of the metric, one for each report of rank 0, the smaller the better; infinity if it diverged."""
+
+
+def loss_of(value: float) -> float:
+    """Returns a value of which less is better in a curve: infinity for nan, for either infinity, and beyond a float."""
+    return float(value) if is_number(value) else math.inf
+
+
+def _best(values: Sequence[float]) -> float:
+    """Returns the best value of a trial so far; a diverged trial has none."""
+    return math.inf if math.isinf(values[-1]) else min(values)
 
 
 class StopRule(Protocol):
@@ -53,7 +65,7 @@ class MedianRule:
         others = [values[: len(own)] for other, values in curves.items() if other != trial and len(values) >= len(own)]
         if len(own) <= self.grace or len(others) < self.min_trials:
             return False
-        return min(own) > statistics.median(statistics.fmean(values) for values in others)
+        return _best(own) > statistics.median(statistics.fmean(values) for values in others)
 
 
 @dataclass(frozen=True)
@@ -88,5 +100,5 @@ class SuccessiveHalving:
         if rung != reports:
             # A rung that it has passed is not judged again, by who comes later.
             return False
-        reached = sorted(min(values[:rung]) for values in curves.values() if len(values) >= rung)
-        return min(curves[trial]) > reached[max(0, len(reached) // self.factor - 1)]
+        reached = sorted(_best(values[:rung]) for values in curves.values() if len(values) >= rung)
+        return _best(curves[trial]) > reached[max(0, len(reached) // self.factor - 1)]

@@ -16,7 +16,7 @@ from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import OfTraining, is_number
 from rankzero.sweep.search import Params, Search
-from rankzero.sweep.stopping import StopRule
+from rankzero.sweep.stopping import StopRule, loss_of
 from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Trial:
         number: From 0, in the order in which they were started.
         params: The keyword arguments.
         state: ``"succeeded"``, ``"failed"``, ``"cancelled"``, or ``"stopped"`` by a rule.
-        value: The best value that rank 0 reported of the sweep's metric; None if there was none.
+        value: The last value that rank 0 reported of the sweep's metric, so that of its result; None if there was none.
         metrics: The last value of every metric.
         directory: The run directory; ``""`` if none was made.
         error: Why it did not succeed, or None.
@@ -91,7 +91,7 @@ class Sweep(Sequence[Trial]):
 
     @property
     def best(self) -> Trial:
-        """The trial that succeeded with the best value of the metric.
+        """The trial that succeeded with the best value of the metric; one that went to nan or infinity is the worst.
 
         Raises:
             InvalidJobError: the sweep has no metric.
@@ -103,11 +103,11 @@ class Sweep(Sequence[Trial]):
         done = [trial for trial in self.trials if trial.state == "succeeded"]
         if not done:
             raise next((trial.error for trial in self.trials if trial.error), None) or ResultError("no trial succeeded")
-        scored = [(trial.value, trial) for trial in done if trial.value is not None]
+        sign = 1.0 if self.mode == "min" else -1.0
+        scored = [(loss_of(sign * trial.value), trial) for trial in done if trial.value is not None]
         if not scored:
             raise ResultError(f"no trial that succeeded has reported {self.metric!r} on rank 0")
-        choose = min if self.mode == "min" else max
-        return choose(scored, key=lambda pair: pair[0])[1]
+        return min(scored, key=lambda pair: pair[0])[1]
 
     def rows(self) -> list[dict[str, Any]]:
         """A table: a dict for each trial, of plain values, as ``pandas.DataFrame`` takes it."""
@@ -172,6 +172,7 @@ class _Board:
         self.metric, self._sign = metric, 1.0 if mode == "min" else -1.0
         self._lock = threading.Lock()
         self._curves: dict[int, list[float]] = {}
+        self._last: dict[int, float] = {}
         self._handles: dict[int, RunHandle[Any]] = {}
         self._is_cancelled = False
         self._started = 0
@@ -200,17 +201,17 @@ class _Board:
     def report(self, number: int, value: float) -> bool:
         """Rank 0 of a trial has reported; True if the trial is to end now."""
         with self._lock:
-            self._curves[number].append(self._sign * value)
+            self._last[number] = value
+            self._curves[number].append(loss_of(self._sign * value))
             if self._stop and number not in self.stopped and self._stop.stops(number, self._curves):
                 self.stopped.add(number)
                 return True
         return False
 
-    def best(self, number: int) -> float | None:
-        """The best value of a trial so far."""
+    def last(self, number: int) -> float | None:
+        """Returns the value that a trial has reported last."""
         with self._lock:
-            curve = self._curves.get(number)
-            return self._sign * min(curve) if curve else None
+            return self._last.get(number)
 
     def end(self, trial: Trial) -> None:
         """A trial has ended."""
@@ -218,9 +219,10 @@ class _Board:
             self.ended[trial.number] = trial
             self._handles.pop(trial.number, None)
         if trial.state == STOPPED:
-            self._search.pruned(trial.number, trial.value)
+            self._search.pruned(trial.number, trial.value if is_number(trial.value) else None)
         else:
-            self._search.tell(trial.number, trial.value if trial.state == "succeeded" else None)
+            is_result = trial.state == "succeeded" and is_number(trial.value)
+            self._search.tell(trial.number, trial.value if is_result else None)
 
     def cancel(self) -> None:
         """Ends all that run, and begins no more."""
@@ -252,8 +254,8 @@ def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
             STOPPED if number in board.stopped else "cancelled" if isinstance(error, RunCancelledError) else "failed"
         )
         logger.warning("trial %s (%s) %s: %s", number, params, state, str(error).partition("\n")[0])
-        return Trial(number, params, state, board.best(number), _last_metrics(directory), directory, error)
-    return Trial(number, params, status.state, board.best(number), status.metrics, directory, None, ref)
+        return Trial(number, params, state, board.last(number), _last_metrics(directory), directory, error)
+    return Trial(number, params, status.state, board.last(number), status.metrics, directory, None, ref)
 
 
 def _last_metrics(directory: str) -> dict[str, Any]:
@@ -266,5 +268,5 @@ def _follow(handle: RunHandle[Any], number: int, board: _Board) -> None:
     is_ours = OfTraining(RunDirectory(handle.directory).job().fresh_since)
     for event in filter(is_ours, handle.events(follow=True)):
         value = event["metrics"].get(board.metric) if event["type"] == "metric" and event["rank"] == 0 else None
-        if is_number(value) and board.report(number, float(value)):
+        if isinstance(value, (int, float)) and board.report(number, value):
             handle.cancel()
