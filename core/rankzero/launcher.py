@@ -321,10 +321,11 @@ class Launcher:
     ) -> Sweep:
         """A sweep: trains with many sets of keyword arguments, some at a time, and compares them.
 
-        Each trial is a run with its own directory, named after ``run_id`` and its number if this launcher has one. A
+        Each trial is a run with its own directory, named after ``run_id`` and its arguments if this launcher has one. A
         trial that fails does not end the sweep; an interrupt of this call ends all of them. Called again with the
-        same ``run_id`` after an interrupt, the sweep delivers what had succeeded, and trains only the rest. Trials
-        share this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
+        same ``run_id`` after an interrupt, the sweep delivers what had succeeded, and trains only the rest; trials may
+        be added, left out or come in another order then. A DataFrame is computed once for all trials. Trials share
+        this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
         ``max_parallel`` of them; with ``SparkEngine(master=...)`` each starts its own.
 
         Args:
@@ -352,8 +353,9 @@ class Launcher:
             >>> sweep.best.load()
             0.3
         """
+        from rankzero.submit import datasets
         from rankzero.sweep.search import ListedParams, Search
-        from rankzero.sweep.trials import run_trials
+        from rankzero.sweep.trials import RunNames, run_trials
 
         jobs.check_limit("max_parallel", max_parallel)
         if max_parallel < 1:
@@ -364,11 +366,17 @@ class Launcher:
             raise InvalidJobError('stop= decides by a metric: give metric="loss"')
         search = params if isinstance(params, Search) else ListedParams(params)
 
-        def start(number: int, given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
-            launcher = self.options(run_id=f"{self.run_id}-{number}") if self.run_id else self
-            return launcher.owned(train, (), given)
+        names = RunNames(self.run_id)
+        sources, rows = datasets.share(self._for(train)._request())
+        trials = self.options(dataset=sources) if rows else self
+
+        def start(given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:
+            return trials.options(run_id=names.of(given)).owned(train, (), given)
 
         sweep = run_trials(start, search, metric, mode, max_parallel, stop)
+        if rows and (self.run_id is None or all(trial.result for trial in sweep.trials)):
+            # No trial will be resumed any more.
+            store.remove(rows.directory)
         for trial in sweep.trials:
             if trial.result:
                 self._acknowledge(RunHandle.attach(trial.directory))

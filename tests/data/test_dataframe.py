@@ -292,6 +292,50 @@ def test_what_spark_begins_after_the_interrupt_ends_as_well(session: Any) -> Non
     assert not session.sparkContext.statusTracker().getActiveStageIds()
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the datasets that Spark was asked to compute and write."""
+    names: list[str] = []
+
+    def note(frame: Any, folder: str, name: str, *rest: Any) -> Manifest:
+        names.append(name)
+        return materialize(frame, folder, name, *rest)
+
+    monkeypatch.setattr("rankzero.engines.spark.materialize.materialize", note)
+    return names
+
+
+def _fail_or_count(number: int, folder: str) -> int:
+    rows = rt.get_dataset_shard().num_rows
+    if number == 1 and not Path(folder, "go").exists():
+        raise RuntimeError("no more")
+    return rows + number
+
+
+def test_spark_computes_the_frame_of_a_sweep_once(session: Any, tmp_path: Path, written: list[str]) -> None:
+    launcher = Launcher(1, store=tmp_path / "runs", run_id="s", dataset=session.range(100))
+    params = [{"number": number, "folder": str(tmp_path)} for number in range(3)]
+    sweep = launcher.map(_fail_or_count, params)
+    assert [trial.state for trial in sweep] == ["succeeded", "failed", "succeeded"]
+    assert written == ["train"]
+    # The rows of the trial that can be resumed are there, and none of its own.
+    assert len(glob.glob(f"{tmp_path}/runs/*/datasets/*")) == 1
+    (tmp_path / "go").touch()
+    again = launcher.map(_fail_or_count, params)
+    assert [trial.load() for trial in again] == [100, 101, 102]
+    assert written == ["train"]
+    assert glob.glob(f"{tmp_path}/runs/*/datasets/*") == []
+
+
+def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path: Path, written: list[str]) -> None:
+    launcher = Launcher(1, store=tmp_path / "runs", run_id="r", dataset=session.range(100))
+    with pytest.raises(Exception, match="no more"):
+        launcher.run(_fail_or_count, 1, str(tmp_path))
+    (tmp_path / "go").touch()
+    assert launcher.run(_fail_or_count, 1, str(tmp_path)) == 101
+    assert written == ["train"]
+
+
 @pytest.fixture(scope="module")
 def owned(tmp_path_factory: pytest.TempPathFactory) -> RunHandle[Any]:
     """A run whose driver has its own Spark, and computes a query."""

@@ -13,19 +13,22 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from rankzero import store
 from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
-from rankzero.job import Job
+from rankzero.job import new_run_id
 from rankzero.run.directory import RunDirectory
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.envelope import Part
 from rankzero.values.ref import ResultRef
+
+if TYPE_CHECKING:
+    from rankzero.submit.prepare import Request
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ def check(given: object) -> dict[str, Any]:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise InvalidJobError(f"{name!r} cannot name a dataset: use letters, digits and _ . -")
         is_text = isinstance(source, (str, os.PathLike)) and os.fspath(source)
-        if not (is_text or isinstance(source, ResultRef) or _is_frame(source)):
+        if not (is_text or isinstance(source, (ResultRef, Manifest)) or _is_frame(source)):
             raise InvalidJobError(
                 f"dataset {name!r} is {source!r}; give a Spark DataFrame, the path of a table, or with a Spark engine "
                 "the name of a table or a query"
@@ -88,7 +91,9 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
     found = {}
     for name, source in sources.items():
         source = _opened(source, engine)
-        if _is_frame(source):
+        if isinstance(source, Manifest):
+            found[name] = source.digest
+        elif _is_frame(source):
             from rankzero.engines.spark.materialize import content_of
 
             found[name] = content_of(source)
@@ -99,14 +104,18 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
     return sorted(found.items())
 
 
-def collect(sources: Mapping[str, Any], engine: Engine, run: RunDirectory, job: Job) -> Datasets:
+def collect(
+    sources: Mapping[str, Any], engine: Engine, run: RunDirectory, num_processes: int, before: Mapping[str, Manifest]
+) -> Datasets:
     """Makes what ranks read, where that is up to the submitter.
 
     Args:
         sources: As from `check`.
         engine: Where the run will be.
         run: Its directory, which may not be there yet.
-        job: What is asked for.
+        num_processes: The world size; each rank needs a row.
+        before: What an earlier submission of the run has written. It is used again where the rows are the same, so
+            resumed ranks find the same order, and Spark writes nothing.
 
     Raises:
         InvalidJobError: there is no such table, too few rows, or a column that there is no tensor of.
@@ -117,35 +126,59 @@ def collect(sources: Mapping[str, Any], engine: Engine, run: RunDirectory, job: 
     try:
         for name, source in sources.items():
             source = _opened(source, engine)
-            if _is_frame(source):
-                from rankzero.engines.spark.materialize import materialize
-
-                manifests[name] = materialize(source, run.new_dataset(name), name, lambda text: logger.info("%s", text))
+            if isinstance(source, Manifest):
+                manifests[name] = source
+            elif _is_frame(source):
+                manifests[name] = _of_frame(source, name, run, before.get(name))
             elif is_path(source):
                 manifests[name] = _of_path(source, name)
             else:
                 queries[name] = source
                 _check_query(name, source, engine)
         for name, manifest in manifests.items():
-            manifest.check_rows(name, job.num_processes)
+            manifest.check_rows(name, num_processes)
     except BaseException:
-        Datasets(manifests).discard({})
+        Datasets(manifests).discard(before)
         raise
     return Datasets(manifests, queries)
 
 
-def known_before(found: Datasets, before: Mapping[str, Manifest]) -> Datasets:
-    """The same datasets where an earlier submission of the run has written them: resumed ranks find the same order."""
-    kept = {}
-    for name, manifest in found.manifests.items():
-        other = before.get(name)
-        is_same = other is not None and other.folder is not None and other.digest == manifest.digest
-        if other and is_same and manifest.folder and store.exists(other.files[0].location):
-            store.remove(manifest.folder)
-            kept[name] = other
-        else:
-            kept[name] = manifest
-    return Datasets(kept, found.queries)
+def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None) -> Manifest:
+    from rankzero.engines.spark.materialize import content_of, materialize
+
+    if before and before.folder and store.exists(before.files[0].location):
+        if content_of(frame) == before.digest:
+            return before
+        logger.info("dataset %r has other rows than in the submission of %s before", name, run.directory)
+    return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
+
+
+def share(request: Request) -> tuple[dict[str, Any], RunDirectory | None]:
+    """Computes the DataFrames of a sweep once, for all of its trials.
+
+    A later call for the same sweep finds the same rows in the same order, as long as they are not removed.
+
+    Args:
+        request: What the sweep's launcher asks for.
+
+    Returns:
+        The datasets of each trial, and the directory of the rows; None if there is no DataFrame.
+
+    Raises:
+        InvalidJobError, EngineError: as `collect`.
+    """
+    engine = request.engine
+    opened = {name: _opened(source, engine) for name, source in request.sources.items()}
+    frames = {name: source for name, source in opened.items() if _is_frame(source)}
+    if not frames:
+        return opened, None
+    run = RunDirectory(store.join(request.root, f"{request.template.run_id or new_run_id('sweep')}-data"))
+    known = run.path(FILE)
+    before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
+    found = collect(frames, engine, run, request.template.num_processes, before)
+    store.write_bytes(known, to_bytes(found.manifests), durable=True)
+    remove_replaced(before, found)
+    return opened | {name: replace(manifest, folder=None) for name, manifest in found.manifests.items()}, run
 
 
 def earlier(run: RunDirectory) -> dict[str, Manifest]:
@@ -182,7 +215,7 @@ def _opened(source: Any, engine: Engine) -> Any:
     session = getattr(engine, "session", None)
     if isinstance(source, ResultRef):
         source = _table_of(source)
-    if _is_frame(source) or is_path(source):
+    if isinstance(source, Manifest) or _is_frame(source) or is_path(source):
         return source
     if session is None:
         return source.strip()

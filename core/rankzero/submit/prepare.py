@@ -137,7 +137,7 @@ def prepare(
     run = RunDirectory(store.join(request.root, run_id))
     with contextlib.ExitStack() as unless_started:
         before = datasets.earlier(run) if request.sources else {}
-        found = datasets.known_before(datasets.collect(request.sources, engine, run, job), before)
+        found = datasets.collect(request.sources, engine, run, job.num_processes, before)
         unless_started.callback(found.discard, before)
         asked = request.asked(train, request.identity_of(train, args, kwargs, found))
         job = replace(job, identity=asked.identity.digest, queries=dict(found.queries))

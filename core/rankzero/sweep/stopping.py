@@ -12,7 +12,7 @@ from rankzero.errors import InvalidJobError
 from rankzero.run.reports import is_number
 
 Curves = Mapping[int, Sequence[float]]
-"""By trial: the values of the metric, one for each report of rank 0, the smaller the better; infinity if it diverged."""
+"""By trial: the values of the metric, one for each report of rank 0. Smaller is better; infinity is a divergence."""
 
 
 def loss_of(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import queue
@@ -15,9 +16,13 @@ from rankzero.errors import InvalidJobError, ResultError, RunCancelledError
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.reports import OfTraining, is_number
+from rankzero.submit.content import digest_of
 from rankzero.sweep.search import Params, Search
 from rankzero.sweep.stopping import StopRule, loss_of
 from rankzero.values.ref import ResultRef
+
+_DIGITS = 10
+"""Digits of a digest in the name of a run: of 1,000 trials two are the same with a chance of 1 in two million."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +35,27 @@ STOPPED = "stopped"
 class Start(Protocol):
     """Starts the run of a trial, which ends with the block."""
 
-    def __call__(self, number: int, params: Params, /) -> AbstractContextManager[RunHandle[Any]]:
+    def __call__(self, params: Params, /) -> AbstractContextManager[RunHandle[Any]]:
         """A run that has not been followed yet."""
+
+
+class RunNames:
+    """The names of trials' runs: a trial has the same one in each call of a sweep, wherever its arguments stand."""
+
+    def __init__(self, sweep: str | None) -> None:
+        self._sweep = sweep
+        self._lock = threading.Lock()
+        self._given: collections.Counter[str] = collections.Counter()
+
+    def of(self, params: Params) -> str | None:
+        """Returns the run id of the next trial with these arguments; None if the sweep has none."""
+        if self._sweep is None:
+            return None
+        name = f"{self._sweep}-{digest_of(params)[:_DIGITS]}"
+        with self._lock:
+            self._given[name] += 1
+            count = self._given[name]
+        return name if count == 1 else f"{name}-{count}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +264,7 @@ def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
     """One trial, to its end; what it raises is its outcome."""
     directory = ""
     try:
-        with start(number, params) as handle:
+        with start(params) as handle:
             directory = handle.directory
             board.begin(number, handle)
             _follow(handle, number, board)
