@@ -236,6 +236,15 @@ def test_a_file_that_may_not_be_read_is_a_result_error(tmp_path: Path) -> None:
 # -- bookkeeping ---------------------------------------------------------------------------------
 
 
+def test_a_compiled_or_exported_model_comes_back_as_torch_saves_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    x = torch.ones(3, 2)
+    value = [torch.jit.script(model), torch.jit.trace(model, x), torch.export.export(model, (x,))]
+    scripted, traced, exported = back({"models": value}, tmp_path)["models"]
+    for found in (scripted(x), traced(x), exported.module()(x)):
+        torch.testing.assert_close(found, model(x))
+
+
 def test_containers_that_hold_themselves_come_back(tmp_path: Path) -> None:
     loop: dict[str, Any] = {"a": [1]}
     loop["a"].append(loop)

@@ -14,6 +14,7 @@ from tests.conftest import until
 
 import rankzero.train as rt
 from rankzero import Launcher, RunHandle, SparkEngine
+from rankzero.data.manifest import Manifest
 from rankzero.engines.spark import action
 from rankzero.engines.spark.checksum import row_hash
 from rankzero.engines.spark.materialize import content_of, materialize

@@ -20,7 +20,7 @@ from rankzero.driver.policy import HostRecord, Placement, Restarts
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
 from rankzero.driver.succession import Start
-from rankzero.driver.tables import Tables
+from rankzero.driver.tables import Tables, remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
 from rankzero.engines.base import Engine, EngineSession
@@ -137,6 +137,8 @@ class Driver:
         else:
             assert attempt.outcome is not None
             result, value = attempt.outcome
+            # Before the end: the next submission could read them, and write new ones.
+            remove_computed(self._job)
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
         finally:
             self._trackers.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,21 @@ from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.values.digest import digest_of
+
+logger = logging.getLogger(__name__)
+
+
+def remove_computed(job: Job) -> None:
+    """Removes the rows that were computed for a training that has succeeded: no attempt will read them again."""
+    if FILE not in job.files:
+        return
+    try:
+        for manifest in from_bytes(store.read_bytes(job.files[FILE]["location"])).values():
+            if manifest.folder:
+                store.remove(manifest.folder)
+    except Exception as error:
+        # The run has succeeded all the same, and its directory is removed as a whole one day.
+        logger.warning("the rows of run %s were not removed: %s", job.run_id, error)
 
 
 class Tables:

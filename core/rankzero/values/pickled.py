@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import IO, Any
 
@@ -34,7 +35,7 @@ def pickled(value: object) -> Sequence[Part]:
                     f"a value of type {_type(value)} holds a DTensor, of which this rank has only its part: return "
                     "rankzero.train.full_state_dict(model), called on every rank, or give it to report(checkpoint=...)"
                 )
-            return tensors.reduce(obj) or super().reducer_override(obj)
+            return tensors.reduce(obj) or _saved(obj) or super().reducer_override(obj)
 
     stream = io.BytesIO()
     buffers: list[memoryview] = []
@@ -45,6 +46,26 @@ def pickled(value: object) -> Sequence[Part]:
     except Exception as error:
         raise ResultError(f"a value of type {_type(value)} cannot be pickled: {_why(error)}. {_INSTEAD}") from error
     return pack(stream.getbuffer(), buffers)
+
+
+def _saved(obj: Any) -> tuple[Any, tuple[io.BytesIO]] | None:
+    """Returns how a TorchScript module or an exported program is loaded; None for any other object.
+
+    Neither can be pickled, but torch saves both by itself.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if isinstance(obj, torch.jit.ScriptModule):
+        save, load = torch.jit.save, torch.jit.load
+    elif (export := sys.modules.get("torch.export")) and isinstance(obj, export.ExportedProgram):
+        save, load = export.save, export.load
+    else:
+        return None
+    stream = io.BytesIO()
+    save(obj, stream)
+    stream.seek(0)
+    return load, (stream,)
 
 
 def prove(file: IO[bytes], value: object) -> None:
