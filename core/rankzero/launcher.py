@@ -367,7 +367,8 @@ class Launcher:
         search = params if isinstance(params, Search) else ListedParams(params)
 
         names = RunNames(self.run_id)
-        sources, rows = datasets.share(self._for(train)._request())
+        request = self._for(train)._request()
+        sources, rows = datasets.share(request.sources, request.engine, request.root, request.template)
         trials = self.options(dataset=sources) if rows else self
 
         def start(given: dict[str, Any]) -> AbstractContextManager[RunHandle[Any]]:

@@ -14,21 +14,18 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankzero import store
 from rankzero.data.manifest import FILE, Manifest, from_bytes, to_bytes
 from rankzero.data.table import Table
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError, RunNotFoundError
-from rankzero.job import new_run_id
+from rankzero.job import Job, new_run_id
 from rankzero.run.directory import RunDirectory
 from rankzero.train.dataset import DEFAULT
 from rankzero.values.envelope import Part
 from rankzero.values.ref import ResultRef
-
-if TYPE_CHECKING:
-    from rankzero.submit.prepare import Request
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +150,18 @@ def _of_frame(frame: Any, name: str, run: RunDirectory, before: Manifest | None)
     return materialize(frame, run.new_dataset(name), name, lambda text: logger.info("%s", text))
 
 
-def share(request: Request) -> tuple[dict[str, Any], RunDirectory | None]:
+def share(
+    sources: Mapping[str, Any], engine: Engine, root: str, job: Job
+) -> tuple[dict[str, Any], RunDirectory | None]:
     """Computes the DataFrames of a sweep once, for all of its trials.
 
     A later call for the same sweep finds the same rows in the same order, as long as they are not removed.
 
     Args:
-        request: What the sweep's launcher asks for.
+        sources: As from `check`.
+        engine: The engine of the trials.
+        root: The store.
+        job: The job of the trials, without a name of its own if the sweep has none.
 
     Returns:
         The datasets of each trial, and the directory of the rows; None if there is no DataFrame.
@@ -167,15 +169,14 @@ def share(request: Request) -> tuple[dict[str, Any], RunDirectory | None]:
     Raises:
         InvalidJobError, EngineError: as `collect`.
     """
-    engine = request.engine
-    opened = {name: _opened(source, engine) for name, source in request.sources.items()}
+    opened = {name: _opened(source, engine) for name, source in sources.items()}
     frames = {name: source for name, source in opened.items() if _is_frame(source)}
     if not frames:
         return opened, None
-    run = RunDirectory(store.join(request.root, f"{request.template.run_id or new_run_id('sweep')}-data"))
+    run = RunDirectory(store.join(root, f"{job.run_id or new_run_id('sweep')}-data"))
     known = run.path(FILE)
     before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
-    found = collect(frames, engine, run, request.template.num_processes, before)
+    found = collect(frames, engine, run, job.num_processes, before)
     store.write_bytes(known, to_bytes(found.manifests), durable=True)
     remove_replaced(before, found)
     return opened | {name: replace(manifest, folder=None) for name, manifest in found.manifests.items()}, run
