@@ -114,7 +114,9 @@ def _longest_delay(task: BaseOperator, tries: int) -> float:
 
 def _own_delay(task: BaseOperator, tries: int) -> float:
     delay = task.retry_delay.total_seconds()
-    factor = float(task.retry_exponential_backoff or 1.0)
+    growth: float | bool | None = task.retry_exponential_backoff
+    # Airflow 3.1 has a flag here, which doubles the delay.
+    factor = 2.0 if growth is True else float(growth or 1.0)
     if factor <= 1.0:
         return delay
     bound = task.max_retry_delay or MAX_RETRY_DELAY

@@ -90,3 +90,46 @@ def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path
     assert job["warm_start"] is False
     assert isinstance(outcome.errors["wrong"], AirflowFailException)
     assert "master is 'head:7077'" in str(outcome.errors["wrong"])
+
+
+def describe(*found: Any) -> list[Any]:
+    return [list(found), sorted({type(item).__name__ for item in found})]
+
+
+def test_combined_results_of_other_tasks_are_lists_in_the_ranks(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow.sdk import ObjectStoragePath, task
+
+    from airflow_rankzero import TorchDistributorOperator
+
+    @task
+    def ones() -> list[int]:
+        return [1, 2]
+
+    @task
+    def place() -> ObjectStoragePath:
+        return ObjectStoragePath("file:///data/rows")
+
+    first, mapped = ones(), task(task_id="each")(lambda x: 10 * x).expand(x=[1, 2])
+    given = [first.map(lambda x: x + 1), first.zip(mapped), first.concat(mapped), mapped, place()]
+    TorchDistributorOperator(
+        task_id="train", train=describe, op_args=given, num_processes=1, conn_id="here", store=str(tmp_path)
+    )
+    outcome = run_dag(dag)
+    found = [[2, 3], [(1, 10), (2, 20)], [1, 2, 10, 20], [10, 20], "/data/rows"]
+    pushed = outcome.xcom("train")
+    # A tuple is no JSON value.
+    assert pushed.load() == [found, ["list", "str"]], outcome.errors
+
+
+def test_other_objects_of_airflow_are_refused_by_name_before_the_submission() -> None:
+    import jinja2
+    from airflow.sdk import Asset
+
+    from airflow_rankzero.call import keyword, positional
+    from rankzero import InvalidJobError
+
+    with pytest.raises(InvalidJobError, match=r"op_kwargs\['model'\]\[0\] is a Asset of Airflow"):
+        keyword({"model": [Asset("model")]})
+    undefined = jinja2.StrictUndefined(name="rate")
+    with pytest.raises(InvalidJobError, match=r"op_args\[1\] is a template .* 'rate' is undefined"):
+        positional([1, undefined])

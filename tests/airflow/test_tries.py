@@ -25,6 +25,7 @@ def make(try_number: int, max_tries: int, **task: Any) -> tuple[Any, Any]:
         (*make(1, 1, retry_delay=timedelta(hours=1)), True, 300 + 3600 + 900),
         # Delays that grow: the longest, with Airflow's own addition by chance, up to its bound.
         (*make(1, 3, retry_exponential_backoff=2.0), False, 300 + 2 * 300 * 4 + 900),
+        (*make(1, 3, retry_exponential_backoff=True), False, 300 + 2 * 300 * 4 + 900),
         (*make(1, 9, retry_exponential_backoff=2.0, max_retry_delay=timedelta(hours=2)), False, 300 + 7200 + 900),
         (*make(1, 9, retry_exponential_backoff=2.0, max_retry_delay=1200.0), False, 300 + 1200 + 900),
         (*make(1, 9999, retry_exponential_backoff=5.0), False, 300 + 24 * 3600 + 900),
