@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.run import growing
+from rankzero.run import growing, reports
 from rankzero.run import handle as runs
 from rankzero.run.growing import Position
 
@@ -57,3 +58,18 @@ def test_a_log_that_is_longer_than_what_was_read_has_grown(tmp_path: Path) -> No
     log.write_text("one\n")
     assert growing.has_grown(str(log), Position(0, 3))
     assert not growing.has_grown(str(log), Position(0, 4))
+
+
+def test_reports_are_those_of_the_last_training_from_scratch(launcher: Launcher) -> None:
+    launcher = launcher.options(run_id="again", num_processes=1)
+
+    def train(rate: float) -> None:
+        rt.report({"rate": rate})
+
+    launcher.run(train, 0.5)
+    handle = launcher.submit(train, 0.25)
+    handle.result(60)
+    assert [row["rate"] for row in handle.metrics()] == [0.25]
+    states = [event for event in handle.events() if event["type"] == "state"]
+    assert {event["submission"] for event in states} == {1}
+    assert [row["rate"] for row in reports.rows_of(handle.events(follow=True))] == [0.25]

@@ -105,13 +105,13 @@ def follow(
         on_line: Gets every line, with its ``[rank]`` prefix.
         interval: Seconds between two looks at the metrics at least; more as time goes by. None for no look.
         log_ranks: Whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
-        whole: Show again all that an earlier try has shown, however much it is.
+        whole: Show every line, and again all that an earlier try has shown, however much it is.
 
     Yields:
         Rank 0's metrics, the last value of each, whenever they have changed.
     """
     handle = opened.handle
-    cursor = LogCursor(handle, ranks=log_ranks, attached=opened.attached and not whole)
+    cursor = LogCursor(handle, ranks=log_ranks, attached=opened.attached and not whole, whole=whole)
     seen: dict[str, Any] = {}
     started = next_look = time.monotonic()
     while True:

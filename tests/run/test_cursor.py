@@ -56,3 +56,32 @@ def test_a_follower_that_attaches_shows_again_only_what_is_little(
     # Of much, the tail that came with the failure.
     assert list(attached.lines(status(failed_rank=2))) == ["[2] the last line"]
     assert len(list(LogCursor(RunHandle(run.directory)).lines(status()))) == 4
+
+
+def test_a_follower_skips_what_it_is_too_far_behind(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cursors, "BEHIND_BYTES", 3 * 40)
+    monkeypatch.setattr(cursors, "LAST_BYTES", 3 * 20)
+    monkeypatch.setattr(cursors, "_LEAST_SHARE", 1)
+    cursor = LogCursor(RunHandle(run.directory))
+    assert len(list(cursor.lines(status()))) == 4
+
+    def write(count: int) -> None:
+        with open(run.path("logs/rank-1.log"), "a") as log:
+            log.writelines(f"line {number:03}\n" for number in range(count))
+
+    write(4)
+    assert list(cursor.lines(status())) == [f"[1] line {number:03}" for number in range(4)]
+    write(100)
+    left_out = f"[1] (0.0 MiB of lines left out: rankzero logs {run.directory})"
+    assert list(cursor.lines(status())) == [left_out, *(f"[1] line {number:03}" for number in range(96, 100))]
+    # What is written while lines are shown is for the next look.
+    write(4)
+    shown = cursor.lines(status())
+    assert next(shown) == "[1] line 000"
+    write(100)
+    assert list(shown) == [f"[1] line {number:03}" for number in range(1, 4)]
+    # At the end the result waits for the follower.
+    assert list(cursor.lines(status(failed_rank=1))) == [left_out, "[1] line 098", "[1] line 099"]
+    write(100)
+    whole = LogCursor(RunHandle(run.directory), ranks=[1], whole=True)
+    assert len(list(whole.lines(status()))) == 2 + 4 + 100 + 4 + 100 + 100

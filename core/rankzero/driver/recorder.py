@@ -105,7 +105,7 @@ class Recorder:
         before = self.status
         self._writer.change(**changes)
         if self.status.state != before.state or self.status.attempt != before.attempt:
-            self.event({"type": "state", "state": self.status.state, "attempt": self.status.attempt})
+            self._note_state(self.status.state)
         if self._run.is_remote and not self._flusher.ident:
             self._flusher.start()
 
@@ -180,6 +180,10 @@ class Recorder:
         written = {name: list(astuple(stream.written)) for name, stream in self._streams.items()}
         return {"written": written, "interval": pace(time.monotonic() - self._started)}
 
+    def _note_state(self, state: str) -> None:
+        of_run = {"submission": self.status.submission, "attempt": self.status.attempt}
+        self.event({"type": "state", "state": state, **of_run})
+
     def event(self, event: dict[str, Any]) -> None:
         """Appends an event."""
         self._events.append([json.dumps({"time": time.time(), **event})])
@@ -227,7 +231,7 @@ class Recorder:
         Raises:
             ResultError: the store refused the final status for `STORE_OUTAGE` seconds.
         """
-        self.event({"type": "state", "state": changes["state"], "attempt": self.status.attempt})
+        self._note_state(changes["state"])
         for lines in (self._events, *self._logs.values()):
             lines.close()
         self._finished.set()

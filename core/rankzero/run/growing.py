@@ -36,18 +36,27 @@ def has_grown(path: str, position: Position) -> bool:
         return False
 
 
-def read_lines(path: str, position: Position) -> tuple[list[str], Position]:
-    """Complete lines after ``position``, and the new position."""
+def read_lines(path: str, position: Position, end: Position | None = None) -> tuple[list[str], Position]:
+    """Returns complete lines after ``position``, and the new position.
+
+    Args:
+        path: The file.
+        position: How far it was read.
+        end: The position at which this reader stops, though the file may have grown; None reads on.
+    """
+    size = _READ if end is None else min(_READ, end.offset - position.offset)
+    if size <= 0:
+        return [], position
     try:
         with open(path, "rb") as file:
             file.seek(position.offset)
-            data = file.read(_READ)
+            data = file.read(size)
             while data and b"\n" not in data and (more := file.read(_READ)):
                 data += more
     except FileNotFoundError:
         return [], position
-    end = data.rfind(b"\n") + 1
-    return data[:end].decode("utf-8", "replace").split("\n")[:-1], Position(0, position.offset + end)
+    whole = data.rfind(b"\n") + 1
+    return data[:whole].decode("utf-8", "replace").split("\n")[:-1], Position(0, position.offset + whole)
 
 
 class Appender:

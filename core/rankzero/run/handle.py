@@ -33,6 +33,7 @@ from rankzero.run.lines import LineReader
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
 from rankzero.run.renewal import Renewal
+from rankzero.run.reports import OfTraining
 from rankzero.values.ref import ResultRef
 
 R = TypeVar("R")
@@ -347,9 +348,15 @@ class RunHandle(Generic[R]):
         ranks = range(self._run.job().num_processes) if rank is None else [rank]
         yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
 
-    def log_ends(self) -> dict[int, Position]:
-        """Where every rank's lines end now: `lines` from there on gives what is written later."""
-        return self._lines.ends(range(self._run.job().num_processes), self._observer.patiently(self._run.status))
+    def log_ends(self, ranks: Iterable[int] | None = None, status: RunStatus | None = None) -> dict[int, Position]:
+        """Where ranks' lines end now: `lines` from there on gives what is written later.
+
+        Args:
+            ranks: Which ranks; None for all.
+            status: The run's, just read. It saves an object store a request.
+        """
+        ranks = range(self._run.job().num_processes) if ranks is None else ranks
+        return self._lines.ends(ranks, status or self._observer.patiently(self._run.status))
 
     def log_starts(self) -> dict[int, Position]:
         """Where every rank's lines of the last submission begin."""
@@ -357,7 +364,13 @@ class RunHandle(Generic[R]):
         return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
 
     def lines(
-        self, positions: dict[int, Position], follow: bool, *, prefix: bool, status: RunStatus | None = None
+        self,
+        positions: dict[int, Position],
+        follow: bool,
+        *,
+        prefix: bool,
+        status: RunStatus | None = None,
+        ends: Mapping[int, Position] | None = None,
     ) -> Iterator[str]:
         """The lines of some ranks from given positions on, which move on. What `logs` stands on.
 
@@ -366,9 +379,10 @@ class RunHandle(Generic[R]):
             follow: Go on until the run ends.
             prefix: Lines begin with ``[rank]``.
             status: For one look: the run's, just read. It saves an object store requests.
+            ends: For one look, on a disk: by rank, where it stops.
         """
         if not follow:
-            yield from self._lines.of_ranks(positions, _running(status), prefix=prefix)
+            yield from self._lines.of_ranks(positions, _running(status), prefix=prefix, ends=ends)
             return
         thorough_at = 0.0
         for found in self._looks():
@@ -378,18 +392,19 @@ class RunHandle(Generic[R]):
             yield from self._lines.of_ranks(positions, _running(found), prefix=prefix, thorough=thorough)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """State changes, metrics and failures in the order in which the driver heard of them.
+        """State changes, metrics and failures of this training, in the order in which the driver received them.
 
-        Each is a dict with ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``,
-        ``"engine"``, ``"waiting"``, ``"world"``, ``"left-out"``)
-        and ``time``.
+        Events of another training that had the run id before are left out: they end where a submission started from
+        scratch. Each is a dict with ``time`` and ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``,
+        ``"restart"``, ``"engine"``, ``"waiting"``, ``"world"``, ``"left-out"``). Those of type ``"state"`` have
+        ``submission`` and ``attempt``.
         """
-        position = Position()
+        position, is_ours = Position(), OfTraining(self.fresh_since)
         for status in self._looks() if follow else [None]:
             while True:
                 before = position
                 events, position = self.read_events(before, status)
-                yield from events
+                yield from filter(is_ours, events)
                 if position == before:
                     break
 
@@ -430,7 +445,7 @@ class RunHandle(Generic[R]):
         yield status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What the ranks reported: rows with ``rank``, ``time`` and the metrics' names."""
+        """What the ranks of this training reported: rows with ``rank``, ``time`` and the metrics' names."""
         return [
             {"rank": event["rank"], "time": event["time"], **event["metrics"]}
             for event in self.events()

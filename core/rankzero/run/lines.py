@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from rankzero.run import growing, pieces
@@ -45,22 +45,31 @@ class LineReader:
         self._run = run
         self._patiently = patiently
 
-    def of_file(self, name: str, position: Position, status: RunStatus | None) -> tuple[list[str], Position]:
+    def of_file(
+        self, name: str, position: Position, status: RunStatus | None, end: Position | None = None
+    ) -> tuple[list[str], Position]:
         """Some lines of what grows under a name, and the new position; no lines at its end.
 
         Args:
             name: Within the run directory.
             position: Where to begin.
             status: On an object store, how far is read; None reads what is there, at the cost of two more requests.
+            end: On a disk, how far is read; None reads what is there.
         """
         path = self._run.path(name)
         if not self._run.is_remote:
-            return self._patiently(functools.partial(growing.read_lines, path, position))
+            return self._patiently(functools.partial(growing.read_lines, path, position, end))
         end = None if status is None else Position(*status.written.get(name, ()))
         return self._patiently(functools.partial(pieces.read_lines, path, position, end))
 
     def of_ranks(
-        self, positions: dict[int, Position], status: RunStatus | None, *, prefix: bool, thorough: bool = True
+        self,
+        positions: dict[int, Position],
+        status: RunStatus | None,
+        *,
+        prefix: bool,
+        thorough: bool = True,
+        ends: Mapping[int, Position] | None = None,
     ) -> Iterator[str]:
         """Every line after the positions, which move on, of these ranks; with its ``[rank]`` if asked to.
 
@@ -69,6 +78,7 @@ class LineReader:
             status: As for `of_file`.
             prefix: Lines begin with ``[rank]``.
             thorough: Open every file, whatever a file server says of its size.
+            ends: By rank, how far a file on a disk is read: its rank may write faster than the lines are shown.
         """
         if self._run.is_remote:
             yield from self._of_stream(positions, status, prefix=prefix)
@@ -76,7 +86,7 @@ class LineReader:
         unread = {rank for rank, position in positions.items() if thorough or self._has_grown(rank, position)}
         while unread:
             for rank in sorted(unread):
-                lines, positions[rank] = self.of_file(log_name(rank), positions[rank], None)
+                lines, positions[rank] = self.of_file(log_name(rank), positions[rank], None, (ends or {}).get(rank))
                 yield from (f"[{rank}] {line}" for line in lines) if prefix else lines
                 if not lines:
                     unread.discard(rank)
