@@ -267,3 +267,30 @@ def test_a_name_again_resumes_from_its_last_checkpoint_whatever_has_changed(tmp_
     assert firsts[0] in (1, 2)
     assert set(before) <= set(numbers()), "what was reported stays"
     assert result.metrics == {"number": firsts[2] + 2}
+
+
+def restored(config: dict[str, Any]) -> int:
+    """Ray's example of a restore: each worker reports the epoch, and raises behind the second one."""
+    import tempfile
+    import time
+
+    first = 0
+    if checkpoint := train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            first = int(Path(folder, "epoch").read_text()) + 1
+    for epoch in range(first, 3):
+        if train.get_context().get_world_rank() == 0:
+            # The other worker would be far ahead by now.
+            time.sleep(0.5)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "epoch").write_text(str(epoch))
+            train.report({"epoch": epoch}, checkpoint=Checkpoint.from_directory(folder))
+        if epoch == 1:
+            raise RuntimeError("to be restored")
+    return first
+
+
+def test_a_worker_that_raises_behind_a_report_is_restored_from_it(run_config: RunConfig) -> None:
+    run_config = RunConfig("restored", run_config.storage_path, failure_config=FailureConfig(max_failures=1))
+    trainer = TorchTrainer(restored, scaling_config=ScalingConfig(num_workers=2), run_config=run_config)
+    assert trainer.fit().return_value == 2

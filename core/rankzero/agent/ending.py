@@ -56,6 +56,11 @@ class Ending:
         self.is_orphaned = False
         self.kill_at: float | None = None
         self._released: list[Rank] = []
+        self._asked: set[Rank] = set()
+        self._writing: dict[Rank, frozenset[int]] = {}
+        self._stop_by = 0.0
+        self.has_parts = False
+        """Parts of checkpoints were given to the channel: they may take the rest of the grace."""
 
     @property
     def is_complete(self) -> bool:
@@ -65,11 +70,23 @@ class Ending:
     def stop(self, grace: float | None = None) -> None:
         """SIGTERM now, SIGKILL after ``grace`` seconds; a second call can only hurry."""
         deadline = time.monotonic() + (self._grace if grace is None else grace)
+        self._stop_by = deadline if self.kill_at is None else min(self._stop_by, deadline)
         self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
         self.is_early = True
         if not self.has_begun:
             self.has_begun = True
-            for rank in self._ranks:
+            self._asked = set()
+            self._writing = {rank: frozenset(rank.writing) for rank in self._ranks}
+            self.ask_written()
+
+    def ask_written(self) -> None:
+        """Sends SIGTERM to each rank that has written what it had begun when the end began.
+
+        Most ranks have no handler for it: the signal would end them in the midst of a checkpoint that was reported.
+        """
+        for rank, begun in self._writing.items():
+            if rank not in self._asked and not begun & rank.writing:
+                self._asked.add(rank)
                 rank.kill(signal.SIGTERM)
 
     def leave(self, why: str, cause: str) -> None:
@@ -132,7 +149,8 @@ class Ending:
                 left, progress_at = waiting, now
         for rank in self._ranks:
             rank.output.drop_rest()
-        self._client.close(STOP_FAREWELL_TIMEOUT)
+        has_parts = self.has_parts and not self.is_orphaned
+        self._client.close(max(STOP_FAREWELL_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
 
     def _waiting(self) -> int:
         """Bytes of lines that the driver has not taken."""

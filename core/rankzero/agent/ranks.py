@@ -45,6 +45,8 @@ class Rank:
         self.local_rank = local_rank
         self.alive = True
         self.outcome: str | None = None
+        self.writing: set[int] = set()
+        """Numbers of the checkpoints that it was given by the training, and has not written yet."""
         self.cut_off_at: float | None = None
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()
@@ -94,6 +96,10 @@ class Rank:
         """Remembers what a message reports of the worker's state."""
         kind = message["type"]
         self._beat_at = time.monotonic()
+        if kind == "checkpoint-begun":
+            self.writing.add(message["index"])
+        elif kind in ("checkpoint", "checkpoint-failed"):
+            self.writing.discard(message["index"])
         if kind in ("commit", "failure"):
             self.outcome = kind
 

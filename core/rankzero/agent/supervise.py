@@ -109,6 +109,7 @@ class Agent:
     def _step(self) -> None:
         self._look(self._time_left())
         now = time.monotonic()
+        self._ending.ask_written()
         self._ending.kill_overdue(now)
         for rank in self._ranks:
             if rank.cut_off_at is not None and now >= rank.cut_off_at:
@@ -183,6 +184,9 @@ class Agent:
                 rank.ask_for_stack()
             self._stacks_at = time.monotonic() + STACKS_WAIT
         elif kind == "stop":
+            for rank in self._ranks:
+                # What a rank has begun to write it may have reported just now.
+                self._drain(rank, self._on_control)
             self._ending.stop(message["grace"])
         elif kind == "end":
             self._ending.await_exits()
@@ -271,6 +275,8 @@ class Agent:
             return
         message["local_rank"] = rank.local_rank
         rank.note(message)
+        if kind == "checkpoint-begun":
+            return
         if kind == "commit":
             # What the rank printed before belongs before it for the reader too.
             self._drain(rank, self._on_output)
@@ -284,6 +290,7 @@ class Agent:
             # What a rank does when it is asked to exit explains nothing.
             message["collateral"] = message["collateral"] or self._ending.is_early
         elif kind == "checkpoint" and not message["shared"]:
+            self._ending.has_parts = True
             name = f"checkpoint-{message['index']}-{rank.local_rank}"
             self._client.send_file(name, message["path"], {**message, "upload": name}, message["sha256"])
             return

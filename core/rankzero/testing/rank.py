@@ -110,7 +110,10 @@ def _checkpoints(
         # By its attribute: `seed_checkpoint` takes the manifest.
         checkpoints.committed(manifest.for_ranks([rank]))
 
-    committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, lambda _: None)
+    def on_loss(index: int) -> None:
+        checkpoints.on_message({"type": "checkpoint-lost", "index": index})
+
+    committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, on_loss)
 
     def on_message(message: dict[str, Any]) -> None:
         if message["type"] == "checkpoint" and message["sharded"] and world_size > 1:

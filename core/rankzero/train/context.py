@@ -315,6 +315,13 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
         session.checkpoints += 1
 
 
+def await_checkpoint() -> None:
+    """Waits until the last checkpoint that this rank has reported is committed, or is lost with a line in the log."""
+    session = own("await_checkpoint")
+    if session.writer is not None:
+        session.writer.await_settled()
+
+
 def get_checkpoint() -> Checkpoint | None:
     """The last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
 

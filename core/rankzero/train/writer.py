@@ -27,6 +27,9 @@ KEPT_STAGED = 2
 MAX_INDEX = 16 << 20
 """Characters of a part's index up to which it goes to the driver, to lie with the others."""
 
+SETTLE_TIMEOUT = 600.0
+"""Seconds that a rank waits for the commit of a checkpoint, as long as a driver waits for the store at a run's end."""
+
 Message = dict[str, Any]
 
 
@@ -72,6 +75,7 @@ class CheckpointWriter:
         self._world_size = world_size
         self._send = send
         self._next = 0
+        self._settled = -1
         self._sharded: bool | None = None
         self._staged: set[int] = set()
         self._kept: deque[str] = deque()
@@ -129,13 +133,15 @@ class CheckpointWriter:
                 self._next = 1
             return
         index, self._next = self._next, self._next + 1
+        # Whatever ends the attempt from here on, the agent lets this process finish, within its grace.
+        self._send({"type": "checkpoint-begun", "index": index})
         self._busy = True
         try:
             self._await_room()
             facts = {"sharded": sharded, "metrics": metrics, "time": when, "tables": dict(tables)}
             taken = self._take(index, value, directory, facts)
         except (ResultError, OSError) as error:
-            self._send({"type": "checkpoint-failed", "index": index})
+            self._fail(index)
             if isinstance(error, ResultError):
                 raise
             raise ResultError(
@@ -152,6 +158,24 @@ class CheckpointWriter:
             self._await_written()
         finally:
             self._busy = False
+
+    def await_settled(self) -> None:
+        """Waits until the last checkpoint that this rank has given is committed, or will never be.
+
+        That takes as long as the driver tries to store it, `SETTLE_TIMEOUT` seconds at most.
+        """
+        self._busy = True
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._settled >= self._next - 1, SETTLE_TIMEOUT)
+        finally:
+            self._busy = False
+
+    def _fail(self, index: int) -> None:
+        self._send({"type": "checkpoint-failed", "index": index})
+        with self._changed:
+            self._settled = max(self._settled, index)
+            self._changed.notify_all()
 
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"
@@ -202,7 +226,7 @@ class CheckpointWriter:
                 {"type": "checkpoint", "id": taken.name, "index": taken.index, "file": file, **taken.facts, **facts}
             )
         except Exception as error:
-            self._send({"type": "checkpoint-failed", "index": taken.index})
+            self._fail(taken.index)
             self._note_failure(taken, error)
         finally:
             # Before it is said that there is room: two copies would be there at once.
@@ -283,6 +307,7 @@ class CheckpointWriter:
     def _forget(self, index: int) -> None:
         """This checkpoint is committed or failed: earlier staged ones are of no use to anybody."""
         with self._changed:
+            self._settled = max(self._settled, index)
             for number in [number for number in self._staged if number <= index]:
                 self._staged.discard(number)
                 if not self._parts.shared:

@@ -69,10 +69,11 @@ def get_context() -> TrainContext:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
-    """Reports metrics, and optionally a checkpoint; never waits for other workers.
+    """Reports metrics, and optionally a checkpoint. Like Ray's, it is a barrier: each worker has to call it.
 
-    Rank 0's checkpoint is the run's. Ray merges the directories of all workers: give those that differ by
-    `rankzero.train.report` with ``sharded=True``.
+    So a worker that fails behind a report costs no checkpoint of it: every other one has been taken, and is written
+    before the attempt ends. Rank 0's checkpoint is the run's. Ray merges the directories of all workers: give those
+    that differ by `rankzero.train.report` with ``sharded=True``.
 
     Args:
         metrics: Name to number or string.
@@ -88,6 +89,15 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **o
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
     rt.report(metrics, checkpoint=checkpoint.path if checkpoint else None)
+    if rt.get_context().world_size > 1 and _has_group():
+        rt.barrier()
+
+
+def _has_group() -> bool:
+    """Returns True if the workers have a process group; `TorchTrainer` makes one."""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -14,6 +14,7 @@ from rankzero.compat.horovod.torch import world
 from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler, merged
 from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
+from rankzero.train.context import await_checkpoint
 
 R = TypeVar("R")
 
@@ -58,12 +59,18 @@ class State:
         """What a subclass does when the world may have changed."""
 
     def commit(self) -> None:
-        """Saves the state, and makes it the checkpoint that the next attempt begins with."""
+        """Saves the state, and makes it the checkpoint that the next attempt begins with.
+
+        Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. A commit that the
+        store does not take is a line in the log, and the commit before it stays.
+        """
         global _committed
         self.save()
         saved = self.of_all_ranks(self.saved())
         committed = {"elastic": saved, "number": _number(self)}
         rt.report({}, checkpoint=committed if world.rank() == 0 else None)
+        await_checkpoint()
+        broadcast_object(None, name="elastic.committed")
         _committed = rt.get_context()
 
     def check_host_updates(self) -> None:

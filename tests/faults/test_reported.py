@@ -1,0 +1,64 @@
+"""The checkpoint that was reported just before a rank raised: only the death of a process loses what it writes."""
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import rankzero.compat.horovod.torch as hvd
+import rankzero.train as rt
+from rankzero import Launcher
+
+
+class Slow:
+    """Takes two seconds to be written by the thread that writes checkpoints."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if threading.current_thread().name == "rankzero-checkpoints":
+            time.sleep(2.0)
+        return Slow, ()
+
+
+def raises_behind_a_report(*, raising: int) -> int:
+    """The rank raises while rank 0 still writes; the next attempt gives what it begins with."""
+    if checkpoint := rt.get_checkpoint():
+        return int(checkpoint.load()["step"])
+    if rt.get_context().attempt:
+        return 0
+    rt.report({}, checkpoint={"step": 1, "slow": Slow()})
+    rt.barrier()
+    if rt.get_context().rank == raising:
+        raise ValueError("behind the report")
+    time.sleep(600)
+    return -1
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+def test_a_rank_that_raises_costs_no_checkpoint(launcher: Launcher, raising: int) -> None:
+    launcher = launcher.options(num_processes=2, max_restarts=1, restart_on=(ValueError,), stop_grace=30.0)
+    assert launcher.run(raises_behind_a_report, raising=raising) == 1
+
+
+def dies_behind_a_commit() -> list[int]:
+    """Rank 0 is killed in the line behind a commit, twice; gives the steps that attempts begin with."""
+    hvd.init()
+    state = hvd.elastic.ObjectState(step=0, begun=[])
+
+    @hvd.elastic.run
+    def train(state: Any) -> list[int]:
+        begun = [*state.begun, state.step]
+        while state.step < 3:
+            state.step += 1
+            state.begun = begun
+            state.commit()
+            if state.step < 3 and hvd.rank() == 0:
+                os.kill(os.getpid(), 9)
+        return begun
+
+    return list(train(state))
+
+
+def test_a_commit_of_hvd_is_durable_when_it_returns(launcher: Launcher) -> None:
+    assert launcher.options(num_processes=2, max_restarts=2).run(dies_behind_a_commit) == [0, 1, 2]
