@@ -108,6 +108,13 @@ def a_run_id_that_is_taken(launcher: Launcher, here: Path) -> None:
 
 
 @provocation
+def a_run_directory_that_is_not_yours(launcher: Launcher, here: Path) -> None:
+    (here / "nightly").mkdir()
+    (here / "nightly").chmod(0o777)
+    launcher.options(run_id="nightly", store=here).run(train)
+
+
+@provocation
 def dynamic_allocation(launcher: Launcher, here: Path) -> None:
     launcher.options(engine=SparkEngine("yarn", conf={"spark.dynamicAllocation.enabled": "true"})).run(train)
 

@@ -31,6 +31,7 @@ from rankzero.store.files import (
 from rankzero.store.location import is_absolute, is_url, join, normalize
 from rankzero.store.patience import patiently
 from rankzero.store.proof import prove
+from rankzero.store.trust import why_untrusted
 
 __all__ = [
     "abort_uploads",
@@ -58,6 +59,7 @@ __all__ = [
     "sync_directory",
     "tree_size",
     "upload",
+    "why_untrusted",
     "write_bytes",
     "write_parts",
 ]

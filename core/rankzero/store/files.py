@@ -22,8 +22,17 @@ def _filesystem(location: str) -> tuple[Any, str]:
 
 def make_directory(location: str) -> None:
     """Creates a directory, private to this user, with its parents; an object store has none."""
-    if not is_url(location):
-        os.makedirs(location, mode=PRIVATE_DIRECTORY, exist_ok=True)
+    if is_url(location):
+        return
+    parent = os.path.dirname(location.rstrip(os.sep))
+    if parent and not os.path.isdir(parent):
+        # Not os.makedirs, which makes parents as the umask has it: other users could replace what lies in them.
+        make_directory(parent)
+    try:
+        os.mkdir(location, PRIVATE_DIRECTORY)
+    except FileExistsError:
+        if not os.path.isdir(location):
+            raise
 
 
 def exists(location: str) -> bool:

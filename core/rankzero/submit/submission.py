@@ -61,12 +61,19 @@ class Existing:
     comparison: Comparison
 
 
+def _check_owner(run: RunDirectory) -> None:
+    """Raises InvalidJobError for a directory that another user made: what lies there is executed by this one."""
+    if why := store.why_untrusted(run.directory):
+        raise InvalidJobError(f"the run directory {run.directory} {why}")
+
+
 def find(run: RunDirectory) -> RunHandle[Any] | None:
     """The run in this directory; None if there is none yet. Starts nothing.
 
     Raises:
-        InvalidJobError: the store cannot be read.
+        InvalidJobError: the store cannot be read, or the directory is another user's.
     """
+    _check_owner(run)
     try:
         return RunHandle.attach(run.directory)
     except RunNotFoundError:
@@ -117,6 +124,7 @@ class _State:
 
 def _state(run: RunDirectory) -> _State | None:
     """Returns what the last submission asked for, its state, and whether it is ending; None if there is none."""
+    _check_owner(run)
     try:
         job = run.job()
     except RunNotFoundError:
@@ -189,6 +197,8 @@ def submit(
                 number = max(number, existing.job.submission + 1)
             store.prove(os.path.dirname(run.directory))
             if run.claim(number):
+                # It may be there since a moment ago, made by somebody else.
+                _check_owner(run)
                 run.write_files(number, files)
                 if run.newest_claim() == number:
                     first_attempt = fresh_since = 0
