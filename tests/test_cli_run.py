@@ -53,6 +53,16 @@ def test_a_line_of_torchrun_moves_over_by_its_first_word(script: Path, store: Pa
         assert f"rankzero: {name} has no meaning here and is ignored" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "line", ["--nnodes=2", "--nnodes=1:4 --nproc-per-node=2", "--node_rank=1", "--nnodes 2 --node-rank 0"]
+)
+def test_a_line_for_each_of_several_nodes_is_refused(line: str, script: Path, store: Path) -> None:
+    done = rankzero("run", "--store", store / "none", *line.split(), script)
+    assert done.returncode == 2
+    assert "this line is for several nodes" in done.stderr
+    assert not (store / "none").exists()
+
+
 def test_the_end_can_be_read_by_a_script(script: Path, store: Path) -> None:
     done = rankzero("run", "--store", store, "-n", 1, "--run-id", "first", "--json", "--label", "team=a", script)
     facts = json.loads(done.stdout.splitlines()[-1])

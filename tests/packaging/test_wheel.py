@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from tests.conftest import ROOT
 
+from rankzero.values.unpacking import unpack
+
 LOCK = ROOT / "constraints" / "{}.{}.txt".format(*sys.version_info)
 
 QUICK_START = """
@@ -78,7 +80,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     build(ROOT, "sdist", folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        unpack(archive, folder)
     build(next(path for path in folder.iterdir() if path.is_dir()), "wheel", folder)
     return Built(next(folder.glob("*.whl")), sdist)
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from rankzero import InvalidJobError, Launcher
 from rankzero.submit import user_code
 from rankzero.submit.user_code import UserCode
+from rankzero.values import formats
+from rankzero.values.unpacking import unpack
 
 
 def write(root: Path, **files: str) -> Path:
@@ -136,3 +139,23 @@ def test_the_configuration_of_an_orchestrator_does_not_travel(project: Path, nam
     with pytest.raises(InvalidJobError, match=f"{name}, the configuration of an orchestrator"):
         UserCode(str(project)).files  # noqa: B018
     assert UserCode(str(project), excludes=(name,)).files
+
+
+def test_archives_are_unpacked_by_a_python_without_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3, as on Debian 12."""
+    extract = tarfile.TarFile.extractall
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    monkeypatch.setattr(
+        tarfile.TarFile, "extractall", lambda self, path=".", members=None: extract(self, path, members)
+    )
+    folder, unpacked = tmp_path / "folder", tmp_path / "unpacked"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    formats.write_directory(str(folder), str(tmp_path / "one.tar"))
+    with tarfile.open(tmp_path / "one.tar") as archive:
+        unpack(archive, unpacked)
+    assert (unpacked / "a.txt").read_text() == "a"
+    size, digest = formats.write_directory(str(folder), str(tmp_path / "two.tar"))
+    formats.read_directory(str(tmp_path / "two.tar"), digest, str(tmp_path / "again"))
+    assert (tmp_path / "again" / "a.txt").read_text() == "a"
+    assert size > 0

@@ -18,6 +18,7 @@ from rankzero.agent.kept import KeptFiles
 from rankzero.channel.frames import Message
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
+from rankzero.values.unpacking import unpack
 
 MODULES, CODE = "modules.zip", "code.tar.gz"
 _CODE = {MODULES, CODE}
@@ -115,7 +116,7 @@ class Inputs:
             return None
         directory = os.path.join(self._scratch, "code")
         with tarfile.open(self._here[CODE]) as archive:
-            archive.extractall(directory, filter="data")
+            unpack(archive, directory)
         return directory
 
     def _check(self, name: str) -> None:

@@ -32,7 +32,7 @@ INTERRUPTED = 130
 _IGNORED = (
     "--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --monitor-interval --start-method --event-log-handler --role "
     "--log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters "
-    "--node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle "
+    "--master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle "
     "--shutdown-timeout"
 )
 _IGNORED_FLAGS = "--standalone --run-path --virtual-local-rank"
@@ -92,6 +92,7 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 @click.option(
     "--json", "as_json", is_flag=True, help="At the end the run's state as one JSON object, on the last line."
 )
+@click.option("--node-rank", type=int, default=0, hidden=True)
 @_ignored
 @click.argument("script", shell_complete=words.files)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -171,6 +172,7 @@ def _launcher(
     nnodes: str | None,
     engine: str,
     deploy_mode: str,
+    node_rank: int,
     conf: dict[str, str],
     label: dict[str, str],
     backend: str,
@@ -178,6 +180,7 @@ def _launcher(
 ) -> Any:
     from rankzero.launcher import Launcher
 
+    _refuse_nodes(nnodes, node_rank, engine)
     return Launcher(
         _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
         engine=engine_of(engine, conf, deploy_mode),
@@ -185,6 +188,21 @@ def _launcher(
         labels=label,
         **options,
     )
+
+
+def _refuse_nodes(nnodes: str | None, node_rank: int, engine: str) -> None:
+    """Raises InvalidJobError for a line of torchrun that is meant to be started on each of several nodes.
+
+    Each start would be a training of its own, with all ranks.
+    """
+    nodes = _counts(nnodes or "1", "--nnodes")
+    most = nodes[1] if isinstance(nodes, tuple) else nodes
+    if node_rank or (engine == "local" and most not in (1, "auto")):
+        raise InvalidJobError(
+            f"this line is for several nodes (--nnodes={nnodes or 1}, --node-rank={node_rank}): rankzero is started "
+            "once for all of them, with --engine spark://... (or another cluster) and without --node-rank; on this machine "
+            "alone give --num-processes"
+        )
 
 
 def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> Any:

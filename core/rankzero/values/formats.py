@@ -23,6 +23,7 @@ from rankzero.values import pickled, safetensors
 from rankzero.values.envelope import open_packed
 from rankzero.values.plain import is_json
 from rankzero.values.summary import summarize
+from rankzero.values.unpacking import unpack
 
 __all__ = ["CLOUDPICKLE", "DIRECTORY", "JSON", "SAFETENSORS", "choose", "read", "summarize", "write"]
 
@@ -112,10 +113,7 @@ def read_directory(path: str, digest: str, target: str) -> None:
         with open(path, "rb") as file:
             digests.verify(file, digest)
             with tarfile.open(fileobj=file) as archive:
-                if hasattr(tarfile, "data_filter"):
-                    archive.extractall(target, filter="data")
-                else:
-                    archive.extractall(target)
+                unpack(archive, target)
     except tarfile.TarError as error:
         raise ResultError(f"{path} cannot be unpacked: {error}") from error
 
