@@ -200,8 +200,8 @@ def _refuse_nodes(nnodes: str | None, node_rank: int, engine: str) -> None:
     if node_rank or (engine == "local" and most not in (1, "auto")):
         raise InvalidJobError(
             f"this line is for several nodes (--nnodes={nnodes or 1}, --node-rank={node_rank}): rankzero is started "
-            "once for all of them, with --engine spark://... (or another cluster) and without --node-rank; on this machine "
-            "alone give --num-processes"
+            "once for all of them, with --engine spark://... (or another cluster) and without --node-rank; on this "
+            "machine alone give --num-processes"
         )
 
 
