@@ -294,3 +294,26 @@ def test_a_worker_that_raises_behind_a_report_is_restored_from_it(run_config: Ru
     run_config = RunConfig("restored", run_config.storage_path, failure_config=FailureConfig(max_failures=1))
     trainer = TorchTrainer(restored, scaling_config=ScalingConfig(num_workers=2), run_config=run_config)
     assert trainer.fit().return_value == 2
+
+
+def of_each_worker(config: dict[str, Any]) -> None:
+    """Ray's guide of sharded checkpoints: each worker saves a file of its own name."""
+    import tempfile
+
+    rank = train.get_context().get_world_rank()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"model-rank={rank}.pt").write_text("shard")
+        given = Checkpoint.from_directory(folder) if rank in config["workers"] else None
+        train.report({"loss": 1.0}, checkpoint=given)
+
+
+@pytest.mark.parametrize("workers", [[0, 1], [1]])
+def test_files_of_a_worker_that_would_be_lost_are_refused(run_config: RunConfig, workers: list[int]) -> None:
+    trainer = TorchTrainer(
+        of_each_worker,
+        train_loop_config={"workers": workers},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=run_config,
+    )
+    with pytest.raises(TrainingFailedError, match="worker 1 reports a checkpoint with model-rank=1.pt, which"):
+        trainer.fit()

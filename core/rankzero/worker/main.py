@@ -37,6 +37,7 @@ from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
 from rankzero.worker.control import Control
 from rankzero.worker.leaving import run_exit_handlers
+from rankzero.worker.returned import paths_that_go
 
 if TYPE_CHECKING:
     from rankzero.train.parts import Parts
@@ -138,6 +139,8 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     writer.finish()
     if value is None:
         value = session.result
+    for path in paths_that_go(value):
+        print(f"rankzero: {path}, which is returned, is deleted with the run: return what it holds, or report it")
     return _commit(value, start, files)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +73,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **o
     """Reports metrics, and optionally a checkpoint. Like Ray's, it is a barrier: each worker has to call it.
 
     So a worker that fails behind a report costs no checkpoint of it: every other one has been taken, and is written
-    before the attempt ends. Rank 0's checkpoint is the run's. Ray merges the directories of all workers: give those
-    that differ by `rankzero.train.report` with ``sharded=True``.
+    before the attempt ends. Rank 0's checkpoint is the run's. Ray merges the directories of all workers: a directory
+    with files that rank 0's lacks is refused, and belongs into `rankzero.train.report` with ``sharded=True``.
 
     Args:
         metrics: Name to number or string.
@@ -81,7 +82,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **o
         options: Ray's, of uploading and validation: refused.
 
     Raises:
-        TypeError: an option, or no `Checkpoint`.
+        TypeError: an option, no `Checkpoint`, or one with files that would be lost.
         ResultError: the checkpoint cannot be written.
     """
     if options:
@@ -90,7 +91,27 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **o
         raise TypeError(f"checkpoint is a {type(checkpoint).__name__}; give Checkpoint.from_directory(path)")
     rt.report(metrics, checkpoint=checkpoint.path if checkpoint else None)
     if rt.get_context().world_size > 1 and _has_group():
-        rt.barrier()
+        _check_files(rt.all_gather_object(_files(checkpoint)))
+
+
+def _files(checkpoint: Checkpoint | None) -> list[str]:
+    """Returns the names of the files in a checkpoint's directory."""
+    if checkpoint is None:
+        return []
+    found = os.walk(checkpoint.path)
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), checkpoint.path) for folder, _, names in found for name in names
+    )
+
+
+def _check_files(by_rank: list[list[str]]) -> None:
+    """Raises TypeError, on every worker, if one has reported a file that rank 0 has not."""
+    for rank, names in enumerate(by_rank):
+        if lost := sorted(set(names) - set(by_rank[0])):
+            raise TypeError(
+                f"worker {rank} reports a checkpoint with {lost[0]}, which that of rank 0 has not: rank 0's is kept. "
+                "For parts of all workers use rankzero.train.report(metrics, checkpoint=path, sharded=True)"
+            )
 
 
 def _has_group() -> bool:
