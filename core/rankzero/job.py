@@ -30,6 +30,10 @@ NumProcesses = WorldSize | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 
 
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+"""``major.minor`` of this interpreter."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One job, as it is written into the run directory.
@@ -111,7 +115,7 @@ class Job:
     log_starts: dict[str, list[int]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, str] = field(default_factory=dict)
-    python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    python: str = PYTHON
     torch: str | None = None
     created: float = field(default_factory=time.time)
 

@@ -186,6 +186,10 @@ def test_what_differs_has_a_name(helper: Path) -> None:
     assert describe(compared.differing) == f"num_processes, argument x and module {helper.stem}_rates"
     assert compare(None, after) == Comparison(unknown=True)
     assert compare(None, after).same
+    # Another Python compiles in another way: whether the code has changed is unknown.
+    assert compare(before, after, same_python=False) == Comparison(("argument x", "num_processes"), unknown=True)
+    elsewhere = identity_of(nested(0.2), (), {}, 2), identity_of(nested(0.1), (), {}, 2)
+    assert compare(*elsewhere, same_python=False) == Comparison(unknown=True)
     by_version = [identity_of(module.scale, (1,), {}, 2, code_version=version) for version in ("1", "2")]
     assert compare(*by_version).differing == ("code_version",)
     assert compare(before, by_version[0]).differing == ("code_version",)

@@ -40,7 +40,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
-from rankzero.job import Job, strange
+from rankzero.job import PYTHON, Job, strange
 from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.values.envelope import Part
 
@@ -376,7 +376,8 @@ def compare_job(run: RunDirectory, job: Job, asked: Asked) -> Comparison:
     if job.identity == asked.identity.digest:
         return Comparison()
     automatic = bool(asked.generation) and asked.generation == job.generation
-    return compare(run.identity(job.submission), asked.identity, automatic=automatic)
+    same_python = job.python == PYTHON
+    return compare(run.identity(job.submission), asked.identity, automatic=automatic, same_python=same_python)
 
 
 def log_name(rank: int) -> str:

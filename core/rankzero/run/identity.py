@@ -64,7 +64,8 @@ class Comparison:
     Attributes:
         differing: Names of the parts that make it another training.
         ignored: Names of parts that differ and do not count: the modules, where an orchestrator tries again by itself.
-        unknown: True if the run's identity is not recorded, as of a run that another version has submitted.
+        unknown: True if something cannot be compared: the run's identity is not recorded, as of a run that another
+            version has submitted, or its code has checksums of another version of Python.
     """
 
     differing: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class Asked:
     by_name: bool = False
 
 
-def compare(before: Identity | None, now: Identity, *, automatic: bool = False) -> Comparison:
+def compare(before: Identity | None, now: Identity, *, automatic: bool = False, same_python: bool = True) -> Comparison:
     """Compares two trainings by their parts.
 
     Args:
@@ -100,6 +101,8 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False) 
         now: The training that is asked for.
         automatic: True if an orchestrator tries again by itself. A deployment between two tries is then no reason to
             end a training: only ``train`` itself and what it is given counts, and not the modules that it imports.
+        same_python: False if the two were made by different versions of Python, of which each compiles in its own way:
+            then the code cannot be compared.
 
     Example:
         >>> before, now = Identity.of({"module a": "1", "train": "2"}), Identity.of({"module a": "3", "train": "2"})
@@ -113,8 +116,10 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False) 
     if CODE_VERSION in names:
         # It replaces the code, of which one of the two has no parts then.
         names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
+    known = [name for name in names if same_python or not (name == TRAIN or name.startswith(MODULE))]
+    unknown, names = len(known) < len(names), known
     ignored = [name for name in names if automatic and (name == SENT_CODE or name.startswith(MODULE))]
-    return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored))
+    return Comparison(tuple(name for name in names if name not in ignored), tuple(ignored), unknown)
 
 
 def describe(names: tuple[str, ...]) -> str:

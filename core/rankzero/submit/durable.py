@@ -109,7 +109,10 @@ def _report(existing: submission.Existing, log: Any) -> None:
     elif existing.decision is Decision.FRESH:
         log.info("the training begins from scratch: its result was delivered")
     elif comparison.unknown:
-        log.warning("it is unknown whether the training is the same, since its run does not say: it counts as the same")
+        log.warning(
+            "it is unknown whether the training is the same, since another version of Python or rankzero submitted its "
+            "run: it counts as the same"
+        )
     elif comparison.ignored and existing.decision is Decision.ATTACH:
         log.warning("the run goes on with the code that it began with: changed since: %s", describe(comparison.ignored))
     elif comparison.ignored and existing.decision is Decision.RESUME:

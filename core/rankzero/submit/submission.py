@@ -179,8 +179,8 @@ def submit(
                 continue
             if existing and existing.comparison.unknown:
                 logger.warning(
-                    "it is unknown whether run %s is the same training, since its submission does not say: it counts "
-                    "as the same",
+                    "it is unknown whether run %s is the same training, since another version of Python or rankzero "
+                    "submitted it: it counts as the same",
                     run.directory,
                 )
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
