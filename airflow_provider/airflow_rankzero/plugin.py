@@ -1,4 +1,4 @@
-"""The plugin: every task may pull a `ResultRef`, what Airflow has got is acknowledged, its web server has our pages."""
+"""The plugin: every task may pull a `ResultRef`; listeners for successes and marks; pages of Airflow's web server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from airflow_rankzero import config
 
 if TYPE_CHECKING or config.is_airflow_3():
-    from airflow_rankzero import delivery, pages
+    from airflow_rankzero import delivery, marks, pages
     from airflow_rankzero._compat import AirflowPlugin, allow_class
 
-    LISTENERS: list[Any] = [delivery]
+    LISTENERS: list[Any] = [delivery, marks]
     APPS = [{"app": pages.LazyApp(), "url_prefix": pages.PREFIX, "name": "rankzero"}]
     VIEWS = pages.external_views()
 else:

@@ -215,3 +215,15 @@ def test_a_deferred_task_that_was_cleared_delivers_the_training_of_its_next_try(
     wait_until(lambda: not set(ranks) & set(processes_with(training.marker)), 2 * STOP_TIMEOUT, "their end")
     training.let_go()
     assert training.finish()["pid"] not in ranks
+
+
+def test_a_mark_while_no_triggerer_runs_ends_the_training(airflow: Deployment, tmp_path: Path) -> None:
+    training = start(airflow, "deferred", tmp_path)
+    training.await_ranks()
+    training.await_try(1, "deferred")
+    airflow.kill("triggerer")
+    try:
+        airflow.mark("deferred", training.run_id, "train", "failed")
+        training.assert_gone()
+    finally:
+        airflow.start("triggerer")
