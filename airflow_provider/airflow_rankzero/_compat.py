@@ -45,6 +45,7 @@ __all__ = [
     "allow_class",
     "conf",
     "extra_of_alias",
+    "is_in_process",
     "mask_secret",
 ]
 
@@ -71,6 +72,13 @@ def allow_class(cls: type) -> None:
         serde.allow_class(cls)
     else:
         serde._extra_allowed.add(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def is_in_process() -> bool:
+    """Returns True in ``airflow tasks test``, ``airflow dags test`` and ``dag.test()``: no worker runs the task."""
+    from airflow.sdk.execution_time import task_runner
+
+    return type(getattr(task_runner, "SUPERVISOR_COMMS", None)).__name__ == "InProcessSupervisorComms"
 
 
 def extra_of_alias(facts: dict[str, Any]) -> dict[str, Any]:

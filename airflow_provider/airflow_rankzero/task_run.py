@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -109,6 +111,12 @@ class Follower:
             raise RunCancelledError(
                 f"a user ended the task, and with it the run in {self._handle.directory}", requested=True
             )
+        if self._try.is_in_process:
+            self._log.warning("this process was asked to exit, and the run in %s ends with it", self._handle.directory)
+            end(self._handle, self._stop_grace)
+            # Airflow's loop would start the next try or task in this process.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self._log.warning(
             "this worker is shut down; the run in %s goes on, and this task attaches to it on another",
             self._handle.directory,

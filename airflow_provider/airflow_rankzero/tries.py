@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from airflow_rankzero import _compat
 from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred, conf
 from rankzero.run import lease as leases
 
@@ -45,8 +46,16 @@ class TaskTry:
 
     @property
     def is_followed_by_another(self) -> bool:
-        """True always: a drained worker costs no try, so also the last one may come back for its training."""
-        return True
+        """Returns True where a worker runs the task: a drained one costs no try, so even the last try may come back.
+
+        In ``airflow tasks test`` and the like the run ends with the process, unless it is deferred.
+        """
+        return not self.is_in_process or bool(getattr(self.ti.task, "deferrable", False))
+
+    @property
+    def is_in_process(self) -> bool:
+        """Returns True if this process belongs to a person or a script, and not to a worker."""
+        return _compat.is_in_process()
 
     @property
     def lease_when_attached(self) -> float | None:

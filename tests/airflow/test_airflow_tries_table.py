@@ -107,13 +107,16 @@ class Airflow:
             yield
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The first try, in a process of its own, once its ranks train."""
+    def apart(self, *, worker: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+        """The first try, in a process of its own, which takes itself for a worker's or not, once its ranks train."""
         self._register(tries_dag.make(self.dag_id, self.place, retries=1))
         path = os.pathsep.join([str(ROOT), *sys.path])
         command = [sys.executable, "-m", "tests.airflow.tries_dag", self.dag_id, self.place.folder, self.place.mark]
         child = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command + ["worker"] * worker,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             self.place.await_training()
@@ -321,3 +324,13 @@ def test_every_row_has_a_scenario() -> None:
 def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> None:
     SCENARIOS[row.name](airflow)
     airflow.place.assert_outcome(row.outcome, airflow.xcom())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, number: signal.Signals) -> None:
+    """Of ``airflow tasks test`` or ``dag.test()``: nobody comes back for the training, and no other try starts."""
+    with airflow.apart(worker=False) as process:
+        process.send_signal(number)
+        assert process.wait(WAIT) == -number
+        assert wait_until_gone(f"OF_RANK={airflow.place.mark}") == []
+    assert len(airflow.place.begun()) == 1

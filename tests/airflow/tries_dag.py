@@ -1,6 +1,6 @@
 """The DAG of `test_airflow_tries_table.py`, also in a process of its own, which the test kills.
 
-python -m tests.airflow.tries_dag DAG_ID FOLDER MARK
+python -m tests.airflow.tries_dag DAG_ID FOLDER MARK [worker]
 """
 
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import tries_table
+from tests.airflow import versions
 from tests.tries_table import Place, data_in
 
 
@@ -44,6 +45,8 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
 
 
 if __name__ == "__main__":
-    dag_id, folder, mark = sys.argv[1:]
+    dag_id, folder, mark, *worker = sys.argv[1:]
+    if worker:
+        versions.be_a_worker()
     # Registered by the test.
     make(dag_id, Place(Path(folder), mark), retries=1).test()

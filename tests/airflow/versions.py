@@ -77,6 +77,13 @@ def give_callbacks_the_exception() -> None:
     task_runner.run = run_and_tell
 
 
+def be_a_worker() -> None:
+    """Has tasks that run in this process take it for a worker's, for tests of what becomes of it."""
+    from airflow_rankzero import _compat
+
+    _compat.is_in_process = lambda: False
+
+
 def write(dag: Any) -> None:
     """Makes a DAG known in serialized form."""
     from airflow.models.serialized_dag import SerializedDagModel
