@@ -145,3 +145,23 @@ def test_more_than_can_wait_is_refused(location: str, monkeypatch: pytest.Monkey
     writer.append(["12345678"])
     with pytest.raises(OSError, match="takes no lines"):
         writer.append(["9"])
+
+
+@pytest.mark.parametrize(
+    ("start", "most", "begin", "before"),
+    [
+        (Position(0, 2), 8, Position(0, 2), 0),
+        (Position(0, 2), 7, Position(0, 3), 1),
+        (Position(0, 2), 4, Position(2, 1), 4),
+        (Position(0, 2), 1, Position(2, 4), 7),
+        (Position(2, 1), 3, Position(2, 2), 1),
+    ],
+)
+def test_the_last_bytes_of_a_stream_begin_in_whatever_piece(
+    start: Position, most: int, begin: Position, before: int, tmp_path: Path
+) -> None:
+    location = f"memory://{tmp_path.name}/stream"
+    # An empty piece is left where another driver may still write.
+    for number, data in enumerate([b"12345", b"", b"12345"]):
+        store.write_bytes(f"{location}/{number:08d}", data)
+    assert pieces.begin_of_last(location, start, Position(2, 5), most) == (begin, before)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rankzero.errors import WorkerFailedError, error_from_json
-from rankzero.run import pieces
 from rankzero.run.directory import RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
@@ -92,14 +91,12 @@ class LogCursor:
             most = max(most // len(self._positions), _LEAST_SHARE)
         # On an object store all ranks share a stream.
         for rank in [min(self._positions)] if self._is_remote else sorted(self._positions):
-            end, start = ends[rank], self._positions[rank]
-            behind = _distance(start, end)
-            if behind <= most:
+            begin, left_out = self._handle.begin_of_last(self._positions[rank], ends[rank], most)
+            if not left_out:
                 continue
-            begin = Position(end.piece, end.offset - most) if end.offset >= most else Position(end.piece - 1)
             moved = dict.fromkeys(self._positions, begin) if self._is_remote else {rank: begin}
             self._positions.update(moved)
-            size = f"{_distance(start, begin) / (1 << 20):.1f} MiB"
+            size = f"{left_out / (1 << 20):.1f} MiB"
             whose = "" if self._is_remote else f"[{rank}] "
             yield f"{whose}({size} of lines left out: rankzero logs {self._handle.directory})"
             lines = self._handle.lines(moved, follow=False, prefix=True, status=status, ends=ends)
@@ -119,8 +116,3 @@ class LogCursor:
     def _is_near(self, start: Position, end: Position) -> bool:
         most = REPLAY_BYTES_SHARED if self._is_remote else REPLAY_BYTES
         return end.piece <= start.piece and end.offset - start.offset <= most
-
-
-def _distance(start: Position, end: Position) -> int:
-    """Returns the bytes between two positions; of an object store's pieces about as many."""
-    return (end.piece - start.piece) * pieces.PIECE + end.offset - start.offset

@@ -24,10 +24,11 @@ from rankzero.errors import (
 )
 from rankzero.host.processes import process_namespace, process_state
 from rankzero.run import delivery as deliveries
+from rankzero.run import pieces
 from rankzero.run.checkpoints import Manifest, list_committed
 from rankzero.run.current import CurrentStatus
 from rankzero.run.delivery import Delivery
-from rankzero.run.directory import EVENTS, RunDirectory, RunStatus, compare_job
+from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, compare_job
 from rankzero.run.growing import Position
 from rankzero.run.identity import Asked, Comparison, Identity
 from rankzero.run.lines import LineReader
@@ -367,6 +368,11 @@ class RunHandle(Generic[R]):
         """Where every rank's lines of the last submission begin."""
         job = self._run.job()
         return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
+
+    def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:
+        """Returns where the last ``most`` bytes of lines between two positions begin, and how many come before."""
+        location = self._run.path(LINES)
+        return self._read_as_follower(lambda: pieces.begin_of_last(location, start, end, most))
 
     def lines(
         self,

@@ -102,6 +102,32 @@ def end_of(location: str) -> Position:
     return Position(len(store.list_names(location)), 0)
 
 
+def begin_of_last(location: str, start: Position, end: Position, most: int) -> tuple[Position, int]:
+    """Returns where the last bytes between two positions begin, and how many bytes come before those.
+
+    Args:
+        location: URL of the stream's folder, which is listed if there is more than one piece between the two.
+        start: The position from which lines have not been read.
+        end: How far they were written.
+        most: The number of bytes to keep. ``start`` and 0 are returned if there are no more.
+    """
+    sizes = store.sizes(location) if start.piece < end.piece else {}
+    parts = []
+    for piece in range(start.piece, end.piece + 1):
+        first = start.offset if piece == start.piece else 0
+        last = end.offset if piece == end.piece else sizes.get(f"{piece:08d}", 0)
+        parts.append((piece, first, max(first, last)))
+    before = sum(last - first for _, first, last in parts) - most
+    if before <= 0:
+        return start, 0
+    skipped = before
+    for piece, first, last in parts:
+        if skipped < last - first:
+            return Position(piece, first + skipped), before
+        skipped -= last - first
+    return end, before
+
+
 def _read_from(location: str, offset: int) -> bytes:
     # One byte that is known already: a range that begins at the end of an object is an error.
     return store.read_from(location, offset - 1)[1:] if offset else store.read_bytes(location)
