@@ -303,3 +303,33 @@ def test_ports_of_a_range_that_are_taken_are_skipped(serve: Any) -> None:
 def test_a_host_of_another_machine_is_refused_in_words(serve: Any) -> None:
     with pytest.raises(OSError, match="cannot listen on 192.0.2.1"):
         serve(host="192.0.2.1")
+
+
+def test_an_agent_whose_drivers_process_lives_takes_silence_for_a_pause(
+    serving: Any, proxy: Any, fast: None, receive: Receive
+) -> None:
+    lives = threading.Event()
+    lives.set()
+    client = serving.client(port=proxy.port, driver_lives=lives.is_set)
+    client.queue({"type": "join"})
+    assert serving.next() == (0, {"type": "join"})
+    proxy.hole()
+    time.sleep(limits.LOST_AFTER + 1.0)
+    assert client.receive() == []
+    lives.clear()
+    with pytest.raises(ChannelClosed, match="nothing was heard from the driver"):
+        receive(client, lambda _: False)
+
+
+def test_a_driver_that_stood_still_loses_no_agent(serving: Any, fast: None, receive: Receive) -> None:
+    client = serving.client(driver_lives=lambda: True)
+    client.queue({"type": "join"})
+    assert serving.next() == (0, {"type": "join"})
+    # As one call of native code does that keeps the interpreter's lock, or Ctrl-Z.
+    serving.server._call(lambda: time.sleep(limits.LOST_AFTER + limits.SILENCE))
+    serving.server.send(0, {"type": "stop"})
+    assert receive(client, lambda got: got) == [{"type": "stop"}]
+    client.queue({"type": "bye"})
+    seen: list[Any] = []
+    serving.await_type("bye", seen)
+    assert LOST not in [message["type"] for message in seen]

@@ -29,7 +29,15 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
-from rankzero.host.processes import allow_open_files, is_gone, pidfd_of, process_namespace, settle_signals, signal_name
+from rankzero.host.processes import (
+    allow_open_files,
+    is_gone,
+    pidfd_of,
+    process_namespace,
+    settle_signals,
+    signal_name,
+    watcher_of,
+)
 from rankzero.host.usage import UsageSampler
 
 STACKS_WAIT = 1.0
@@ -54,7 +62,13 @@ class Agent:
         hosts, port = config["driver"]
         certificate = base64.b64decode(config["certificate"]) if config.get("certificate") else None
         self._client = ChannelClient(
-            hosts, port, config["secret"], config["task"], config.get("connect_timeout"), certificate
+            hosts,
+            port,
+            config["secret"],
+            config["task"],
+            config.get("connect_timeout"),
+            certificate,
+            watcher_of(config.get("caller")),
         )
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None

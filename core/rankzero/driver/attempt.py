@@ -27,6 +27,7 @@ from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
 from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.host.processes import caller_process
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.current import owns
@@ -126,6 +127,7 @@ class Attempt:
                 **agent_config(self._job, self._number, env, start_deadline - time.monotonic()),
                 "driver": [self._session.driver_hosts, self._start_server()],
                 "secret": secret,
+                "caller": caller_process(),
                 "certificate": base64.b64encode(identity.certificate).decode() if identity else None,
             }
             self._recorder.note_places(self._job.num_processes, held=True)

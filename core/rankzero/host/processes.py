@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
@@ -70,6 +72,38 @@ def process_namespace() -> str:
 def this_process() -> dict[str, Any]:
     """What `is_gone` needs to know of this process."""
     return {"pid": os.getpid(), "start": process_start(os.getpid()), "namespace": process_namespace()}
+
+
+def caller_process() -> dict[str, Any] | None:
+    """Describes this process for `pidfd_of` to agents on its host, if the calling thread is not its main thread.
+
+    Such a driver stands still whenever its caller does: a long call of native code, Ctrl-Z, a debugger.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return None
+    return {**this_process(), "network": network_namespace()}
+
+
+def network_namespace() -> str | None:
+    """Names the network namespace of this process (Linux): within one, no cut of a network parts two processes."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/net")
+    return None
+
+
+def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
+    """Returns a function that queries the kernel whether the caller lives in whose thread the driver runs.
+
+    It is always False where the kernel cannot tell, or where a network lies between.
+    """
+    if caller is None or caller["network"] is None or caller["network"] != network_namespace():
+        return lambda: False
+    pidfd = pidfd_of(caller)
+    if pidfd is None:
+        return lambda: False
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return lambda: not poll.poll(0)
 
 
 def is_gone(process: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ Standard library only: this module travels to executors.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rankzero.channel import limits
 from rankzero.channel.agent_end.exchange import ChannelClosed, Exchange
@@ -37,6 +37,7 @@ class ChannelClient:
         task: int,
         patience: float | None = None,
         certificate: bytes | None = None,
+        driver_lives: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepares the client; `start` begins to connect.
 
@@ -47,9 +48,12 @@ class ChannelClient:
             task: This agent's number.
             patience: Seconds from its start to find the driver; None for `limits.CONNECT_TIMEOUT`.
             certificate: The driver's, as DER, if the connection is encrypted.
+            driver_lives: True while the kernel of this host says that the driver's process lives, so that its silence
+                is a pause and no loss.
         """
         self._exchange = Exchange()
-        keeper = Keeper(self._exchange, hosts, port, secret, task, patience or limits.CONNECT_TIMEOUT, certificate)
+        patience = patience or limits.CONNECT_TIMEOUT
+        keeper = Keeper(self._exchange, hosts, port, secret, task, patience, certificate, driver_lives)
         self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ import random
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from rankzero.channel import auth, frames, limits
@@ -41,6 +41,7 @@ class Keeper:
         task: int,
         patience: float,
         certificate: bytes | None = None,
+        driver_lives: Callable[[], bool] = lambda: False,
     ) -> None:
         """Takes what `ChannelClient` was given."""
         self._exchange = exchange
@@ -50,6 +51,7 @@ class Keeper:
         self._task = task
         self._patience = patience
         self._certificate = certificate
+        self._driver_lives = driver_lives
         self._name = auth.new_nonce()
         self._address: Address | None = None
         self._tries = 0
@@ -153,7 +155,7 @@ class Keeper:
         if not self._heard and now - self._started >= self._patience:
             text = f"no driver was found on port {self._port} within {self._patience:g} s: {problems}"
             raise _OverError(text)
-        if self._heard and now - self._heard >= limits.LOST_AFTER:
+        if self._heard and now - self._heard >= limits.LOST_AFTER and not self._driver_lives():
             text = f"nothing was heard from the driver for {limits.LOST_AFTER:g} s: {problems}"
             raise _OverError(text)
 

@@ -76,6 +76,7 @@ class ChannelServer:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run_loop, name="rankzero-channel", daemon=True)
         self._stopped = threading.Event()
+        self._swept = time.monotonic()
 
     def start(self, listener: socket.socket) -> int:
         """Starts the thread, which takes whoever calls there; returns the port.
@@ -124,6 +125,7 @@ class ChannelServer:
         asyncio.set_event_loop(loop)
         executor = ThreadPoolExecutor(limits.FILE_THREADS, "rankzero-channel-files")
         loop.set_default_executor(executor)
+        self._swept = time.monotonic()
         try:
             self._acceptor = loop.create_task(self._accept())
             self._sweep()
@@ -210,6 +212,8 @@ class ChannelServer:
     def _sweep(self) -> None:
         self._loop.call_later(limits.PING_INTERVAL / 4, self._sweep)
         now = time.monotonic()
+        self._forgive(now - self._swept - limits.PING_INTERVAL / 4)
+        self._swept = now
         for connection in list(self._unproved):
             if now - connection.made >= limits.HANDSHAKE_TIMEOUT:
                 connection.drop("it did not prove the secret in time")
@@ -223,6 +227,16 @@ class ChannelServer:
                     peer.pump()
             elif peer.is_live and now - peer.heard >= limits.LOST_AFTER:
                 self.lose(peer, f"nothing was heard from agent {peer.task} for {limits.LOST_AFTER:g} s")
+
+    def _forgive(self, pause: float) -> None:
+        """Counts no silence while this process itself stood still: stopped, or without the interpreter's lock."""
+        if pause < limits.PING_INTERVAL:
+            return
+        now = time.monotonic()
+        for connection in self._unproved:
+            connection.made = min(now, connection.made + pause)
+        for peer in self._peers.values():
+            peer.heard = min(now, peer.heard + pause)
 
     # -- what connections and peers need -------------------------------------------------------
 

@@ -1,0 +1,69 @@
+"""A caller that stands still costs its run a pause, and not the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.conftest import ROOT, until
+
+from rankzero.channel import limits
+
+WAIT = 120.0
+
+CALLER = """
+import ctypes, os, sys, threading, time
+from rankzero import Launcher
+
+def train(folder):
+    open(os.path.join(folder, "training"), "w").close()
+    while not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.05)
+    return "trained"
+
+def hold_the_lock():
+    while not os.path.exists(os.path.join(folder, "hold")):
+        time.sleep(0.05)
+    # PyDLL keeps the interpreter's lock, as one sort of a long list does.
+    ctypes.PyDLL(None).sleep(int(sys.argv[2]))
+    open(os.path.join(folder, "held"), "w").close()
+
+folder = sys.argv[1]
+threading.Thread(target=hold_the_lock, daemon=True).start()
+print(Launcher(2, store=os.path.join(folder, "store"), start_timeout=240).run(train, folder), flush=True)
+"""
+
+
+def stop(caller: psutil.Process, folder: Path, seconds: float) -> None:
+    """As Ctrl-Z does, and ``fg``."""
+    caller.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    caller.send_signal(signal.SIGCONT)
+
+
+def hold_the_lock(_: psutil.Process, folder: Path, seconds: float) -> None:
+    (folder / "hold").touch()
+    until((folder / "held").exists, WAIT, "the end of a long call")
+
+
+@pytest.mark.parametrize("pause", [stop, pytest.param(hold_the_lock, marks=pytest.mark.soak)])
+def test_a_caller_that_stands_still_for_long_loses_nothing(tmp_path: Path, pause: object) -> None:
+    seconds = limits.LOST_AFTER + 2.0
+    command = [sys.executable, "-c", CALLER, str(tmp_path), str(int(seconds))]
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        until((tmp_path / "training").exists, WAIT, "a training")
+        pause(psutil.Process(caller.pid), tmp_path, seconds)  # type: ignore[operator]
+        (tmp_path / "go").touch()
+        printed, errors = caller.communicate(timeout=WAIT)
+    finally:
+        if caller.poll() is None:
+            os.kill(caller.pid, signal.SIGKILL)
+            caller.communicate()
+    assert printed == "trained\n", errors
