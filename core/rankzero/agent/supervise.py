@@ -29,6 +29,7 @@ from rankzero.channel.frames import Message
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
+from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import (
     allow_open_files,
     is_gone,
@@ -93,6 +94,8 @@ class Agent:
         self._watch(wakeup, lambda: self._on_signal(wakeup))
         self._watch(sys.stdin.fileno(), self._on_stdin)
         self._watch_holder()
+        if (guard := watch_guard()) is not None:
+            self._watch(guard, lambda: self._on_guard(guard))
         try:
             # Before any thread is there: these may be forks.
             for local_rank in range(self._config["workers"]):
@@ -424,6 +427,12 @@ class Agent:
         self._unwatch(watched)
         self._ending.orphan()
 
+    def _on_guard(self, watched: int) -> None:
+        """Ends everything while this process is still there to find it; the holder counts the agent as killed."""
+        self._unwatch(watched)
+        self._ending.orphan()
+        self._ending.stop(0.0)
+
     def _end_everything(self) -> None:
         signal.set_wakeup_fd(-1)
         descendants.kill_all(groups=[rank.pid for rank in self._ranks])
@@ -443,7 +452,7 @@ def main() -> None:
     """Entry point of the agent process: one line of JSON on standard input, then end of file."""
     settle_signals()
     if "torch" not in sys.modules:
-        # A stopped agent whose holder dies wakes up and reads the end of its standard input.
+        # A stopped agent whose guard dies wakes up; one whose holder dies is woken by its guard.
         descendants.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -69,6 +70,9 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
             if on_start:
                 on_start(agent)
             code_of_agent = agent.wait()
+            if code_of_agent < 0:
+                # Its guard may have been killed in its place: then it ends by itself.
+                _await_closed(agent.stdin)
         finally:
             # Reached early when this process is interrupted: end of file ends the agent.
             with contextlib.suppress(OSError):
@@ -163,8 +167,15 @@ def _place_code(config: dict[str, Any], scratch: str) -> str:
     return path
 
 
+def _await_closed(pipe: Any) -> None:
+    """Waits until no process has the other end of a pipe, within `AGENT_EXIT_TIMEOUT`."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    poll.poll(AGENT_EXIT_TIMEOUT * 1000)
+
+
 def _kill_marked(marker: str) -> None:
-    """Ends what an agent had started that was killed."""
+    """Ends what an agent has started that was killed together with its guard; the guard finds more by itself."""
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
             if marker.encode() in file.read().split(b"\0"):

@@ -56,6 +56,9 @@ _LOAD_TIME = re.compile(
 _BOOTSTRAP = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
 _BOOTSTRAP += "sys.path.append(sys.path.pop(0)); from rankzero.{} import main; main()"
 
+_GUARD = "import sys; sys.path[:1] = [sys.argv.pop(1)]; from rankzero.host.guard import main; main()"
+_HAS_GUARDS = hasattr(os, "pidfd_open") and sys.platform == "linux"
+
 
 class WarmAgent:
     """An agent that a warm server forked: used like a `subprocess.Popen`."""
@@ -104,16 +107,29 @@ class WarmAgent:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # type: ignore[arg-type]
 
 
-def start_fresh(code: str, log: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+class FreshAgent(subprocess.Popen[bytes]):
+    """An agent as a new interpreter; this is its guard (see `rankzero.host.guard`), where the system has one."""
+
+    def kill(self) -> None:
+        """Has the guard kill the agent and all that it left."""
+        if _HAS_GUARDS:
+            self.send_signal(signal.SIGQUIT)
+            self.send_signal(signal.SIGCONT)
+        else:
+            super().kill()
+
+
+def start_fresh(code: str, log: int, env: dict[str, str]) -> FreshAgent:
     """An agent as a new interpreter, which starts its workers as new interpreters."""
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", _BOOTSTRAP.format("agent.supervise"), code],
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        env=env,
-    )
+    command, env = _guarded([sys.executable, "-u", "-c", _BOOTSTRAP.format("agent.supervise"), code], code, env)
+    return FreshAgent(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=env)
+
+
+def _guarded(command: list[str], code: str, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """A command below a guard, and its environment; unchanged where the system has no pidfds."""
+    if not _HAS_GUARDS:
+        return command, env
+    return [sys.executable, "-S", "-c", _GUARD, code], {**env, "RANKZERO_GUARDED": json.dumps(command)}
 
 
 def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAgent | None:
@@ -324,8 +340,9 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
         listener.listen(128)
         os.rename(path + _NEW, path)
         arguments = [directory, path, *map(str, (listener.fileno(), alive.fileno(), owner)), start_time(owner)]
+        command, env = _guarded([sys.executable, "-c", _BOOTSTRAP.format("warm.server"), code, *arguments], code, env)
         server = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP.format("warm.server"), code, *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -34,6 +34,7 @@ from typing import Any
 
 from rankzero.agent import supervise
 from rankzero.host import descendants, forked
+from rankzero.host.guard import watch as watch_guard
 from rankzero.host.processes import process_start, settle_signals
 from rankzero.warm import hugepages
 
@@ -122,6 +123,9 @@ class WarmServer:
         for end in (woken, wake):
             end.setblocking(False)
         self._woken, self._wake = woken, wake
+        if (guard := watch_guard()) is not None:
+            self._selector.register(guard, selectors.EVENT_READ, self._on_guard_gone)
+            self._guard = guard
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         self._selector.register(woken, selectors.EVENT_READ, self._on_child)
@@ -183,6 +187,12 @@ class WarmServer:
     def _on_owner_gone(self) -> None:
         self._selector.unregister(self._owner)
         self._kill_at = time.monotonic() + max(self._bounds.values(), default=0.0) + OWNERLESS_MARGIN
+        self.end()
+
+    def _on_guard_gone(self) -> None:
+        """Ends with everything below: if this process were killed next, no process would find what its ranks left."""
+        self._selector.unregister(self._guard)
+        self._kill_at = time.monotonic()
         self.end()
 
     def end(self) -> None:

@@ -41,7 +41,7 @@ class Control:
     """The worker's end of its socket to the agent."""
 
     def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=_out_of_reach(fd))
+        self._socket = socket.socket(fileno=out_of_reach(fd))
         self._pid = os.getpid()
         self._last_words = ""
         os.register_at_fork(after_in_child=self._let_go)
@@ -223,7 +223,7 @@ class Control:
         threading.Thread(target=report, name="rankzero-heartbeat", daemon=True).start()
 
 
-def _out_of_reach(fd: int) -> int:
+def out_of_reach(fd: int) -> int:
     """Moves a descriptor up, where the limit of open files allows that."""
     try:
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, OUT_OF_REACH)

@@ -35,7 +35,7 @@ from rankzero.host.descendants import die_with_parent
 from rankzero.host.processes import settle_signals
 from rankzero.worker import failures, flight, rendezvous
 from rankzero.worker.call import call
-from rankzero.worker.control import Control
+from rankzero.worker.control import Control, out_of_reach
 from rankzero.worker.leaving import run_exit_handlers
 from rankzero.worker.returned import paths_that_go
 
@@ -63,7 +63,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
     faulthandler.enable(all_threads=False)
-    os.set_inheritable(stack_fd, False)
+    stack_fd = out_of_reach(stack_fd)
     # That of the thread which it interrupts, the main one: to walk others that run may crash (CPython issue 116008).
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
     control = Control(control_fd)
