@@ -138,7 +138,7 @@ def test_a_hang_names_who_had_not_joined_and_shows_equal_stacks_once() -> None:
     stacks = {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE}
     missing = policy.not_in_collective(stacks)
     assert missing == [1]
-    text = policy.hang_message(5.0, stacks, missing, "/store/run")
+    text = policy.hang_message("no rank made progress for hang_timeout=5.0 s", stacks, missing, "/store/run")
     assert "rank 1 had not joined the collective in which ranks 0, 2 waited" in text
     assert text.index("rank 1 stood at:") < text.index("ranks 0, 2 stood at:")
     assert text.count("all_reduce") == 1

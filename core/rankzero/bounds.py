@@ -33,6 +33,12 @@ LOG_TAIL_WIDTH = 2000
 CANCEL_TIMEOUT = 25.0
 """Seconds to wait for the end of a run that was cancelled."""
 
+RETURNED_NOTICE = 30.0
+"""Seconds without progress, after some ranks have returned, until a line of the log says where the others are."""
+
+RETURNED_HANG = 300.0
+"""Seconds for which the others may wait in a collective for ranks that have returned, whatever ``hang_timeout`` is."""
+
 MEET_TIMEOUT = 30.0
 """Seconds for a rank to reach rank 0's rendezvous."""
 

@@ -84,7 +84,8 @@ class Launcher:
         timeout: Seconds the run may take, all attempts together, once every rank has started; None for no bound.
         start_timeout: Seconds until every rank of an attempt must have started.
         hang_timeout: Seconds after which an attempt in which no rank progresses ends with a `HangError`; None
-            for no bound. Progress is a call of `rankzero.train.report` or a step of a torch optimizer.
+            for no bound. Progress is a call of `rankzero.train.report` or a step of a torch optimizer. Ranks that wait
+            in a collective for ranks that have returned end with that error after 5 minutes in any case.
         orphan_timeout: Seconds after which a submitted run that nobody follows cancels itself; None lets it go
             on. `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
         max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal, a host or

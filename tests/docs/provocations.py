@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, ResultRef, RunHandle, SparkConnectEngine, SparkEngine
+from rankzero import Launcher, ResultRef, RunHandle, SparkConnectEngine, SparkEngine, bounds
 
 WAIT = 60.0
 
@@ -264,6 +264,22 @@ def no_progress(launcher: Launcher, here: Path) -> None:
         rt.barrier()
 
     launcher.options(hang_timeout=2).run(train)
+
+
+@provocation
+def a_rank_that_returned_early(launcher: Launcher, here: Path) -> None:
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "RETURNED_NOTICE", 1.0)
+        patch.setattr(bounds, "RETURNED_HANG", 3.0)
+        launcher.run(train)
 
 
 @provocation

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import wait_until_gone
 
-from rankzero import HangError, Launcher
+from rankzero import HangError, Launcher, bounds
 
 WAIT = 90.0
 HANG_TIMEOUT = 4.0
@@ -137,3 +137,38 @@ def test_a_hang_of_nccl_leaves_its_flight_recorders_dump(launcher: Launcher) -> 
     assert handle is not None
     assert any(line.startswith("rankzero: flight recorder: process group") for line in handle.logs(rank=0))
     assert Path(handle.directory, "flight", "attempt-0", "rank-0.json").exists()
+
+
+def leave_rank_zero(does: str) -> str:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return "left"
+    if does == "waits":
+        dist.all_reduce(torch.ones(1))
+    # As an evaluation by rank 0 alone, or the upload of a model.
+    time.sleep(8.0)
+    return "evaluated"
+
+
+@pytest.mark.parametrize("does", ["waits", "works alone"])
+def test_a_rank_that_returns_early_is_named_and_whoever_waits_for_it_hangs(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    """Whatever ``hang_timeout`` is: None by default."""
+    monkeypatch.setattr(bounds, "RETURNED_NOTICE", 1.0)
+    monkeypatch.setattr(bounds, "RETURNED_HANG", 4.0)
+    launcher = launcher.options(run_id="left", timeout=WAIT)
+    if does == "waits":
+        with pytest.raises(HangError, match="rank 1 returned, and rank 0 waited for 4 s in a collective") as caught:
+            launcher.run(leave_rank_zero, does)
+        assert "all_reduce" in (caught.value.stacks or {})["0"]
+    else:
+        assert launcher.run(leave_rank_zero, does) == "evaluated"
+    handle = launcher.find()
+    assert handle is not None
+    place = "waits in all_reduce" if does == "waits" else "is in leave_rank_zero"
+    (line,) = [line for line in handle.logs(rank=0) if "rank 1 has returned, without other progress" in line]
+    assert place in line

@@ -18,6 +18,7 @@ from rankzero.channel import frames
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.frames import Message
 from rankzero.host import forked
+from rankzero.host.processes import cpu_seconds
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
@@ -109,6 +110,18 @@ class Rank:
         self.kill(worker.STACK_SIGNAL)
         # After it: this may wait for the interpreter's lock, or for a device.
         self.tell({"type": "dump"})
+
+    def peek(self) -> None:
+        """Makes the worker write the stack of its main thread, for `position`; nothing of it goes to its log."""
+        self._stack = b""
+        if self.outcome is None:
+            self.kill(worker.STACK_SIGNAL)
+
+    def position(self) -> dict[str, Any] | None:
+        """Returns the worker's stack and the processor time that it has used; None if it has ended or does not run."""
+        if self.outcome is not None or not self.alive:
+            return None
+        return {"stack": self._stack.decode(errors="replace"), "cpu": cpu_seconds(self.pid)}
 
     def take_stack(self, data: bytes) -> None:
         """Adds what came out of the stack pipe."""

@@ -77,6 +77,7 @@ class Agent:
         self._fetched: dict[str, Message] = {}
         self._lost: str | None = None
         self._stacks_at: float | None = None
+        self._positions_at: float | None = None
         self._quiet: list[Rank] = []
         self._listen_at: float | None = None
         self._usage: UsageSampler | None = None
@@ -137,6 +138,11 @@ class Agent:
             self._stacks_at = None
             for rank in self._ranks:
                 self._client.queue({"type": "stack", "local_rank": rank.local_rank, "text": rank.stack()})
+        if self._positions_at is not None and now >= self._positions_at:
+            self._positions_at = None
+            for rank in self._ranks:
+                if position := rank.position():
+                    self._client.queue({"type": "position", "local_rank": rank.local_rank, **position})
         if self._listen_at is not None and now >= self._listen_at:
             self._listen_at = None
             for rank in self._quiet:
@@ -150,7 +156,7 @@ class Agent:
 
     def _time_left(self) -> float | None:
         sample_at = self._usage.next_at if self._usage else None
-        moments = [self._ending.kill_at, self._stacks_at, self._listen_at, sample_at]
+        moments = [self._ending.kill_at, self._stacks_at, self._positions_at, self._listen_at, sample_at]
         moments += [rank.cut_off_at for rank in self._ranks]
         times = [at - time.monotonic() for at in moments if at is not None]
         if any(rank.output.waiting or rank.flush() for rank in self._ranks):
@@ -200,6 +206,10 @@ class Agent:
             for rank in self._ranks:
                 rank.ask_for_stack()
             self._stacks_at = time.monotonic() + STACKS_WAIT
+        elif kind == "peek":
+            for rank in self._ranks:
+                rank.peek()
+            self._positions_at = time.monotonic() + STACKS_WAIT
         elif kind == "stop":
             for rank in self._ranks:
                 # What a rank has begun to write it may have reported just now.

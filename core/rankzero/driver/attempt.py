@@ -20,6 +20,7 @@ from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
+from rankzero.driver.remaining import RemainingWatch
 from rankzero.driver.roster import Member, Roster
 from rankzero.driver.rows import carry_rows, remove_rows
 from rankzero.driver.scratch import Scratch
@@ -72,6 +73,7 @@ class Attempt:
         self._outcome = Outcome(job.num_processes)
         self._rendezvous = self._recorded = False
         self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
+        self._remaining = RemainingWatch(job.num_processes, lambda: self._server.broadcast({"type": "peek"}))
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
@@ -364,6 +366,8 @@ class Attempt:
             self._note_phase("entered", rank, member, message)
         elif kind == "stack":
             self._hang.on_stack(rank, message["text"])
+        elif kind == "position":
+            self._remaining.note(rank, message["stack"], message["cpu"])
         elif kind == "commit" and not self._outcome.has_returned(rank):
             # It was asked to exit, and did so politely: that ends a training, and does not finish it.
             self._on_failure(rank, member, {"exit_code": 0, "message": "ended when it was asked to"})
@@ -465,8 +469,16 @@ class Attempt:
                 self._say_waiting()
             return
         group.hold_on()
-        bound = self._job.hang_timeout
-        if bound is not None and (stacks := self._hang.look(now, bound)):
+        self._look_for_hangs(now)
+
+    def _look_for_hangs(self, now: float) -> None:
+        if what := self._remaining.look(now, self._hang.returned, self._hang.progress_at):
+            self._recorder.event({"type": "waiting", "what": what})
+            self._recorder.log(0, [f"rankzero: {what}"])
+        if self._remaining.is_hung(now):
+            if stacks := self._hang.look(now, 0.0):
+                raise verdict.left_waiting(self._hang.returned, stacks, self._run.directory)
+        elif (bound := self._job.hang_timeout) is not None and (stacks := self._hang.look(now, bound)):
             raise verdict.hung(bound, stacks, self._run.directory)
 
     def _look_at_outcome(self, group: AgentGroup, now: float) -> None:

@@ -38,6 +38,16 @@ class HangWatch:
         self._returned.add(rank)
         self._progress[rank] = -1, now
 
+    @property
+    def returned(self) -> frozenset[int]:
+        """The ranks whose code has ended."""
+        return frozenset(self._returned)
+
+    @property
+    def progress_at(self) -> float:
+        """Monotonic time of the last progress or return of any rank."""
+        return max((when for _, when in self._progress.values()), default=0.0)
+
     def on_stack(self, rank: int, text: str) -> None:
         """Takes a rank's answer."""
         self._stacks[rank] = text

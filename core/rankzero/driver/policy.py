@@ -200,9 +200,9 @@ def not_in_collective(stacks: Mapping[int, str]) -> list[int]:
     return sorted(set(stacks) - waiting) if waiting else []
 
 
-def hang_message(hang_timeout: float, stacks: Mapping[int, str], missing: Sequence[int], directory: str) -> str:
+def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], directory: str) -> str:
     """The text of a hang: who is missing, then where each rank stood, equal stacks once."""
-    parts = [f"no rank made progress for hang_timeout={hang_timeout} s"]
+    parts = [why]
     if missing:
         waiting = sorted(set(stacks) - set(missing))
         parts.append(f"{name_ranks(missing)} had not joined the collective in which {name_ranks(waiting)} waited")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from rankzero import bounds
 from rankzero.driver import policy
 from rankzero.driver.failure import Failure, failure_message, first_cause, group_others, name_ranks, same_as
 from rankzero.errors import EngineError, HangError, RankZeroError, ResultError, StartTimeoutError, WorkerFailedError
@@ -64,8 +65,20 @@ def lost(
 def hung(bound: float, stacks: Mapping[int, str], directory: str) -> HangError:
     """No rank made progress for ``bound`` seconds; ``stacks`` tells for each where it stood."""
     missing = policy.not_in_collective(stacks)
-    message = policy.hang_message(bound, stacks, missing, directory)
+    message = policy.hang_message(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
     return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
+
+
+def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:
+    """Some ranks have returned, and the others wait for them in a collective; ``stacks`` has where each rank is."""
+    names = name_ranks(sorted(returned))
+    others = name_ranks(sorted(set(stacks) - set(returned)))
+    why = (
+        f"{names} returned, and {others} waited for {bounds.RETURNED_HANG:g} s in a collective that never ends without "
+        f"{names}: a training must call every collective in every rank equally often"
+    )
+    message = policy.hang_message(why, stacks, sorted(returned), directory)
+    return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=sorted(returned))
 
 
 def start_timeout(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
+_USER = 11  # utime and stime are fields 14 and 15.
 STOPPED = frozenset("tT")
 
 OPEN_FILES = 1 << 16
@@ -127,6 +128,14 @@ def pidfd_of(process: dict[str, Any]) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Returns the seconds of processor time that a process and its threads have used; None where unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = _stat(pid)
+        return (int(fields[_USER]) + int(fields[_USER + 1])) / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def process_start(pid: int) -> str | None:

@@ -1,0 +1,153 @@
+"""`RemainingWatch`: ranks that wait for peers that have returned, which never come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankzero import bounds
+from rankzero.driver import policy
+from rankzero.driver.failure import name_ranks
+
+IDLE_SHARE = 0.1
+"""Share of a core that a waiting rank uses at most, with its heartbeat and its threads."""
+
+_FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "/rankzero/", "/lib/python3")
+_WAITING = ("/torch/distributed/", "/torch/nn/parallel/distributed")
+_NOT_WAITING = "/torch/distributed/checkpoint/"
+_HOROVOD = "/rankzero/compat/horovod/"
+_HOROVOD_DEPTH = 4
+"""Innermost calls among which one of hvd is, if a rank waits in an operation of hvd."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank was at one moment.
+
+    Attributes:
+        stack: The Python stack of its main thread, innermost call first, as faulthandler writes it.
+        cpu: Seconds of processor time that its process has used; None if the system does not tell.
+    """
+
+    stack: str
+    cpu: float | None
+
+
+class RemainingWatch:
+    """Watches the ranks that remain when others have returned.
+
+    They may compute alone, as rank 0 does that evaluates or saves a model: that is no hang, however long it takes. A
+    rank counts as waiting only if its innermost call is a collective, and its process uses no processor time.
+    """
+
+    def __init__(self, num_processes: int, peek: Callable[[], None]) -> None:
+        """Starts to watch.
+
+        Args:
+            num_processes: Number of ranks.
+            peek: Asks all agents where their ranks are (`note`).
+        """
+        self._ranks = frozenset(range(num_processes))
+        self._peek = peek
+        self._positions: dict[int, Position] = {}
+        self._before: dict[int, Position] = {}
+        self._peeked_at: float | None = None
+        self._before_at = 0.0
+        self._is_open = False
+        self._has_told = False
+        self._waiting_since: float | None = None
+
+    def note(self, rank: int, stack: str, cpu: float | None) -> None:
+        """Takes the answer to a peek."""
+        self._positions[rank] = Position(stack, cpu)
+
+    def look(self, now: float, returned: frozenset[int], progress_at: float) -> str | None:
+        """Returns a line for people, once, if ranks have returned and the others stand still; else None.
+
+        Args:
+            now: Monotonic time.
+            returned: The ranks that have returned.
+            progress_at: Monotonic time of the last progress or return of any rank.
+        """
+        remaining = self._ranks - returned
+        if not returned or not remaining or now - progress_at < bounds.RETURNED_NOTICE:
+            self._peeked_at = self._waiting_since = None
+            self._is_open = False
+            self._before.clear()
+            return None
+        if self._peeked_at is None or (not self._is_open and now - self._peeked_at >= bounds.RETURNED_NOTICE):
+            self._before, self._before_at = dict(self._positions) if self._peeked_at else {}, self._peeked_at or now
+            self._positions.clear()
+            self._peeked_at, self._is_open = now, True
+            self._peek()
+        elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > policy.STACKS_WINDOW):
+            self._is_open = False
+            self._judge(now, remaining)
+            if not self._has_told:
+                self._has_told = True
+                return self._notice(returned, remaining, now - progress_at)
+        return None
+
+    def is_hung(self, now: float) -> bool:
+        """True if the remaining ranks have waited in collectives for `RETURNED_HANG`, since the last progress."""
+        since = self._waiting_since
+        return since is not None and now - since >= bounds.RETURNED_HANG - bounds.RETURNED_NOTICE
+
+    def _judge(self, now: float, remaining: frozenset[int]) -> None:
+        elapsed = (self._peeked_at or now) - self._before_at
+        if not all(self._waits(rank, elapsed) for rank in remaining):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+
+    def _waits(self, rank: int, elapsed: float) -> bool:
+        position, before = self._positions.get(rank), self._before.get(rank)
+        if position is None or not is_waiting(position.stack):
+            return False
+        if before is None:
+            return True
+        if position.cpu is not None and before.cpu is not None:
+            return position.cpu - before.cpu <= IDLE_SHARE * elapsed and position.stack == before.stack
+        return position.stack == before.stack
+
+    def _notice(self, returned: frozenset[int], remaining: frozenset[int], seconds: float) -> str:
+        groups: dict[str, list[int]] = {}
+        for rank in sorted(remaining):
+            position = self._positions.get(rank)
+            groups.setdefault(describe(position.stack) if position else "did not answer", []).append(rank)
+        have = "has" if len(returned) == 1 else "have"
+        places = "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in groups.items())
+        return f"{name_ranks(sorted(returned))} {have} returned, without other progress for {seconds:.0f} s: {places}"
+
+
+def is_waiting(stack: str) -> bool:
+    """True if the innermost call of a stack waits for other ranks."""
+    frames = _frames(stack)
+    if not frames:
+        return False
+    path, _, function = frames[0]
+    if any(_HOROVOD in path for path, _, _ in frames[:_HOROVOD_DEPTH]):
+        return True
+    if function == "_engine_run_backward":
+        return True
+    return _NOT_WAITING not in path and any(sign in path for sign in _WAITING)
+
+
+def describe(stack: str) -> str:
+    """What a rank does, and where its user called that, in a few words."""
+    frames = _frames(stack)
+    if not frames:
+        return "runs native code"
+    verb = "waits" if is_waiting(stack) else "is"
+    names = [name for path, _, name in frames if any(sign in path for sign in _WAITING) and "logger" not in path]
+    what = (names or [frames[0][2]])[0]
+    own = next((frame for frame in frames if not any(library in frame[0] for library in _LIBRARIES)), None)
+    where = f", {own[0].rpartition('/')[2]}:{own[1]} in {own[2]}" if own else ""
+    return f"{verb} in {what}{where}"
+
+
+def _frames(stack: str) -> list[tuple[str, int, str]]:
+    found = map(_FRAME.search, stack.splitlines())
+    return [(frame["path"], int(frame["line"]), frame["function"]) for frame in found if frame]

@@ -1,0 +1,92 @@
+"""Which ranks that remain when others have returned wait for them, and which compute alone."""
+
+import pytest
+
+from rankzero.bounds import RETURNED_HANG, RETURNED_NOTICE
+from rankzero.driver.remaining import RemainingWatch, describe, is_waiting
+
+SITE = "/venv/lib/python3.12/site-packages/torch"
+USER = '  File "/home/me/train.py", line 12 in train'
+ALL_REDUCE = f"""
+  File "{SITE}/distributed/distributed_c10d.py", line 2900 in all_reduce
+  File "{SITE}/distributed/c10d_logger.py", line 81 in wrapper
+{USER}"""
+BACKWARD = f'  File "{SITE}/autograd/graph.py", line 824 in _engine_run_backward\n{USER}'
+SAVE = f'  File "{SITE}/distributed/checkpoint/filesystem.py", line 9 in write\n{USER}'
+EVALUATE = f'  File "{SITE}/nn/modules/linear.py", line 125 in forward\n{USER}'
+HVD = f"""
+  File "/usr/lib/python3.12/threading.py", line 3 in wait
+  File "/x/rankzero/compat/horovod/torch/ops.py", line 9 in wait
+{USER}"""
+NATIVE = ""
+
+BOTH = frozenset({0, 1})
+ONE = frozenset({1})
+
+
+@pytest.mark.parametrize(
+    ("stack", "waits", "words"),
+    [
+        (ALL_REDUCE, True, "waits in all_reduce, train.py:12 in train"),
+        (BACKWARD, True, "waits in _engine_run_backward, train.py:12 in train"),
+        (HVD, True, "waits in wait, train.py:12 in train"),
+        (SAVE, False, "is in write, train.py:12 in train"),
+        (EVALUATE, False, "is in forward, train.py:12 in train"),
+        (USER, False, "is in train, train.py:12 in train"),
+        (NATIVE, False, "runs native code"),
+    ],
+)
+def test_only_a_rank_within_a_collective_waits(stack: str, waits: bool, words: str) -> None:
+    assert is_waiting(stack) is waits
+    assert describe(stack) == words
+
+
+def watch(
+    stacks: list[str], cpu_per_second: float | None = 0.0, progress_every: float = 1e9
+) -> tuple[list[str], float]:
+    """Rank 1 of two returns at 0; the lines that are told, and when the run counts as hung (0: never)."""
+    asked: list[float] = []
+    remaining = RemainingWatch(2, lambda: asked.append(now))
+    told, now = [], 0.0
+    while now < 2 * RETURNED_HANG:
+        if asked:
+            cpu = None if cpu_per_second is None else asked[0] * cpu_per_second
+            remaining.note(0, stacks[int(asked.pop() // RETURNED_NOTICE) % len(stacks)], cpu)
+        if line := remaining.look(now, ONE, now // progress_every * progress_every):
+            told.append(line)
+        if remaining.is_hung(now):
+            return told, now
+        now += 0.5
+    return told, 0.0
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_is_told_of_and_then_hangs() -> None:
+    told, hung_at = watch([ALL_REDUCE])
+    assert told == [
+        "rank 1 has returned, without other progress for 30 s: rank 0 waits in all_reduce, train.py:12 in train"
+    ]
+    assert RETURNED_HANG <= hung_at < RETURNED_HANG + RETURNED_NOTICE
+
+
+@pytest.mark.parametrize(
+    ("stacks", "cpu"),
+    [
+        # Computes alone; is seen in a collective now and then; is always there, and works.
+        ([EVALUATE], 1.0),
+        ([SAVE], 0.0),
+        ([ALL_REDUCE, EVALUATE], 0.0),
+        ([ALL_REDUCE, ALL_REDUCE.replace("2900", "2901")], None),
+        ([ALL_REDUCE], 0.5),
+    ],
+)
+def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[str], cpu: float | None) -> None:
+    told, hung_at = watch(stacks, cpu)
+    assert len(told) == 1
+    assert hung_at == 0
+
+
+def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
+    assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE - 1) == ([], 0.0)
+    remaining = RemainingWatch(2, lambda: pytest.fail("nothing to look for"))
+    assert remaining.look(1e6, frozenset(), 0.0) is None
+    assert remaining.look(1e6, BOTH, 0.0) is None
