@@ -44,3 +44,6 @@ MEET_TIMEOUT = 30.0
 
 XCOM_LIMIT = 16 << 20
 """Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
+
+UNFINISHED_AFTER = 3600.0
+"""Seconds since its last change after which a file under a temporary name counts as left by a killed process."""

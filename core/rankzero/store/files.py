@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from rankzero.bounds import UNFINISHED_AFTER
 from rankzero.store.location import is_url
 
 PRIVATE_DIRECTORY = 0o700
+
+_UNFINISHED = re.compile(r"^\.(writing|committing|rankzero-probe)-|\.writing$")
 
 
 def _filesystem(location: str) -> tuple[Any, str]:
@@ -246,6 +251,26 @@ def _create_object(location: str, data: bytes) -> bool:
             return found == data
         raise
     return True
+
+
+def remove_unfinished(directory: str, *, deep: bool = True) -> None:
+    """Removes local files that a killed process had begun to write; one that nobody has changed for a while counts.
+
+    Args:
+        directory: A path; an object store has no such files.
+        deep: Whether to look into the directories below it, too.
+    """
+    if is_url(directory):
+        return
+    for place, below, names in os.walk(directory):
+        for name in filter(_UNFINISHED.search, names):
+            path = os.path.join(place, name)
+            # Its writer may have completed it meanwhile.
+            with contextlib.suppress(OSError):
+                if time.time() - os.lstat(path).st_mtime > UNFINISHED_AFTER:
+                    os.unlink(path)
+        if not deep:
+            below.clear()
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ def prove(root: str) -> None:
         _prove_exclusive(root, join(root, name))
     else:
         files.make_directory(root)
+        files.remove_unfinished(root, deep=False)
         _prove_directory(root, os.path.join(root, name))
     _proved.add(root)
 

@@ -199,6 +199,7 @@ def submit(
             if run.claim(number):
                 # It may be there since a moment ago, made by somebody else.
                 _check_owner(run)
+                store.remove_unfinished(run.directory)
                 run.write_files(number, files)
                 if run.newest_claim() == number:
                     first_attempt = fresh_since = 0

@@ -1,0 +1,293 @@
+"""`Bench`: runs a scenario with one process killed at one point, recovers as a user would, and checks what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ORPHAN_TIMEOUT, describe, wait_until_gone
+from tests.faults.crash.program import RUN, STEPS
+
+from rankzero import RunHandle, RunNotFoundError, store
+from rankzero.bounds import UNFINISHED_AFTER
+from rankzero.run import delivery
+from rankzero.run.directory import RunStatus
+from rankzero.task.start import OWNER
+
+FOLDER = Path(__file__).parent
+
+ACTION_TIMEOUT = 180.0
+"""Seconds for one action, however it was hurt."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is done, and how it is recovered.
+
+    Attributes:
+        before: Actions that complete before the process is killed, as ``role action``.
+        act: The action with the points.
+        then: Actions after it, of which each must have the value that stands beside it.
+        go: True if the ranks may end after `act`.
+        from_scratch: True if `act` rightly begins from scratch beside a checkpoint that is there.
+    """
+
+    act: str
+    then: Mapping[str, Any]
+    before: tuple[str, ...] = ()
+    go: bool = False
+    from_scratch: bool = False
+
+
+_VALUE = {"value": STEPS}
+
+SCENARIOS = {
+    "run": Scenario("submitter plain-run", {"submitter plain-run": _VALUE}),
+    "submit": Scenario("submitter plain-deliver", {"submitter plain-deliver": _VALUE}),
+    "attach": Scenario(
+        "reader long-attach",
+        {"reader long-attach": _VALUE},
+        before=("submitter long-submit",),
+        go=True,
+    ),
+    "failure": Scenario("submitter fails-run", {"submitter fails-run": _VALUE}, go=True),
+    "restart": Scenario("submitter dies-run", {"submitter dies-run": _VALUE}),
+    "detached restart": Scenario("submitter dies-deliver", {"submitter dies-deliver": _VALUE}),
+    "cancel": Scenario(
+        "canceller long-cancel",
+        {"canceller long-cancel": {"value": "ended"}, "submitter long-deliver": _VALUE},
+        before=("submitter long-submit",),
+        go=True,
+    ),
+    "resubmit": Scenario(
+        "submitter plain-deliver",
+        {"submitter plain-deliver": _VALUE},
+        before=("submitter plain-deliver",),
+        from_scratch=True,
+    ),
+    "gc": Scenario(
+        "collector plain-gc",
+        {"collector plain-gc": {"value": "collected"}, "submitter plain-run": _VALUE},
+        before=("submitter plain-run",),
+        from_scratch=True,
+    ),
+    "rows": Scenario("submitter rows-run", {"submitter rows-run": {"value": 2 * STEPS}}),
+    "sharded": Scenario("submitter sharded-run", {"submitter sharded-run": _VALUE}),
+}
+
+
+class Violation(AssertionError):
+    """Something was lost, is wrong, or is left."""
+
+
+@dataclass
+class Promise:
+    """What a reader saw after the kill: the next try has to keep it.
+
+    Attributes:
+        status: The status of the run; None if there is no run.
+        step: The step of the newest committed checkpoint; -1 if there is none.
+        delivered: True if the caller had acknowledged the result: then the next submission begins from scratch.
+        begun: How often each rank had begun until then.
+    """
+
+    status: RunStatus | None = None
+    step: int = -1
+    delivered: bool = False
+    begun: tuple[int, ...] = ()
+
+
+@dataclass
+class Bench:
+    """A folder in which scenarios run one after the other, each in a store of its own.
+
+    Attributes:
+        folder: The folder; it holds the shim, the store of a local scenario, and the temporary files.
+        notes: A folder that no point watches.
+        root: The URL of a bucket for the stores; None for a local path.
+        marker: Marks the processes.
+    """
+
+    folder: Path
+    notes: Path
+    marker: str
+    root: str | None = None
+    _number: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        shutil.copytree(FOLDER / "hook", self.folder / "hook", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.folder / "tmp").mkdir()
+
+    def record(self, scenario: Scenario) -> list[str]:
+        """Returns the names of the points of a scenario, in their order."""
+        found = self.notes / "points"
+        found.unlink(missing_ok=True)
+        # The first run starts the warm server, which the others find.
+        self._run(scenario, {})
+        self._run(scenario, {"record": str(found)})
+        return list(dict.fromkeys(found.read_text().splitlines()))
+
+    def kill(self, scenario: Scenario, point: str, when: str) -> bool:
+        """Runs a scenario with one process killed at a point.
+
+        Returns:
+            False if no process came to the point.
+
+        Raises:
+            Violation: says what was lost, is wrong, or is left.
+        """
+        try:
+            return self._run(scenario, {"kill": point, "when": when})
+        finally:
+            for path in self._temporary():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _run(self, scenario: Scenario, plan: dict[str, str]) -> bool:
+        self._number += 1
+        # Digits that the shim leaves out of the names of points.
+        root = f"{self.root or self.folder}/store-{self._number:08d}"
+        notes = self.notes / str(self._number)
+        notes.mkdir()
+        killed = self.folder / "hook" / "killed"
+        killed.unlink(missing_ok=True)
+        for action in scenario.before:
+            self._do(action, root, notes)
+        self._write_plan(plan)
+        try:
+            self._do(scenario.act, root, notes, releases=scenario.go and "attach" in scenario.act)
+        finally:
+            (self.folder / "hook" / "plan.json").unlink()
+        promise = self._promise(root, notes)
+        if scenario.go:
+            (notes / "go").touch()
+        _age(root)
+        for action, expected in scenario.then.items():
+            found = self._do(action, root, notes)
+            if found and "the driver of run" in found.get("error", ""):
+                # A driver that died before its first status is known as dead after a time only; a retry resumes.
+                found = self._do(action, root, notes)
+            if found != expected:
+                tail = (notes / "log").read_text()[-2000:]
+                raise Violation(f"{action} gave {found}, expected {expected}:\n{tail}")
+        self._check_kept(promise, notes, scenario)
+        self._check_left(root)
+        if "kill" in plan:
+            store.remove(root)
+            shutil.rmtree(notes)
+        return killed.exists()
+
+    def _write_plan(self, plan: dict[str, str]) -> None:
+        temporary = self.folder / "hook" / "plan.new"
+        temporary.write_text(json.dumps(plan))
+        temporary.replace(self.folder / "hook" / "plan.json")
+
+    def _do(self, action: str, root: str, notes: Path, *, releases: bool = False) -> dict[str, Any] | None:
+        """Runs one action in a process of its own; returns its value or error, None if it was killed."""
+        role, what = action.split()
+        value = notes / "value"
+        value.unlink(missing_ok=True)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(self.folder / "hook"), str(FOLDER.parents[2])]),
+            "TMPDIR": str(self.folder / "tmp"),
+            OWNER: str(os.getpid()),
+            "MARK": self.marker,
+        }
+        with open(notes / "log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(FOLDER / "program.py"), role, what, root, str(notes)],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                if releases:
+                    (notes / "go").touch()
+                process.wait(ACTION_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise Violation(f"{action} takes longer than {ACTION_TIMEOUT:g} s") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                process.wait()
+        return json.loads(value.read_text()) if value.exists() else None
+
+    def _promise(self, root: str, notes: Path) -> Promise:
+        begun = tuple(len(steps) for steps in _begun(notes))
+        with contextlib.suppress(RunNotFoundError):
+            handle: RunHandle[Any] = RunHandle.attach(f"{root}/{RUN}")
+            manifests = handle.checkpoints()
+            status = handle.status()
+            delivered = delivery.read(handle.directory, status.submission).acknowledged
+            return Promise(status, int(manifests[-1].metrics["step"]) if manifests else -1, delivered, begun)
+        return Promise(begun=begun)
+
+    def _check_kept(self, promise: Promise, notes: Path, scenario: Scenario) -> None:
+        if scenario.from_scratch or promise.delivered:
+            return
+        after = [steps[before:] for steps, before in zip(_begun(notes), promise.begun, strict=True)]
+        status = promise.status
+        if status and status.certain and (status.result or status.state == "succeeded") and any(after):
+            raise Violation(f"the run had succeeded, and its ranks trained again from steps {after}")
+        if any(first <= promise.step for steps in after for first in steps):
+            raise Violation(f"the checkpoint of step {promise.step} was there, and ranks began at steps {after}")
+
+    def _check_left(self, root: str) -> None:
+        deadline = time.monotonic() + ORPHAN_TIMEOUT
+        while (left := self._left(root)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if left:
+            raise Violation(f"left behind: {left}")
+
+    def _temporary(self) -> list[Path]:
+        # Python itself probes the folder with files of eight characters.
+        names = re.compile(r"rankzero-warm-\d+|[a-z0-9_]{8}")
+        return [path for path in (self.folder / "tmp").iterdir() if not names.fullmatch(path.name)]
+
+    def _left(self, root: str) -> list[str]:
+        found = [describe(pid) for pid in wait_until_gone(self.marker, 0) if not _is_warm_server(pid)]
+        found += map(str, self._temporary())
+        if not store.is_url(root):
+            found += _unfinished(root)
+        return found
+
+
+def _unfinished(root: str) -> list[str]:
+    """Files under temporary names; those of a live process are gone in a moment."""
+    names = (".writing-*", "*.writing", ".committing-*", "*probe*")
+    return [str(path) for name in names for path in Path(root).rglob(name)]
+
+
+def _age(root: str) -> None:
+    """Lets the time pass after which files of killed processes are removed."""
+    if not store.is_url(root):
+        then = time.time() - UNFINISHED_AFTER - 60
+        for path in _unfinished(root):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path, (then, then))
+
+
+def _begun(notes: Path) -> list[list[int]]:
+    """The steps at which each rank began."""
+    return [[int(line.split()[1]) for line in _lines(notes / f"began-{rank}")] for rank in (0, 1)]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _is_warm_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "warm.server" in Path(f"/proc/{pid}/cmdline").read_text()
+    return True

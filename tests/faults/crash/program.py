@@ -1,0 +1,85 @@
+"""What the processes of a crash bench do: ``python program.py ROLE ACTION STORE NOTES``.
+
+The value, or the error, goes into the file ``value`` in the folder NOTES, which no point watches. Ranks note there at
+which step they begin, and what they have reported.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rankzero import Launcher, RankZeroError, RunHandle
+from rankzero.run.retention import collect
+
+STEPS = 3
+RUN = "r"
+
+
+def note(folder: str, name: str, text: str) -> None:
+    """Appends a line, in one write, which the shim does not see."""
+    with open(Path(folder, name), "a") as file:
+        file.write(text + "\n")
+
+
+def train(folder: str, how: str) -> int:
+    """Counts its steps, and ends as the folder says."""
+    import rankzero.train as rt
+
+    context = rt.get_context()
+    checkpoint = rt.get_checkpoint()
+    first = checkpoint.load()["step"] + 1 if checkpoint else 0
+    note(folder, f"began-{context.rank}", f"{context.attempt} {first}")
+    for step in range(first, STEPS):
+        rt.report({"step": step}, checkpoint={"step": step}, sharded=how == "sharded")
+        if how == "fails" and not Path(folder, "go").exists() and step == 1:
+            raise ValueError("as it was told")
+        if how == "dies" and context.attempt == 0 and context.rank == 1 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "long":
+            while not Path(folder, "go").exists():
+                time.sleep(0.01)
+    if how == "rows":
+        return rt.write_rows({"rank": [context.rank] * STEPS})  # type: ignore[return-value]
+    return STEPS
+
+
+def main() -> None:
+    """Does one action."""
+    _, _, action, store, folder = sys.argv
+    how, _, verb = action.partition("-")
+    launcher = Launcher(2, store=store, run_id=RUN, max_restarts=int(how == "dies"), start_timeout=120)
+    directory = f"{store}/{RUN}"
+    try:
+        if verb == "run":
+            value = launcher.run(train, folder, how)
+        elif verb == "submit":
+            launcher.submit(train, folder, how)
+            value = None
+        elif verb == "deliver":
+            handle = launcher.submit(train, folder, how)
+            value = handle.result(timeout=120)
+            handle.acknowledge()
+        elif verb == "attach":
+            value = RunHandle.attach(directory).result(timeout=120)
+        elif verb == "cancel":
+            handle = RunHandle.attach(directory)
+            handle.cancel()
+            handle.wait(timeout=60)
+            # Its driver may have been killed before it read the request.
+            value = "ended" if handle.status().final else handle.status().state
+        elif verb == "gc":
+            collect(store, older_than=0.001)
+            value = "collected"
+        if how == "rows":
+            value = value.to_arrow().count_rows()
+        found = {"value": value}
+    except RankZeroError as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    Path(folder, "value").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
