@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak test-matrix test-python test-frameworks locks reference docs clean
+.PHONY: demo test setup lint types unit bench faults soak crash-points test-matrix test-python test-frameworks locks reference docs clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -38,6 +38,10 @@ faults: setup
 soak: setup
 	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
 		$(if $(SEED),--seed $(SEED))
+
+# Kills a process at each operation of each scenario: POINTS="--scenario run --sample 100", POINTS="--store s3".
+crash-points: setup
+	.venv/bin/python -m tests.faults.crash $(POINTS)
 
 # The tests that need no deployment, with other versions of Airflow, Dagster, Spark and torch, in venvs of their own;
 # ROWS may name some: ROWS="airflow-3.1.0 torch-2.4.0".
