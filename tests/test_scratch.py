@@ -7,9 +7,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.conftest import until
 
-from rankzero.driver.scratch import NEW, Scratch
+from rankzero import Launcher
+from rankzero.driver.scratch import Scratch
+from rankzero.task.hold import NEW, remove_abandoned
+from rankzero.task.start import OWNER
 
 DRIVER = """
 import sys
@@ -74,3 +79,42 @@ def test_a_place_that_cannot_be_listed_will_do(tmp_path: Path, monkeypatch: pyte
     own = Scratch()
     assert os.path.isdir(own.path)
     own.remove()
+
+
+HOLDER = """
+import sys
+from rankzero import Launcher
+def train(folder):
+    import os, time
+    open(os.path.join(folder, "began"), "w").write(os.environ["RANKZERO_SCRATCH"])
+    time.sleep(600)
+Launcher(1, store=sys.argv[1] + "/store").run(train, sys.argv[1])
+"""
+
+
+def test_what_a_run_left_that_was_killed_as_a_whole_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv(OWNER)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
+    try:
+        scratch = Path(until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text(), 60, "a rank"))
+        grow_old(scratch)
+        remove_abandoned(str(temporary), "rankzero-agent-")
+        assert scratch.exists(), "it is used"
+        processes = psutil.Process(process.pid).children(recursive=True)
+        for one in [psutil.Process(process.pid), *processes]:
+            one.suspend()
+        for one in [psutil.Process(process.pid), *processes]:
+            one.kill()
+        psutil.wait_procs(processes, timeout=10)
+    finally:
+        process.kill()
+        process.wait()
+    assert scratch.exists(), "nobody was left to remove it"
+    grow_old(scratch)
+    Launcher(1, store=tmp_path / "store").run(os.getpid)
+    assert [name for name in os.listdir(temporary) if name.startswith("rankzero-agent-")] == []

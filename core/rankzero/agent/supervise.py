@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -81,6 +82,8 @@ class Agent:
         self._quiet: list[Rank] = []
         self._listen_at: float | None = None
         self._usage: UsageSampler | None = None
+        # Its holder may be killed first, and then only this process says that the directories are used.
+        self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
 
     def run(self) -> None:
         """Runs until everything below this process has ended."""
@@ -456,6 +459,14 @@ class Agent:
         for directory in (self._config["scratch"], self._config["temporary"]):
             if directory:
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _locked(directory: str) -> int:
+    """Locks a directory as long as this process lives, as `rankzero.task.hold.lock_directory` does."""
+    lock = os.open(directory, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,11 @@ AGENT_EXIT_TIMEOUT = 3.0
 
 SOCKET_PATH_ROOM = 48
 """Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
+
+NEW = 60.0
+"""Seconds since its last change for which a directory may lack its lock: it is being made."""
+
+_PREFIX = "rankzero-agent-"
 
 _TAIL = 4096
 """Bytes of what an agent wrote that its error shows."""
@@ -48,8 +55,11 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         RuntimeError: the agent crashed; holds the end of what it wrote.
     """
     marker = secrets.token_hex(8)
-    scratch = tempfile.mkdtemp(prefix="rankzero-agent-", dir=scratch_root())
+    for root in {scratch_root(), tempfile.gettempdir()}:
+        remove_abandoned(root, _PREFIX)
+    scratch = tempfile.mkdtemp(prefix=_PREFIX, dir=scratch_root())
     temporary = _temporary(scratch)
+    locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
     # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
     log = tempfile.TemporaryFile(dir=scratch)
     config = {**config, "env": with_defaults(config), "temporary": temporary}
@@ -96,6 +106,40 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         for directory in (scratch, temporary):
             if directory:
                 shutil.rmtree(directory, ignore_errors=True)
+        for lock in locks:
+            os.close(lock)
+
+
+def lock_directory(path: str) -> int:
+    """Locks a directory for as long as this process lives; returns the descriptor that holds the lock."""
+    lock = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock
+
+
+def remove_abandoned(root: str, prefix: str) -> None:
+    """Removes the directories of processes that were killed: those that no process has locked.
+
+    A lock decides, since processes of several containers may share the root, where a process id says nothing.
+
+    Args:
+        root: The directory in which they lie; one that cannot be listed is left as it is.
+        prefix: The beginning of their names.
+    """
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(root) if name.startswith(prefix)]
+    for name in names:
+        # Other users have theirs there, too.
+        with contextlib.suppress(OSError):
+            directory = os.open(os.path.join(root, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(directory).st_mtime > NEW:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+            finally:
+                os.close(directory)
 
 
 def scratch_root() -> str:
@@ -131,7 +175,7 @@ def _temporary(scratch: str) -> str | None:
         os.mkdir(below)
         return below
     try:
-        apart = tempfile.mkdtemp(prefix="rankzero-agent-")
+        apart = tempfile.mkdtemp(prefix=_PREFIX)
     except FileNotFoundError:
         # The path of a socket may be too long there; no other file has a place at all.
         os.mkdir(below)

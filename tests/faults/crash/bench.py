@@ -170,7 +170,7 @@ class Bench:
         promise = self._promise(root, notes)
         if scenario.go:
             (notes / "go").touch()
-        _age(root)
+        self._age(root)
         for action, expected in scenario.then.items():
             found = self._do(action, root, notes)
             if found and "the driver of run" in found.get("error", ""):
@@ -250,6 +250,13 @@ class Bench:
         if left:
             raise Violation(f"left behind: {left}")
 
+    def _age(self, root: str) -> None:
+        """Lets the time pass after which the files of killed processes are removed."""
+        then = time.time() - UNFINISHED_AFTER - 60
+        for path in [*self._temporary(), *([] if store.is_url(root) else _unfinished(root))]:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path, (then, then))
+
     def _temporary(self) -> list[Path]:
         # Python itself probes the folder with files of eight characters.
         names = re.compile(r"rankzero-warm-\d+|[a-z0-9_]{8}")
@@ -259,23 +266,14 @@ class Bench:
         found = [describe(pid) for pid in wait_until_gone(self.marker, 0) if not _is_warm_server(pid)]
         found += map(str, self._temporary())
         if not store.is_url(root):
-            found += _unfinished(root)
+            found += map(str, _unfinished(root))
         return found
 
 
-def _unfinished(root: str) -> list[str]:
+def _unfinished(root: str) -> list[Path]:
     """Files under temporary names; those of a live process are gone in a moment."""
     names = (".writing-*", "*.writing", ".committing-*", "*probe*")
-    return [str(path) for name in names for path in Path(root).rglob(name)]
-
-
-def _age(root: str) -> None:
-    """Lets the time pass after which files of killed processes are removed."""
-    if not store.is_url(root):
-        then = time.time() - UNFINISHED_AFTER - 60
-        for path in _unfinished(root):
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(path, (then, then))
+    return [path for name in names for path in Path(root).rglob(name)]
 
 
 def _begun(notes: Path) -> list[list[int]]:
