@@ -20,6 +20,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(folder / "bench", folder / "notes", f"crash-{folder.name}-{id(folder)}")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_kill_at_any_operation_loses_nothing_and_leaves_nothing(bench: Bench, scenario: str) -> None:
     points = points_of(bench.record(SCENARIOS[scenario]))

@@ -173,8 +173,8 @@ class Bench:
         self._age(root)
         for action, expected in scenario.then.items():
             found = self._do(action, root, notes)
-            if found and "the driver of run" in found.get("error", ""):
-                # A driver that died before its first status is known as dead after a time only; a retry resumes.
+            if found and "EngineError" in found.get("error", ""):
+                # The error of a process that was killed while this action attached to its run; a retry resumes.
                 found = self._do(action, root, notes)
             if found != expected:
                 tail = (notes / "log").read_text()[-2000:]
