@@ -55,9 +55,9 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         RuntimeError: the agent crashed; holds the end of what it wrote.
     """
     marker = secrets.token_hex(8)
-    for root in {scratch_root(), tempfile.gettempdir()}:
-        remove_abandoned(root, _PREFIX)
-    scratch = tempfile.mkdtemp(prefix=_PREFIX, dir=scratch_root())
+    root = scratch_root()
+    remove_abandoned(root, _PREFIX)
+    scratch = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
     temporary = _temporary(scratch)
     locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
     # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
@@ -175,6 +175,7 @@ def _temporary(scratch: str) -> str | None:
         os.mkdir(below)
         return below
     try:
+        remove_abandoned(tempfile.gettempdir(), _PREFIX)
         apart = tempfile.mkdtemp(prefix=_PREFIX)
     except FileNotFoundError:
         # The path of a socket may be too long there; no other file has a place at all.
