@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(
             key=lambda item: next((n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
         )
+
+
+TEMPORARY = ("rankzero-", "pymp-", "spark-")
+"""Beginnings of the names of temporary directories that a run, its ranks or its JVMs make and have to remove."""
+
+SHARED = ("rankzero-warm-", "rankzero-gpus")
+"""Beginnings of the names of those that stay for later runs."""
+
+_before = pytest.StashKey[set[str]]()
+
+
+def temporary_files() -> set[str]:
+    """Returns the names of the temporary directories that runs have made, but for those that all runs share."""
+    names = os.listdir(tempfile.gettempdir())
+    return {name for name in names if name.startswith(TEMPORARY) and not name.startswith(SHARED)}
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Notes the temporary directories that were there before, in the process that starts the others."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[_before] = temporary_files()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the suite if temporary directories are left; beside another suite, which has its own, it is not known."""
+    if hasattr(session.config, "workerinput") or processes_with("RANKZERO_TEST_SUITE=suite-"):
+        return
+    deadline = time.monotonic() + ORPHAN_TIMEOUT
+    while (left := temporary_files() - session.config.stash[_before]) and time.monotonic() < deadline:
+        time.sleep(LOOK)
+    if left:
+        print(f"\nthe suite left temporary directories in {tempfile.gettempdir()}: {', '.join(sorted(left))}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def until(look: Callable[[], T | None], bound: float, what: str, pause: float = LOOK) -> T:

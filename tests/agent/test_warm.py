@@ -231,6 +231,39 @@ def test_variables_that_torch_reads_when_it_is_loaded_count(launcher: Launcher) 
         assert chosen.run(threads) == [int(number), number]
 
 
+def test_a_directory_of_caches_needs_no_server_of_its_own(launcher: Launcher, tmp_path: Path) -> None:
+    def caches() -> list[Any]:
+        import torch
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        return [os.getppid(), psutil_free_parent(os.getppid()), cache_dir(), torch.hub.get_dir()]
+
+    found = []
+    for number in range(2):
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_HOME", "XDG_CACHE_HOME")
+        variables = {name: str(tmp_path / f"{name}-{number}") for name in names}
+        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), **variables})
+        found.append(chosen.run(caches))
+        assert found[-1][2:] == [variables["TORCHINDUCTOR_CACHE_DIR"], variables["TORCH_HOME"] + "/hub"]
+    assert found[0][1] == found[1][1]
+
+
+def test_idle_servers_of_other_environments_end(own_warm_servers: None, launcher: Launcher) -> None:
+    """A service whose runs differ in a variable of load time has two servers, and not one for each run."""
+
+    def server() -> int:
+        return psutil_free_parent(os.getppid())
+
+    used = []
+    for number in ("a", "b", "a", "c", "a"):
+        chosen = launcher.options(num_processes=1, env={**(launcher.env or {}), "TORCH_OF_A_TEST": number})
+        used.append(chosen.run(server))
+    first, second, _, third, _ = used
+    assert used == [first, second, first, third, first]
+    assert wait_until_gone({second}) == set()
+    assert {first, third} <= servers()
+
+
 def test_what_a_process_list_shows_of_a_fork_is_its_own(launcher: Launcher, marker: str) -> None:
     def show() -> list[str]:
         return [Path(f"/proc/self/{name}").read_bytes().decode(errors="replace") for name in ("cmdline", "environ")]

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -289,6 +291,14 @@ def test_every_kind_of_batch_is_rows() -> None:
     assert (
         rt.write_rows([pa.table({"a": [1]}), pa.RecordBatch.from_pydict({"a": [2]})], "t").to_arrow().count_rows() == 2
     )
+
+
+def test_rows_that_are_written_outside_of_a_run_end_with_the_process(tmp_path: Path) -> None:
+    program = "import rankzero.train as rt; print(len(rt.write_rows([{'x': [1, 2]}]).to_pandas()))"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_are_no_rows_is_refused() -> None:

@@ -35,6 +35,9 @@ ANSWER_TIMEOUT = 120.0
 ORPHAN_TIMEOUT = 7.0
 """Seconds for an agent to die with its warm server, and for that to say how an agent ended."""
 
+WARM_SERVERS = 2
+"""Warm servers of one owner that may wait for a run; a further one ends the one that was used least recently."""
+
 SOCKET_PATH_LIMIT = 100
 """Characters that the path of a Unix socket may have."""
 
@@ -44,13 +47,15 @@ OWNER = "RANKZERO_WARM_OWNER"
 _LOCK_INTERVAL = 0.005
 _NEW = ".new"
 
-# What torch and the libraries below it read while they are loaded; every other variable is set after a fork.
+# Variables that torch and the libraries below it read while they are loaded; every other one is set after a fork.
+# Directories of caches are read when they are used, and many jobs have one for each run.
 _LOAD_TIME = re.compile(
-    r"(LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
+    r"(?!TORCHINDUCTOR_CACHE_DIR$|TRITON_CACHE_DIR$|TORCH_HOME$|XDG_CACHE_HOME$)"
+    r"((LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
     r"PYTORCH|ATEN_|TRITON_|CUDA(?!_VISIBLE_DEVICES$)|CUBLAS|CUDNN|NVIDIA_|HIP|HSA_|ROC|MIOPEN_|DNNL_|ONEDNN_|IPEX_|XLA_|"
     r"KINETO_|GFORTRAN_|I_MPI_|ACC_|INDUCTOR_|AOT|SYMPY_|MPMATH_|CUTLASS_|CUTEDSL_|ENABLE_|FX_|PARTITIONER_|COMPILE_|"
     r"LOG_AUTOTUNE|LOG_TLPARSE|UNSAFE_SKIP_FSDP|DUMP_AOTI|FAKE_ALLOW_META|"
-    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV|CXX|CI"
+    r"LC_|SSL_|OPENSSL_|XDG_|CONDA_).*|PATH|HOME|LANG|LANGUAGE|TZ|USER|LOGNAME|VIRTUAL_ENV|CXX|CI)"
 )
 
 _BOOTSTRAP = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
@@ -241,7 +246,7 @@ def start_time(pid: int) -> str:
 
 
 def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
-    """Names everything on which the state of a warm server depends."""
+    """Returns a name for everything on which the state of a warm server depends, which begins with its owner's id."""
     places: list[list[Any]] = []
     for place in dict.fromkeys(sys.path):
         # Installing or removing a package changes the directory it is in.
@@ -258,7 +263,7 @@ def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
     code = config["code_path"] or hashlib.sha256(config["code_zip"]).hexdigest()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     facts = [sys.executable, sys.version, namespace, owner, start_time(owner), code, places, loaded]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{owner}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _socket_path(key: str) -> str:
@@ -301,6 +306,7 @@ def _serve(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]
         if connection := _connect(path):
             return connection
         _remove_dead(base)
+        _dismiss_others(base, owner)
         _start_server(path, config, owner, loaded)
     finally:
         os.close(lock)
@@ -355,8 +361,20 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
     threading.Thread(target=server.wait, name="rankzero-warm", daemon=True).start()
 
 
+def _dismiss_others(base: str, owner: int) -> None:
+    """Ends servers of this owner, so that one more makes `WARM_SERVERS`; the caller holds the lock."""
+    used = {}
+    for path in glob.glob(os.path.join(glob.escape(base), f"{owner}-*.socket")):
+        with contextlib.suppress(FileNotFoundError):
+            used[path] = os.stat(path).st_mtime_ns
+    for path in sorted(used, key=used.__getitem__)[: max(0, len(used) + 1 - WARM_SERVERS)]:
+        if connection := _connect(path):
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b'{"dismissed": true}\n')
+
+
 def _remove_dead(base: str) -> None:
-    """Removes what servers left that were killed. For who holds the lock."""
+    """Removes the files of servers that were killed; the caller holds the lock."""
     for path in glob.glob(os.path.join(glob.escape(base), "*.socket")):
         if connection := _connect(path):
             connection.close()

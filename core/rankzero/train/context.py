@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -126,6 +128,14 @@ class _Session:
     writing: list[Any] = field(default_factory=list)
     writing_lock: threading.RLock = field(default_factory=threading.RLock)
     resumed: bool = False
+
+    @functools.cached_property
+    def directory(self) -> str:
+        """The scratch directory of the task; outside of a run one of this process, which is removed at its exit."""
+        if self.scratch is None:
+            self._own_directory = tempfile.TemporaryDirectory(prefix="rankzero-rank-", ignore_cleanup_errors=True)
+            return self._own_directory.name
+        return self.scratch
 
     def count_progress(self) -> int:
         """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +47,7 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
         if name not in manifests:
             known = ", ".join(sorted(manifests)) or "none"
             raise InvalidJobError(f"the launcher was given no dataset {name!r}; Launcher(dataset=...) has: {known}")
-        scratch = session.scratch or tempfile.mkdtemp(prefix="rankzero-data-")
-        shards[name] = DatasetShard(manifests[name], session.context, scratch, name)
+        shards[name] = DatasetShard(manifests[name], session.context, session.directory, name)
     return shards[name]  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
@@ -101,9 +100,7 @@ def _place(session: Any) -> tuple[str, Any]:
     """Where this rank may write, and what opens a file there."""
     parts = session.parts
     if parts is None:
-        # Outside of a run: a directory of its own, once for the process.
-        session.scratch = session.scratch or tempfile.mkdtemp(prefix="rankzero-rows-")
-        return session.scratch, _open_local
+        return session.directory, _open_local
     if parts.shared:
         return parts.run_directory, _open_local
     if client := parts.client():

@@ -2,9 +2,11 @@
 
 One for each executor (or local driver process) and each environment that matters when torch is loaded. It never
 runs user code, touches no GPU, and what a run does in its forks cannot come back here: so nothing leaks from one
-run into the next. It ends with its executor, or after `IDLE_TIMEOUT` without a run.
+run into the next. It ends with its executor, after `IDLE_TIMEOUT` without a run, or when other environments have more
+recent servers of the same owner.
 
     -> {"env": {...}, "directory": "...", ...}    with two descriptors: the agent's standard input, its log
+    -> {"dismissed": true}                    instead: it takes no further agents, and ends with those that it has
     <- {"pid": 4711}
     <- {"status": 0}                          of waitpid, when the agent has ended
     end of file: whoever holds the agent has exited
@@ -89,6 +91,11 @@ class Place:
             os.unlink(self._path)
         # The next socket may get the same number.
         self._inode = None
+
+    def note_use(self) -> None:
+        """Marks the server as the one of its owner that was used last."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
 
     def remove(self) -> None:
         """Removes everything. Forks may have imported from there to the last."""
@@ -211,14 +218,18 @@ class WarmServer:
             pid = self._serve(connection)
         except Exception as error:
             sys.stderr.write(f"a request failed: {error}\n")
+            pid = None
+        if pid is None:
             connection.close()
             return
+        self._place.note_use()
         self._agents[pid] = connection
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_holder(pid, connection))
         ended = os.pidfd_open(pid)
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._on_end(ended))
 
-    def _serve(self, connection: socket.socket) -> int:
+    def _serve(self, connection: socket.socket) -> int | None:
+        """Returns the process id of the agent that was asked for; None if the server was dismissed instead."""
         connection.settimeout(REQUEST_TIMEOUT)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
@@ -231,6 +242,9 @@ class WarmServer:
                     raise ConnectionError("it ended in the middle")
                 data += more
             request: dict[str, Any] = json.loads(data)
+            if request.get("dismissed"):
+                self.end()
+                return None
             standard_input, log = descriptors
             if select.select([connection], [], [], 0)[0]:
                 raise ConnectionError("the client has given up")
