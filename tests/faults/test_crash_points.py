@@ -3,6 +3,8 @@
 The points are a sample of those that `python -m tests.faults.crash` enumerates.
 """
 
+from collections.abc import Iterator
+
 import pytest
 from tests.faults.crash.bench import SCENARIOS, Bench
 from tests.faults.crash.points import points_of, spread
@@ -13,11 +15,13 @@ POINTS |= {"cancel": 4, "resubmit": 5, "gc": 3, "rows": 3, "sharded": 3}
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("crash")
     for part in ("bench", "notes"):
         (folder / part).mkdir()
-    return Bench(folder / "bench", folder / "notes", f"crash-{folder.name}-{id(folder)}")
+    bench = Bench(folder / "bench", folder / "notes", f"crash-{folder.name}-{id(folder)}")
+    yield bench
+    bench.close()
 
 
 @pytest.mark.soak

@@ -222,6 +222,28 @@ def test_a_submitter_that_died_half_way_does_not_block_the_run_id(
     assert single.submit(count_and_wait, str(tmp_path)).result(WAIT) == "attempt 0"
 
 
+DYING = """
+import os, signal, sys
+from rankzero import Launcher
+from rankzero.run.directory import RunDirectory
+from tests.faults.test_durability import count_and_wait
+
+RunDirectory.write_submission = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Launcher(store=sys.argv[2], run_id="one").submit(count_and_wait, sys.argv[1])
+"""
+
+
+def test_the_claim_of_a_killed_submitter_is_not_waited_for(
+    single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 3600.0)
+    command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store)]
+    assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    handle = single.submit(count_and_wait, str(tmp_path))
+    assert (handle.result(WAIT), handle.submission) == ("attempt 0", 1)
+
+
 LATE = """
 import os, signal, sys
 from rankzero import Launcher

@@ -40,6 +40,7 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import HEARTBEAT_INTERVAL
 from rankzero.errors import RunNotFoundError
+from rankzero.host.processes import this_process
 from rankzero.job import PYTHON, Job, strange
 from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.values.envelope import Part
@@ -206,28 +207,31 @@ class RunDirectory:
     def _write_claim(self, submission: int) -> bool:
         for part in ("", "logs", "result", "checkpoints", f"submissions/{submission}"):
             store.make_directory(self.path(part).rstrip("/"))
-        return store.create(self.submission_path(submission, "claim"), secrets.token_hex(8).encode())
+        return store.create(self.submission_path(submission, "claim"), _new_claim())
 
     def claim_removal(self, submission: int) -> bool:
         """True for the one caller that may remove this run, unless somebody claims a later submission."""
         store.make_directory(self.submission_path(submission))
-        return store.create(self.submission_path(submission, "claim"), f"{_REMOVAL}{secrets.token_hex(8)}".encode())
+        return store.create(self.submission_path(submission, "claim"), _new_claim(_REMOVAL))
 
     def is_claimed(self, submission: int) -> bool:
         """True if somebody claimed this submission (or the removal of the run before it)."""
         return store.exists(self.submission_path(submission, "claim"))
 
     def claim_text(self, submission: int) -> bytes:
-        """Returns the random text of a claim; empty if there is none."""
+        """Returns the text of a claim, which no other claim has; empty if there is none."""
         with contextlib.suppress(FileNotFoundError):
             return store.read_bytes(self.submission_path(submission, "claim"))
         return b""
 
+    def claimant(self, submission: int) -> dict[str, Any] | None:
+        """Returns the process that claimed a submission, for `is_gone`; None if that is not recorded."""
+        _, brace, rest = self.claim_text(submission).decode().partition("{")
+        return json.loads(brace + rest) if brace else None
+
     def removal_claimed(self, submission: int) -> bool:
         """True if this claim is one of `claim_removal`."""
-        with contextlib.suppress(FileNotFoundError):
-            return store.read_bytes(self.submission_path(submission, "claim")).startswith(_REMOVAL.encode())
-        return False
+        return self.claim_text(submission).startswith(_REMOVAL.encode())
 
     def claimed_at(self, submission: int) -> float | None:
         """Unix time of a claim, by the store's clock; None if there is none."""
@@ -363,6 +367,11 @@ class RunDirectory:
         with contextlib.suppress(FileNotFoundError):
             return store.read_bytes(self.path("lease"))
         return b""
+
+
+def _new_claim(kind: str = "") -> bytes:
+    """Returns the text of a claim of this process."""
+    return f"{kind}{secrets.token_hex(8)} {json.dumps(this_process())}".encode()
 
 
 def compare_job(run: RunDirectory, job: Job, asked: Asked) -> Comparison:

@@ -1,8 +1,8 @@
 """Submitting a run id: one submitter starts it, whatever else happens; an existing run is attached to.
 
-What dies where: after `RunDirectory.claim` and before ``job.json`` the claim is void after `CLAIM_TIMEOUT` and
-the next submitter takes the next number; after ``job.json`` and before the driver's first heartbeat the run
-counts as one whose driver died, and the next submission continues it.
+What dies where: after `RunDirectory.claim` and before ``job.json`` the claim is void, immediately for a submitter on
+the same host and else after `CLAIM_TIMEOUT`, and the next submitter takes the next number. After ``job.json`` and
+before the driver's first heartbeat the run counts as one whose driver died, and the next submission continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rankzero.values.envelope import Part
 logger = logging.getLogger(__name__)
 
 CLAIM_TIMEOUT = 20.0
-"""Seconds after which a submitter that claimed a run and did not write it counts as dead."""
+"""Seconds after which a submitter on another host that claimed a run and did not write it counts as dead."""
 
 _LOOK = 0.05
 
@@ -186,6 +186,8 @@ def submit(
             if existing and existing.decision in (Decision.ATTACH, Decision.DELIVER):
                 state = existing.status.state
                 logger.warning("run %s is there already (%s); this submission attaches to it", run.directory, state)
+                if existing.decision is Decision.DELIVER:
+                    store.remove_unfinished(run.directory)
                 return False
             if existing and not existing.status.final:
                 raise InvalidJobError(
@@ -243,7 +245,10 @@ def _report_earlier(run: RunDirectory, existing: Existing) -> None:
 def _await_submission(run: RunDirectory, number: int) -> bool:
     """Waits for another submitter, who writes ``job.json`` next, unless it died (or removed an old run): then False."""
     deadline, tick = time.monotonic() + CLAIM_TIMEOUT, threading.Event()
+    claimant = run.claimant(number)
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
+        if claimant and is_gone(claimant):
+            break
         tick.wait(_LOOK)
     return _submission_of(run) >= number
 

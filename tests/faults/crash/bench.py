@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.conftest import ORPHAN_TIMEOUT, describe, wait_until_gone
 from tests.faults.crash.program import RUN, STEPS
@@ -56,7 +58,7 @@ SCENARIOS = {
     "submit": Scenario("submitter plain-deliver", {"submitter plain-deliver": _VALUE}),
     "attach": Scenario(
         "reader long-attach",
-        {"reader long-attach": _VALUE},
+        {"submitter long-deliver": _VALUE},
         before=("submitter long-submit",),
         go=True,
     ),
@@ -122,11 +124,14 @@ class Bench:
     notes: Path
     marker: str
     root: str | None = None
-    _number: int = field(default=0)
+    _number: int = 0
+    _programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shutil.copytree(FOLDER / "hook", self.folder / "hook", ignore=shutil.ignore_patterns("__pycache__"))
         (self.folder / "tmp").mkdir()
+        # Benches side by side have no number in common.
+        self._number = os.getpid() * 10_000 % 100_000_000
 
     def record(self, scenario: Scenario) -> list[str]:
         """Returns the names of the points of a scenario, in their order."""
@@ -196,32 +201,41 @@ class Bench:
         role, what = action.split()
         value = notes / "value"
         value.unlink(missing_ok=True)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(self.folder / "hook"), str(FOLDER.parents[2])]),
-            "TMPDIR": str(self.folder / "tmp"),
-            OWNER: str(os.getpid()),
-            "MARK": self.marker,
-        }
-        with open(notes / "log", "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(FOLDER / "program.py"), role, what, root, str(notes)],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            try:
-                if releases:
-                    (notes / "go").touch()
-                process.wait(ACTION_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                raise Violation(f"{action} takes longer than {ACTION_TIMEOUT:g} s") from None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                process.wait()
+        stdin, stdout = self._program()
+        stdin.write(f"{role} {what} {root} {notes} {self.marker}\n".encode())
+        pid = int(stdout.readline())
+        if releases:
+            (notes / "go").touch()
+        in_time = select.select([stdout], [], [], ACTION_TIMEOUT)[0]
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        stdout.readline()
+        if not in_time:
+            raise Violation(f"{action} takes longer than {ACTION_TIMEOUT:g} s")
         return json.loads(value.read_text()) if value.exists() else None
+
+    def _program(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Returns the pipes to the program that forks a process for each action; it ends with this process."""
+        if not self._programs:
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(self.folder / "hook"), str(FOLDER.parents[2])]),
+                "TMPDIR": str(self.folder / "tmp"),
+                OWNER: str(os.getpid()),
+            }
+            command = [sys.executable, str(FOLDER / "program.py")]
+            pipe = subprocess.PIPE
+            # Unbuffered: a line that is in a buffer here is not seen by `select`.
+            self._programs.append(subprocess.Popen(command, bufsize=0, env=environment, stdin=pipe, stdout=pipe))
+        program = self._programs[0]
+        assert program.stdin
+        assert program.stdout
+        return program.stdin, program.stdout
+
+    def close(self) -> None:
+        """Ends the program."""
+        for program in self._programs:
+            program.communicate()
 
     def _promise(self, root: str, notes: Path) -> Promise:
         begun = tuple(len(steps) for steps in _begun(notes))

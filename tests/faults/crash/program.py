@@ -1,7 +1,8 @@
-"""What the processes of a crash bench do: ``python program.py ROLE ACTION STORE NOTES``.
+"""The program that a crash bench starts once, and that forks a process for each action: it has rankzero imported.
 
-The value, or the error, goes into the file ``value`` in the folder NOTES, which no point watches. Ranks note there at
-which step they begin, and what they have reported.
+Each line of its standard input is ``ROLE ACTION STORE NOTES MARK``. It writes the id of the new process, and a line
+when that has ended. The value, or the error, goes into the file ``value`` in the folder NOTES, which no point watches.
+Ranks note there at which step they begin.
 """
 
 import json
@@ -11,6 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+# What an action would import; imports are no points.
+import rankzero.driver.driver
+import rankzero.engines.local
+import rankzero.submit.owned  # noqa: F401
 from rankzero import Launcher, RankZeroError, RunHandle
 from rankzero.run.retention import collect
 
@@ -46,9 +51,8 @@ def train(folder: str, how: str) -> int:
     return STEPS
 
 
-def main() -> None:
+def act(action: str, store: str, folder: str) -> None:
     """Does one action."""
-    _, _, action, store, folder = sys.argv
     how, _, verb = action.partition("-")
     launcher = Launcher(2, store=store, run_id=RUN, max_restarts=int(how == "dies"), start_timeout=120)
     directory = f"{store}/{RUN}"
@@ -81,5 +85,24 @@ def main() -> None:
     Path(folder, "value").write_text(json.dumps(found))
 
 
+def serve() -> None:
+    """Forks a process for each line, which does that action and ends as a program does."""
+    for line in iter(sys.stdin.readline, ""):
+        if pid := os.fork():
+            print(pid, flush=True)
+            os.waitpid(pid, 0)
+            print(flush=True)
+            continue
+        role, action, store, folder, os.environ["MARK"] = line.split()
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        # The shim names points by it.
+        sys.argv[1:] = [role]
+        return act(action, store, folder)
+
+
 if __name__ == "__main__":
-    main()
+    serve()
