@@ -129,18 +129,29 @@ def _state(run: RunDirectory) -> _State | None:
         job = run.job()
     except RunNotFoundError:
         return None
-    status = _await_certainty(RunHandle(run.directory))
-    ending = not status.final and (run.cancel_requested(job.submission) or bool(job.owner and is_gone(job.owner)))
+    owner_is_gone = bool(job.owner and is_gone(job.owner))
+    status = _await_certainty(RunHandle(run.directory), job, owner_is_gone)
+    ending = not status.final and (owner_is_gone or run.cancel_requested(job.submission))
     return _State(job, status, ending)
 
 
-def _await_certainty(handle: RunHandle[object]) -> RunStatus:
-    """The status, once the driver has shown a heartbeat, or counts as dead."""
+def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
+    """Returns the status once the driver has shown a heartbeat or counts as dead.
+
+    A run whose submitter was killed before it had started the driver shows the heartbeat that the submitter wrote.
+    """
     status = handle.status()
+    never_driven = not (status.final or status.driver_pid or status.patience or status.submission != job.submission)
+    if never_driven and owner_is_gone:
+        # A driver that starts now finds that its owner has exited, and ends.
+        return replace(status, state="failed")
+    claimant = RunDirectory(handle.directory).claimant(job.submission) if never_driven else None
+    is_driver = not (claimant and is_gone(claimant))
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     tick = threading.Event()
     while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
-        if status.heartbeat != seen or time.time() - status.heartbeat < max(status.interval, status.patience):
+        is_young = time.time() - status.heartbeat < max(status.interval, status.patience)
+        if status.heartbeat != seen or (is_young and is_driver):
             break
         tick.wait(_LOOK)
         status = handle.status()
