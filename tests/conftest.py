@@ -297,6 +297,14 @@ def same_signal_handlers_of_fixtures() -> Iterator[None]:
 
 
 @pytest.fixture
+def hangups() -> Iterator[None]:
+    """Lets processes that the test starts get SIGHUP, even where the suite itself runs under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def marker(tmp_path: Path) -> Iterator[str]:
     """A value for the ranks' environment; after the test no process carries it any more."""
     value = f"mark-{tmp_path.name}-{os.getpid()}"

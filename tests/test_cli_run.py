@@ -133,6 +133,7 @@ def test_a_terminal_sees_progress_and_ctrl_c_cancels(script: Path, store: Path) 
     assert RunHandle.attach(store / "keyed").status().state == "cancelled"
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_stopped_from_outside_is_cancelled(script: Path, store: Path, number: signal.Signals) -> None:
     line = [

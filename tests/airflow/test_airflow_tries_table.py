@@ -326,6 +326,7 @@ def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> No
     airflow.place.assert_outcome(row.outcome, airflow.xcom())
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_ranks_end_with_a_process_that_is_no_worker_s(airflow: Airflow, number: signal.Signals) -> None:
     """Of ``airflow tasks test`` or ``dag.test()``: nobody comes back for the training, and no other try starts."""
