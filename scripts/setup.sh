@@ -41,12 +41,14 @@ tell_uv_what_pip_knows() {
     esac
   done < <("$venv/bin/python" -m pip config list)
   export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+  # pip trusts the system's certificates; a uv of before 0.10 has the second name.
+  export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true} UV_NATIVE_TLS=${UV_NATIVE_TLS:-true}
 }
 
 install() {
   if [ -n "$uv" ]; then
-    "$uv" pip install --quiet --python "$venv/bin/python" "$@" && return
-    echo "setup: uv failed; pip tries it" >&2
+    "$uv" pip install --quiet --python "$venv/bin/python" "$@" 2>"$venv/uv.log" && return
+    echo "setup: uv failed, so pip installs, which takes minutes; see $venv/uv.log" >&2
   fi
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
