@@ -17,14 +17,38 @@ START_TIMEOUT = 180
 SERVER = """
 import sys
 import threading
+import time
 
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 
 app, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
+LATE = 7.0
+ERRORS = {
+    "403": b"<Error><Code>AccessDenied</Code></Error>",
+    "500": b"<Error><Code>InternalError</Code></Error>",
+    "503": b"<Error><Code>SlowDown</Code></Error>",
+}
+
 
 def serve(environ, start_response):
+    fault = environ.pop("HTTP_X_FAULT", "")
+    if fault == "never":
+        threading.Event().wait()
+    if fault == "late":
+        answer = list(store(environ, start_response))
+        time.sleep(LATE)
+        return answer
+    if fault == "500":
+        list(store(environ, lambda *_: None))
+    if fault:
+        start_response(f"{fault} Error", [("Connection", "close")])
+        return [ERRORS[fault]]
+    return store(environ, start_response)
+
+
+def store(environ, start_response):
     if "chunked" in environ.get("HTTP_TRANSFER_ENCODING", ""):
         # Its client does not know whether there is more to come.
         start_response("411 Length Required", [("Connection", "close")])
@@ -37,10 +61,10 @@ def serve(environ, start_response):
 
 run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
-"""moto's, with two differences.
+"""moto's, with three differences.
 
 Of two creators of an object one wins, as S3 promises: moto looks, and then writes. Uploads whose length is not told
-before are refused, as by Ceph 16 and other servers.
+before are refused, as by Ceph 16 and other servers. A request whose header ``X-Fault`` names a wrong answer gets it.
 """
 
 

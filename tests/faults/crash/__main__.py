@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tests.faults.crash.bench import SCENARIOS, Bench, Violation
-from tests.faults.crash.points import Point, points_of
+from tests.faults.crash.points import Point, answers_of, points_of
 from tests.s3 import s3_server
 
 SLOW = 12.0
@@ -26,6 +26,7 @@ def main() -> None:
     """Prints a table of scenarios with the number of points, and each violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", choices=["local", "s3"], default="local")
+    parser.add_argument("--answers", action="store_true", help="wrong answers of the S3 server, in place of kills")
     parser.add_argument("--scenario", choices=SCENARIOS, nargs="*", default=list(SCENARIOS))
     parser.add_argument("--sample", type=int, help="points of each scenario; all by default")
     parser.add_argument("--match", default="", help="only points whose name holds this")
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="points that are tried at the same time")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
-        if asked.store == "local":
+        if asked.store == "local" and not asked.answers:
             _enumerate(folder, None, asked)
             return
         with s3_server(Path(folder)) as server:
@@ -52,8 +53,8 @@ def _open(folder: str, root: str | None) -> None:
     _bench = Bench(place / "bench", place / "notes", f"crash-{os.getpid()}", root)
 
 
-def _points(title: str) -> list[Point]:
-    return points_of(_bench.record(SCENARIOS[title]))
+def _record(title: str) -> list[str]:
+    return _bench.record(SCENARIOS[title])
 
 
 Outcome = tuple[float, str, bool, str]
@@ -63,7 +64,7 @@ Outcome = tuple[float, str, bool, str]
 def _try(title: str, point: Point) -> Outcome:
     began, reached, wrong = time.monotonic(), True, ""
     try:
-        reached = _bench.kill(SCENARIOS[title], *point)
+        reached = _bench.hurt(SCENARIOS[title], *point)
     except Violation as violation:
         wrong = str(violation)
     return time.monotonic() - began, f"{point[1]} {point[0]}", reached, wrong
@@ -74,15 +75,23 @@ def _enumerate(folder: str, root: str | None, asked: argparse.Namespace) -> None
     with ProcessPoolExecutor(asked.jobs, context, _open, (folder, root)) as pool:
         print("| scenario | store | points | reached | violations | seconds | slowest |")
         print("|---" * 7 + "|", flush=True)
-        for title, points in zip(asked.scenario, pool.map(_points, asked.scenario), strict=True):
-            chosen = [point for point in points if asked.match in point[0]]
+        for title, names in zip(asked.scenario, pool.map(_record, asked.scenario), strict=True):
+            points = answers_of(names) if asked.answers else points_of(names)
+            chosen = [point for point in points if asked.match in " ".join(point)]
             if asked.sample and asked.sample < len(chosen):
                 chosen = sorted(random.Random(asked.seed).sample(chosen, asked.sample))
             began = time.monotonic()
             outcomes = [_shown(title, outcome) for outcome in pool.map(_try, [title] * len(chosen), chosen)]
             reached, bad = sum(outcome[2] for outcome in outcomes), sum(bool(outcome[3]) for outcome in outcomes)
             slowest = max(outcomes, default=(0.0, "none"))
-            row = [title, asked.store, len(chosen), reached, bad, f"{time.monotonic() - began:.0f}"]
+            row = [
+                title,
+                "S3, answers" if asked.answers else asked.store,
+                len(chosen),
+                reached,
+                bad,
+                f"{time.monotonic() - began:.0f}",
+            ]
             print("|", *(f"{part} |" for part in row), f"{slowest[0]:.0f}: {slowest[1]} |", flush=True)
 
 

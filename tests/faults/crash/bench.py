@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.conftest import ORPHAN_TIMEOUT, describe, wait_until_gone
+from tests.faults.crash.points import ANSWERS
 from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
@@ -30,6 +31,10 @@ FOLDER = Path(__file__).parent
 
 ACTION_TIMEOUT = 180.0
 """Seconds for one action, however it was hurt."""
+
+
+READ_TIMEOUT = 2.0
+"""Seconds for which a client waits for an answer of the store, by default 15. A late answer comes after 7 s."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class Bench:
     marker: str
     root: str | None = None
     _number: int = 0
+    _is_warm: bool = False
     _programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,13 +143,15 @@ class Bench:
         """Returns the names of the points of a scenario, in their order."""
         found = self.notes / "points"
         found.unlink(missing_ok=True)
-        # The first run starts the warm server, which the others find.
-        self._run(scenario, {})
+        if not self._is_warm:
+            # It starts the warm server, which the others find.
+            self._run(scenario, {})
+            self._is_warm = True
         self._run(scenario, {"record": str(found)})
         return list(dict.fromkeys(found.read_text().splitlines()))
 
-    def kill(self, scenario: Scenario, point: str, when: str) -> bool:
-        """Runs a scenario with one process killed at a point.
+    def hurt(self, scenario: Scenario, point: str, what: str) -> bool:
+        """Runs a scenario with one process killed at a point, or one request answered wrongly.
 
         Returns:
             False if no process came to the point.
@@ -152,7 +160,7 @@ class Bench:
             Violation: says what was lost, is wrong, or is left.
         """
         try:
-            return self._run(scenario, {"kill": point, "when": when})
+            return self._run(scenario, {"point": point, "what": what})
         finally:
             for path in self._temporary():
                 shutil.rmtree(path, ignore_errors=True)
@@ -163,34 +171,35 @@ class Bench:
         root = f"{self.root or self.folder}/store-{self._number:08d}"
         notes = self.notes / str(self._number)
         notes.mkdir()
-        killed = self.folder / "hook" / "killed"
-        killed.unlink(missing_ok=True)
+        reached = self.folder / "hook" / "reached"
+        reached.unlink(missing_ok=True)
         for action in scenario.before:
             self._do(action, root, notes)
         self._write_plan(plan)
         try:
-            self._do(scenario.act, root, notes, releases=scenario.go and "attach" in scenario.act)
+            found = self._do(scenario.act, root, notes, releases=scenario.go and "attach" in scenario.act)
         finally:
             (self.folder / "hook" / "plan.json").unlink()
+        if found is None and plan.get("what") in ANSWERS:
+            raise Violation(f"{scenario.act} gave no value and no typed error:\n{_tail(notes)}")
         promise = self._promise(root, notes)
         if scenario.go:
             (notes / "go").touch()
         self._age(root)
         for action, expected in scenario.then.items():
-            was_killed = killed.exists()
+            was_reached = reached.exists()
             found = self._do(action, root, notes)
-            if killed.exists() and not was_killed:
+            if reached.exists() and not was_reached:
                 # The process came to the point only now; a retry resumes.
                 found = self._do(action, root, notes)
             if found != expected:
-                tail = (notes / "log").read_text()[-2000:]
-                raise Violation(f"{action} gave {found}, expected {expected}:\n{tail}")
+                raise Violation(f"{action} gave {found}, expected {expected}:\n{_tail(notes)}")
         self._check_kept(promise, notes, scenario)
         self._check_left(root)
-        if "kill" in plan:
+        if "point" in plan:
             store.remove(root)
             shutil.rmtree(notes)
-        return killed.exists()
+        return reached.exists()
 
     def _write_plan(self, plan: dict[str, str]) -> None:
         temporary = self.folder / "hook" / "plan.new"
@@ -223,6 +232,7 @@ class Bench:
                 "PYTHONPATH": os.pathsep.join([str(self.folder / "hook"), str(FOLDER.parents[2])]),
                 "TMPDIR": str(self.folder / "tmp"),
                 OWNER: str(os.getpid()),
+                "FSSPEC_S3": json.dumps({"config_kwargs": {"read_timeout": READ_TIMEOUT}}),
             }
             command = [sys.executable, str(FOLDER / "program.py")]
             pipe = subprocess.PIPE
@@ -239,7 +249,7 @@ class Bench:
             program.communicate()
 
     def _promise(self, root: str, notes: Path) -> Promise:
-        begun = tuple(len(steps) for steps in _begun(notes))
+        begun = tuple(len(lines) for lines in _begun(notes))
         with contextlib.suppress(RunNotFoundError):
             handle: RunHandle[Any] = RunHandle.attach(f"{root}/{RUN}")
             manifests = handle.checkpoints()
@@ -251,8 +261,11 @@ class Bench:
     def _check_kept(self, promise: Promise, notes: Path, scenario: Scenario) -> None:
         if scenario.from_scratch or promise.delivered:
             return
-        after = [steps[before:] for steps, before in zip(_begun(notes), promise.begun, strict=True)]
         status = promise.status
+        # A rank of the attempt that was hurt may begin while it is being ended.
+        hurt = status.attempt if status else -1
+        begun = zip(_begun(notes), promise.begun, strict=True)
+        after = [[step for attempt, step in lines[before:] if attempt > hurt] for lines, before in begun]
         if status and status.certain and (status.result or status.state == "succeeded") and any(after):
             raise Violation(f"the run had succeeded, and its ranks trained again from steps {after}")
         if any(first <= promise.step for steps in after for first in steps):
@@ -285,15 +298,20 @@ class Bench:
         return found
 
 
+def _tail(notes: Path) -> str:
+    return (notes / "log").read_text()[-2000:]
+
+
 def _unfinished(root: str) -> list[Path]:
     """Files under temporary names; those of a live process are gone in a moment."""
     names = (".writing-*", "*.writing", ".committing-*", "*probe*")
     return [path for name in names for path in Path(root).rglob(name)]
 
 
-def _begun(notes: Path) -> list[list[int]]:
-    """The steps at which each rank began."""
-    return [[int(line.split()[1]) for line in _lines(notes / f"began-{rank}")] for rank in (0, 1)]
+def _begun(notes: Path) -> list[list[tuple[int, int]]]:
+    """The attempt and the step at which each rank began."""
+    lines = [_lines(notes / f"began-{rank}") for rank in (0, 1)]
+    return [[(int(line.split()[0]), int(line.split()[1])) for line in of_rank] for of_rank in lines]
 
 
 def _lines(path: Path) -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 Point = tuple[str, str]
-"""The name of an operation, and ``"before"`` or ``"after"``."""
+"""The name of an operation, and ``"before"`` or ``"after"``; or that of a request, and one of `ANSWERS`."""
+
+ANSWERS = ("late", "403", "503", "500", "never")
+"""Wrong answers of a store: later than its client waits, refused, busy, an error although it was done, or none."""
 
 
 def points_of(names: Sequence[str]) -> list[Point]:
@@ -21,6 +25,12 @@ def points_of(names: Sequence[str]) -> list[Point]:
             points.append((name, "before"))
         points.append((name, "after"))
     return points
+
+
+def answers_of(names: Sequence[str]) -> list[Point]:
+    """Returns each request to an object store with each wrong answer."""
+    requests = [name for name in names if re.search(r" send (GET|PUT|POST|DELETE|HEAD) ", name)]
+    return [(name, answer) for name in requests for answer in ANSWERS]
 
 
 def spread(points: Sequence[Point], count: int) -> list[Point]:

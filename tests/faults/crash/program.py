@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import s3fs  # noqa: F401
+
 # What an action would import; imports are no points.
 import rankzero.driver.driver
 import rankzero.engines.local

@@ -100,14 +100,26 @@ def _at(name, when):
             handle = _real["os.open"](plan["record"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             _real["write"](handle, name.encode() + b"\n")
             _real["close"](handle)
-    elif plan["kill"] == name and plan["when"] == when:
-        try:
-            # Once: the same point comes again in the next attempt.
-            _real["close"](_real["os.open"](os.path.join(HERE, "killed"), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
+    elif plan["point"] == name and plan["what"] == when and _is_first():
         _real["kill"](os.getpid(), signal.SIGKILL)
         signal.pause()
+
+
+def _is_first():
+    """Returns True once: the same point comes again in the next attempt."""
+    try:
+        _real["close"](_real["os.open"](os.path.join(HERE, "reached"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _header(name):
+    """Returns the header by which the S3 server answers a request wrongly; empty for most."""
+    plan = _process.plan or {}
+    if name is None or plan.get("point") != name or plan["what"] in ("before", "after") or not _is_first():
+        return b""
+    return b"X-Fault: " + plan["what"].encode() + b"\r\n"
 
 
 def _watch(module, function, operation, argument=0):
@@ -198,7 +210,12 @@ def _watch_socket(function):
             what = _RANDOM.sub("*", (request[1] + b" " + request[2]).decode()) if request else self.family.name
             name = _name(f"send {what}", "")
         _at(name, "before")
-        result = real(self, data, *args)
+        if header := _header(name):
+            line, end, rest = bytes(data).partition(b"\r\n")
+            # The caller counts its own bytes.
+            result = max(real(self, line + end + header + rest, *args) - len(header), 0)
+        else:
+            result = real(self, data, *args)
         _at(name, "after")
         return result
 
