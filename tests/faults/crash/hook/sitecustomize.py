@@ -1,7 +1,8 @@
 """Numbers each operation on files and sockets of a process, and kills the process at one of them.
 
 Python imports this module in every process whose PYTHONPATH names its folder. It does nothing unless `plan.json` lies
-beside it, which says what to do: ``{"record": "/path/of/a/list"}``, or ``{"kill": NAME, "when": "before" or "after"}``.
+beside it, which says what to do: ``{"record": "/path/of/a/list"}``, or ``{"point": NAME, "what": "before"}`` (or
+``"after"``) to kill the process there. Any other word has the S3 server of the tests answer that request so.
 
 A point is named ``role operation path#count``: by what the process is, by the path below the folder of the bench
 without its random parts, and by how often the process has done that. So a name means the same in each execution.
@@ -96,7 +97,8 @@ def _at(name, when):
         return
     plan = _process.plan
     if "record" in plan:
-        if when == "before":
+        # An operation that fails leaves everything as it was, and is no point.
+        if when == "after":
             handle = _real["os.open"](plan["record"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             _real["write"](handle, name.encode() + b"\n")
             _real["close"](handle)
