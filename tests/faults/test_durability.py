@@ -243,17 +243,22 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
         # The driver's heartbeat is waited for.
         ("drivers.start_driver", "submit"),
         ("DriverThread.start", "run"),
+        # The status of the second submission lies beside the job of the first.
+        ("RunDirectory.restore", "submit"),
     ],
 )
 def test_the_run_id_of_a_killed_submitter_is_taken_over(
     single: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, how: str
 ) -> None:
     monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 3600.0)
+    (tmp_path / "go").touch()
+    earlier = 1 if before == "RunDirectory.restore" else 0
+    for _ in range(earlier):
+        single.run(count_and_wait, str(tmp_path))
     command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store), before, how]
     assert subprocess.run(command, cwd=ROOT, timeout=WAIT).returncode == -signal.SIGKILL
-    (tmp_path / "go").touch()
     handle = single.submit(count_and_wait, str(tmp_path))
-    assert handle.submission == 1
+    assert handle.submission == earlier + 1
     assert handle.result(WAIT).startswith("attempt")
 
 

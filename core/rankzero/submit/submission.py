@@ -141,12 +141,14 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     A run whose submitter was killed before it had started the driver shows the heartbeat that the submitter wrote.
     """
     status = handle.status()
-    never_driven = not (status.final or status.driver_pid or status.patience or status.submission != job.submission)
-    if never_driven and owner_is_gone:
-        # A driver that starts now finds that its owner has exited, and ends.
+    never_driven = not (status.final or status.driver_pid)
+    is_written = status.submission == job.submission
+    claimant = RunDirectory(handle.directory).claimant(status.submission) if never_driven else None
+    submitter_is_gone = bool(claimant and is_gone(claimant))
+    if never_driven and (owner_is_gone and not status.patience if is_written else submitter_is_gone):
+        # A driver that starts now finds that its owner has exited; one of a submission without a job never starts.
         return replace(status, state="failed")
-    claimant = RunDirectory(handle.directory).claimant(job.submission) if never_driven else None
-    is_driver = not (claimant and is_gone(claimant))
+    is_driver = not submitter_is_gone or status.patience > 0
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     tick = threading.Event()
     while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
