@@ -5,6 +5,7 @@ import io
 import os
 import random
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from rankzero import (
 )
 from rankzero.engines.local import LocalSession
 from rankzero.job import Job
+from rankzero.values.digest import digest_of_file
 
 WAIT = 60.0
 
@@ -595,9 +597,28 @@ class TamperingEngine(LocalEngine):
         return super().open(job)
 
 
+class TruncatingEngine(LocalEngine):
+    """Replaces the code of the run by what no Python can unpack, with its checksum."""
+
+    def open(self, job: Job) -> LocalSession:
+        Path(job.files["code.tar.gz"]["location"]).write_bytes(b"no archive")
+        job.files["code.tar.gz"].update(size=10, digest=digest_of_file(job.files["code.tar.gz"]["location"]))
+        return super().open(job)
+
+
 def test_a_payload_that_was_changed_is_not_unpickled(launcher: Launcher) -> None:
-    with pytest.raises(EngineError, match=r"payload\.pkl does not carry the digest that the driver recorded"):
+    with pytest.raises(EngineError, match=r"payload\.pkl does not carry the digest that the driver recorded") as caught:
         launcher.options(engine=TamperingEngine()).run(int)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_code_that_cannot_be_unpacked_is_named_with_its_host(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own.py").touch()
+    unpacked = rf"exit code 1: on {socket.gethostname()}: code\.tar\.gz cannot be unpacked into \S+: ReadError: "
+    with pytest.raises(EngineError, match=unpacked) as caught:
+        launcher.options(engine=TruncatingEngine(), working_dir=tmp_path / "code").run(int)
+    assert "Traceback" not in str(caught.value)
 
 
 def exit_when_asked() -> None:

@@ -7,10 +7,11 @@ start from, is fetched only for a worker that asks: it has no way of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankzero import store
@@ -22,6 +23,10 @@ from rankzero.values.unpacking import unpack
 
 MODULES, CODE = "modules.zip", "code.tar.gz"
 _CODE = {MODULES, CODE}
+
+
+class InputError(Exception):
+    """A file that the driver sent cannot be used on this host; the message stands alone."""
 
 
 class Inputs:
@@ -72,10 +77,10 @@ class Inputs:
         return os.path.join(self._scratch, name)
 
     def message(self) -> Message:
-        """What is sent to every worker of this task. Call it once nothing is missing.
+        """Returns the message that every worker of this task gets. Call it once nothing is missing.
 
         Raises:
-            RuntimeError: payload or modules are not what the driver recorded.
+            InputError: a file is not the one that the driver recorded, or cannot be unpacked.
         """
         files = self._start["files"]
         # Once for all workers: they unpickle it.
@@ -106,7 +111,7 @@ class Inputs:
         if MODULES not in self._here:
             return None
         directory = os.path.join(self._scratch, "modules")
-        with zipfile.ZipFile(self._here[MODULES]) as archive:
+        with _unpacking(MODULES, directory), zipfile.ZipFile(self._here[MODULES]) as archive:
             archive.extractall(directory)
         return directory
 
@@ -115,14 +120,14 @@ class Inputs:
         if CODE not in self._here:
             return None
         directory = os.path.join(self._scratch, "code")
-        with tarfile.open(self._here[CODE]) as archive:
+        with _unpacking(CODE, directory), tarfile.open(self._here[CODE]) as archive:
             unpack(archive, directory)
         return directory
 
     def _check(self, name: str) -> None:
         digest = self._start["files"][name]["digest"]
         if digest_of_file(self._here[name], digest) != digest:
-            raise RuntimeError(
+            raise InputError(
                 f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
                 "argument changed while it was submitted"
             )
@@ -138,6 +143,14 @@ class Inputs:
             "use_gpu": use_gpu,
             "storage_path": self._start["run_directory"] if self.shared else None,
         }
+
+
+@contextlib.contextmanager
+def _unpacking(name: str, directory: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{name} cannot be unpacked into {directory}: {type(error).__name__}: {error}") from error
 
 
 def _is_for_workers(name: str, file: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from rankzero.agent.ending import Ending
-from rankzero.agent.inputs import Inputs
+from rankzero.agent.inputs import InputError, Inputs
 from rankzero.agent.output import PUMP_INTERVAL
 from rankzero.agent.ranks import Rank, rank_environment
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
@@ -251,7 +251,10 @@ class Agent:
         inputs = self._inputs
         if inputs is None or inputs.missing:
             return
-        common = inputs.message()
+        try:
+            common = inputs.message()
+        except InputError as error:
+            sys.exit(f"on {socket.gethostname()}: {error}")
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = {**rank_environment(context, self._config), **self._interfaces()}
