@@ -162,6 +162,36 @@ def train():
 """
 
 
+CACHED = """
+import functools
+
+@functools.lru_cache(maxsize=3)
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+class Job:
+    @functools.cached_property
+    def lr(self):
+        return 0.5
+
+    @functools.cache
+    def scaled(self, factor):
+        return self.lr * factor
+
+def train():
+    job = Job()
+    return fib(10), fib.cache_parameters(), job.scaled(2), Job.scaled.cache_info().misses, job.__dict__
+"""
+
+
+def test_cached_functions_of_a_notebook_travel_with_an_empty_cache(tmp_path: Path) -> None:
+    notebook: dict[str, Any] = {"__name__": "__main__"}
+    exec(CACHED, notebook)
+    expected = notebook["train"]()
+    found = run_elsewhere(payload.build(notebook["train"], (), {}), tmp_path)
+    assert found == str((55, {"maxsize": 3, "typed": False}, 1.0, 1, {"lr": 0.5})) == str(expected)
+
+
 def test_a_class_in_a_function_of_a_notebook_finds_what_its_body_names(tmp_path: Path) -> None:
     notebook: dict[str, Any] = {"__name__": "__main__"}
     exec(NOTEBOOK, notebook)

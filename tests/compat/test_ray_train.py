@@ -1,6 +1,7 @@
 """Ray Train's guide and names, with only the imports changed."""
 
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ def test_checkpoints_a_failure_and_another_attempt(tmp_path: Path) -> None:
     with best.as_directory() as directory:
         assert '"epoch": 1' in Path(directory, "state.json").read_text()
     assert Result.from_path(result.path).return_value == result.return_value
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
+def test_a_diverged_checkpoint_is_the_worst(tmp_path: Path, mode: str, best: int) -> None:
+    kept = [(Checkpoint(tmp_path / str(n)), {"loss": loss}) for n, loss in enumerate([math.nan, 0.5, 0.9])]
+    assert Result({}, None, None, str(tmp_path), kept, None).get_best_checkpoint("loss", mode) is kept[best][0]
 
 
 def test_as_many_workers_as_there_is_room_for(run_config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""A caller that launches again and again, and prints as JSON what one launch costs: ``python program.py ENGINE STORE``."""
+"""Launches again and again, and prints the counts of one launch as JSON: ``python program.py ENGINE STORE``."""
 
 from __future__ import annotations
 

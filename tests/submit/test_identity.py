@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -395,10 +396,13 @@ def test_the_world_size_and_a_code_version_count() -> None:
 
 
 CLASSES = """
-import sys, threading
-from dataclasses import dataclass
-from typing import NamedTuple
+import functools, sys, threading
+import torch
+from dataclasses import dataclass, make_dataclass
+from typing import Generic, NamedTuple, TypeVar
 from rankzero.submit.identity import identity_of
+
+Item = TypeVar("Item")
 
 class Named(NamedTuple):
     lr: float
@@ -426,17 +430,95 @@ class Stateful:
 class Loop:
     def __init__(self, lr): self.lr, self.me = lr, self
 
+class Names(set): pass
+
+def autograd(lr):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return lr * x
+    return Scaled
+
+def generic(lr):
+    class Typed(Generic[Item]):
+        rate = lr
+    return Typed()
+
+def cached(lr):
+    @functools.cache
+    def rate(epoch): return lr / epoch if epoch < 9 else rate(epoch - 1)
+    return rate
+
+class Lazy:
+    def __init__(self, lr): self.lr = lr
+    @functools.cached_property
+    def rate(self): return self.lr
+
+def several(lr): return Names({f"{lr}-{number}" for number in range(9)})
+
+def made(lr): return make_dataclass("Made", ["lr"])(lr)
+
 def train(value): pass
 
-for make in (Named, lambda lr: Pairs(lr=lr), lambda lr: Rows([lr]), Rate, Slots, Slot, Stateful, Loop):
+# torch counts them.
+[autograd(0) for _ in range(len(sys.argv))]
+KINDS = (several, autograd, generic, cached, Lazy, made)
+for make in (Named, lambda lr: Pairs(lr=lr), lambda lr: Rows([lr]), Rate, Slots, Slot, Stateful, Loop, *KINDS):
     print(*(identity_of(train, (make(lr),), {}, 1).digest for lr in (0.1, 0.1, 0.5)))
 """
+
+
+def test_what_a_try_covers_counts() -> None:
+    """Which instructions that are is in no instruction."""
+
+    made = []
+    # On one line: else another instruction has another line, and a NOP keeps it.
+    for body in ("try: step(); step(); value = 1", "step()\n  try: step(); value = 1"):
+        names: dict[str, Any] = {"__name__": "__main__", "step": print}
+        exec(f"def f():\n  {body}\n  except ValueError: value = 2\n  return value", names)
+        made.append(names["f"])
+    both, second = made
+    assert both.__code__.co_code == second.__code__.co_code
+    assert identity_of(both, (), {}, 1).digest != identity_of(second, (), {}, 1).digest
+
+
+def test_a_child_that_is_forked_while_another_thread_pickles_can_pickle() -> None:
+    class Slow:
+        def __reduce__(self) -> Any:
+            begun.set()
+            go_on.wait(60)
+            return int, ()
+
+    def pickle_it() -> None:
+        payload.build(print, (Slow(),), {})
+
+    begun, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=pickle_it)
+    thread.start()
+    assert begun.wait(60)
+    try:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            code = 1
+            try:
+                payload.build(print, (1,), {})
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        go_on.set()
+        thread.join()
 
 
 def test_objects_of_every_kind_of_class_count_by_content() -> None:
     environment = {"PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", CLASSES]
-    done = [subprocess.run(command, check=True, capture_output=True, text=True, env=environment) for _ in range(2)]
+    done = [
+        subprocess.run([*command, *words], check=True, capture_output=True, text=True, env=environment)
+        for words in ([], ["another", "count"])
+    ]
+    assert done[0].stderr == done[1].stderr == ""
     assert done[0].stdout == done[1].stdout
     for line in done[0].stdout.splitlines():
         one, again, other = line.split()

@@ -13,7 +13,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _START = 19  # starttime is field 22 of /proc/PID/stat; the first that is left after the name is field 3.
 _USER = 11  # utime and stime are fields 14 and 15.
@@ -53,6 +55,12 @@ def settle_signals() -> None:
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, default)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def fork_safe(lock: T) -> T:
+    """Returns a lock that is free in each forked child, whichever thread of the parent held it at the fork."""
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+    return lock
 
 
 def signal_name(number: int) -> str:

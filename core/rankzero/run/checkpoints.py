@@ -177,15 +177,16 @@ def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str |
     """Which of the committed checkpoints (oldest first) are not kept. ``in_use`` names one that always is."""
     if config.num_to_keep is None or not committed:
         return []
-    ranked = sorted(committed, key=lambda manifest: (_score(manifest, config), manifest.id), reverse=True)
+    ranked = sorted(
+        committed, key=lambda manifest: (score(manifest.metrics, config.metric, config.mode), manifest.id), reverse=True
+    )
     kept = {manifest.id for manifest in ranked[: config.num_to_keep]} | {committed[-1].id, in_use}
     return [manifest for manifest in committed if manifest.id not in kept]
 
 
-def _score(manifest: Manifest, config: CheckpointConfig) -> float:
-    if config.metric is None:
-        return 0.0
-    value = manifest.metrics.get(config.metric)
+def score(metrics: Mapping[str, Any], metric: str | None, mode: str) -> float:
+    """Returns a number that is larger for the better value of a metric; a value that is not a number is the worst."""
+    value = None if metric is None else metrics.get(metric)
     if not isinstance(value, (int, float)) or math.isnan(value):
         return -math.inf
-    return value if config.mode == "max" else -value
+    return value if mode == "max" else -value

@@ -14,6 +14,7 @@ import marshal
 import pickle
 import sys
 import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -116,8 +117,12 @@ class _ContentPickler(TrainingPickler):
             return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()
         if cls is dict:
             return self._contents(value, self._pairs)
-        if cls in (set, frozenset):
-            return cls.__name__, sorted(map(self._digest_of_item, value))
+        if isinstance(value, (set, frozenset)):
+            # The order of the items differs between processes.
+            return cls, sorted(map(self._digest_of_item, value)), getattr(value, "__dict__", {})
+        if isinstance(value, typing.TypeVar):
+            variance = value.__covariant__, value.__contravariant__
+            return "TypeVar", value.__name__, value.__bound__, value.__constraints__, variance
         if isinstance(value, types.FunctionType):
             return None if self._is_named(value) else self._once(value, self._function)
         if isinstance(value, type):
@@ -177,11 +182,12 @@ class _ContentPickler(TrainingPickler):
         if not isinstance(module, str):
             # As of a function that `exec` made in a namespace without a name.
             return False
-        if isinstance(value, type) and not (is_user_module_name(module) and _is_written_in_python(value)):
+        if isinstance(value, type) and not _is_written_in_python(value):
             # Of an interpreter or an installed package, whatever its name says: the classes of Cython claim to be of
             # a module without a file, as those of a module that a user made by hand.
             return True
-        # Registers what goes by value, as it does for the payload.
+        # Registers what goes by value, as it does for the payload. An installed package may also have made a class for
+        # the user, which has the package's name and is not there to be imported.
         self.travels(module)
         return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))
 
@@ -229,7 +235,7 @@ class _PlainPickler(_ContentPickler):
         return None
 
     def _function(self, function: types.FunctionType) -> Any:
-        return function.__qualname__, function.__code__.co_code
+        return function.__qualname__, facts_of_code(function.__code__)
 
     @staticmethod
     def _class(cls: type) -> Any:
@@ -248,6 +254,8 @@ _NOT_OF_A_CLASS = frozenset(
     {
         *("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"),
         *("__static_attributes__", "__firstlineno__", "__annotate_func__", "__annotations_cache__"),
+        # torch makes it of a subclass of `torch.autograd.Function`, with a number of this process.
+        "_backward_cls",
     }
 )
 
@@ -283,7 +291,8 @@ def facts_of_code(code: types.CodeType) -> tuple[Any, ...]:
     constants = [facts_of_code(const) if isinstance(const, types.CodeType) else const for const in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    return code.co_code, constants, names, counts
+    # Which instructions a "try" covers is in a table of its own.
+    return code.co_code, constants, names, counts, code.co_exceptiontable
 
 
 def _is_tensor(value: Any) -> bool:

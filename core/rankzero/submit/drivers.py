@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from rankzero.errors import EngineError, RankZeroError
+from rankzero.host.processes import fork_safe
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.submit.prepare import Request
@@ -34,7 +35,7 @@ class DriverProcess(subprocess.Popen[bytes]):
 # Drivers that this process started. A submitted driver outlives its handle; keeping it here lets
 # poll() collect its exit status, whoever holds the handle.
 _drivers: list[DriverProcess] = []
-_drivers_lock = threading.Lock()
+_drivers_lock = fork_safe(threading.Lock())
 
 
 def start(run: RunDirectory, request: Request) -> RunHandle[Any]:

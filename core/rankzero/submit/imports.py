@@ -12,7 +12,9 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-_PARSING = threading.Lock()
+from rankzero.host.processes import fork_safe
+
+_PARSING = fork_safe(threading.Lock())
 
 
 def parse(source: str | bytes, filename: str = "<unknown>") -> ast.Module:

@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 
 from rankzero.errors import InvalidJobError
+from rankzero.host.processes import fork_safe
 from rankzero.submit.arguments import named_arguments
 from rankzero.submit.imports import globals_of_classes, imports_of_code
 from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_source
@@ -35,7 +36,7 @@ from rankzero.values.ref import ResultRef, map_refs
 from rankzero.values.tensors import Tensors
 
 # cloudpickle's registry of by-value modules is global to the process.
-_REGISTRY_LOCK = threading.RLock()
+_REGISTRY_LOCK = fork_safe(threading.RLock())
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,13 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "alone in it: make TrainingArguments or Accelerator inside of the training function"
             )
         module = getattr(obj, "__module__", None)
+        if isinstance(obj, functools.cached_property):
+            # Before Python 3.12 it holds a lock.
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
         if isinstance(module, str) and self.travels(module) and _is_global(obj, module):
             self.needed.add(module)
+        if isinstance(obj, _CACHED) and not _goes_by_name(obj):
+            return _reduce_cached(obj)
         if module is None and isinstance(obj, types.FunctionType):
             # cloudpickle would look for it in every loaded module, which takes milliseconds for each function and
             # wakes modules that load lazily. A function that names no module belongs to none.
@@ -240,6 +246,23 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _Maker = Callable[..., TrainingPickler]
+
+
+_CACHED: Any = functools._lru_cache_wrapper
+
+
+def _goes_by_name(function: Any) -> bool:
+    """Returns True for a function of `functools.lru_cache` that a rank can import."""
+    found = cloudpickle.cloudpickle._lookup_module_and_qualname(function, name=function.__qualname__)
+    return found is not None and not cloudpickle.cloudpickle._is_registered_pickle_by_value(found[0])
+
+
+def _reduce_cached(function: Any) -> tuple[Any, ...]:
+    """Reduces a function of `functools.lru_cache` to the function that it wraps, with an empty cache."""
+    chosen = function.cache_parameters()
+    parts = (function.__wrapped__, chosen["maxsize"], chosen["typed"], functools._CacheInfo)
+    kept = ("__wrapped__", "cache_parameters", *functools.WRAPPER_ASSIGNMENTS)
+    return _CACHED, parts, {name: value for name in kept if (value := getattr(function, name, None)) is not None}
 
 
 def _is_global(obj: Any, module: str) -> bool:

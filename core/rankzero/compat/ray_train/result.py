@@ -10,7 +10,7 @@ from typing import Any
 from rankzero import store
 from rankzero.compat.ray_train.checkpoint import Checkpoint
 from rankzero.errors import RankZeroError, ResultError
-from rankzero.run.checkpoints import FOLDER, Manifest
+from rankzero.run.checkpoints import FOLDER, Manifest, score
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.values import formats
@@ -59,17 +59,16 @@ class Result:
         return result_of(handle, value, error)
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint | None:
-        """The kept checkpoint with the best value of a reported metric; None if none has it.
+        """Returns the kept checkpoint with the best value of a reported metric; None if none has it.
+
+        A value that is not a number is the worst.
 
         Args:
             metric: Its name.
             mode: ``"max"`` or ``"min"``.
         """
-        found = [(metrics[metric], checkpoint) for checkpoint, metrics in self.best_checkpoints if metric in metrics]
-        if not found:
-            return None
-        choose = max if mode == "max" else min
-        return choose(found, key=lambda pair: float(pair[0]))[1]
+        found = [(metrics, checkpoint) for checkpoint, metrics in self.best_checkpoints if metric in metrics]
+        return max(found, key=lambda pair: score(pair[0], metric, mode))[1] if found else None
 
 
 def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None) -> Result:
