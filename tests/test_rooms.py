@@ -37,6 +37,7 @@ DOWN = (
     "masking",
     "errors",
     "bounds",
+    "texts",
 )
 """Each may import what stands after it."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from rankzero.texts import encodable
+
 
 class RankZeroError(Exception):
     """Base of all errors that rankzero raises on purpose."""
@@ -15,10 +17,11 @@ class RankZeroError(Exception):
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str = "", **facts: Any) -> None:
-        super().__init__(message)
-        self.message = message
+        # The texts of users and files are in there, and an orchestrator's log must be able to store them.
+        self.message = encodable(str(message))
+        super().__init__(self.message)
         for name in self._fields:
-            setattr(self, name, facts.pop(name, None))
+            setattr(self, name, _encodable(facts.pop(name, None)))
         if facts:
             raise TypeError(f"{type(self).__name__} has no field {sorted(facts)}")
 
@@ -32,6 +35,14 @@ class RankZeroError(Exception):
         """The facts as plain JSON values, for `error_from_json`."""
         facts = {name: getattr(self, name) for name in self._fields}
         return {"type": type(self).__name__, "message": self.message, **facts}
+
+
+def _encodable(fact: Any) -> Any:
+    if isinstance(fact, str):
+        return encodable(fact)
+    if isinstance(fact, list):
+        return [_encodable(item) for item in fact]
+    return {name: _encodable(item) for name, item in fact.items()} if isinstance(fact, dict) else fact
 
 
 class InvalidJobError(RankZeroError, ValueError):

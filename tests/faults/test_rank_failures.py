@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import processes_with, wait_until_gone
 
-from rankzero import EngineError, Launcher, RunHandle, WorkerFailedError
+from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, WorkerFailedError
 
 NAMED_WITHIN = 5.0
 WAIT = 60.0
@@ -224,3 +224,23 @@ def test_many_failures_one_process_no_leaked_descriptors(launcher: Launcher) -> 
             single.run(train)
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1] == counts[2]
+
+
+def test_every_text_of_a_failure_can_be_logged_and_stored(launcher: Launcher) -> None:
+    def train() -> None:
+        # A file's name that is not UTF-8, as os.listdir returns it.
+        raise ValueError("cannot read data\udce9.csv\0")
+
+    with pytest.raises(WorkerFailedError) as caught:
+        launcher.options(num_processes=1).run(train)
+    facts = caught.value.to_json()
+    texts = [str(caught.value), str(caught.value.args[0]), *(fact for fact in facts.values() if isinstance(fact, str))]
+    assert "cannot read data\\udce9.csv\\x00" in texts[0]
+    for text in [*texts, *facts["log_tail"], *facts["others"]]:
+        assert "\0" not in text
+        text.encode()
+
+
+def test_a_refusal_that_names_a_file_can_be_logged_and_stored() -> None:
+    error = InvalidJobError("no file data\udce9.csv")
+    assert (str(error), error.args) == ("no file data\\udce9.csv", ("no file data\\udce9.csv",))

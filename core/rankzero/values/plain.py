@@ -6,6 +6,8 @@ import math
 import sys
 from typing import Any
 
+from rankzero.texts import encodable
+
 MAX_DEPTH = 200
 """Levels of containers within each other: JSON's reader and writer recurse."""
 
@@ -118,8 +120,7 @@ def storable(value: Any) -> Any:
         return [storable(item) for item in value]
     if is_storable(value):
         return value
-    text = str(value).encode("utf-8", "backslashreplace").decode()
-    return text.replace("\0", "\\x00")
+    return encodable(str(value))
 
 
 def plain_view(value: object, most: int) -> Any:

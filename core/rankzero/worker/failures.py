@@ -14,6 +14,7 @@ import traceback
 from rankzero.channel.frames import Message
 from rankzero.errors import RetryableError
 from rankzero.job import qualified_name
+from rankzero.texts import encodable
 from rankzero.worker import restarts
 from rankzero.worker.command import CommandError
 
@@ -29,7 +30,12 @@ _ROOM = os.path.dirname(__file__)
 
 
 def describe(error: BaseException) -> Message:
-    """The failure of a rank, as its agent and the driver hear of it."""
+    """Returns the failure of a rank as it is sent to its agent and the driver, in text that every log accepts."""
+    facts = _describe(error)
+    return {name: encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+
+
+def _describe(error: BaseException) -> Message:
     failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
     if isinstance(error, CommandError):
         # What the command says of itself, and what is known of a Python program's exception.
@@ -60,7 +66,7 @@ def no_torch(error: ImportError) -> Message:
         f"{socket.gethostname()}: {error}. Install torch there, or point spark.pyspark.python to a "
         "Python that has it"
     )
-    return {**describe(error), "message": message, "cause": "no-torch"}
+    return {**describe(error), "message": encodable(message), "cause": "no-torch"}
 
 
 def _text_of(error: BaseException) -> str:
