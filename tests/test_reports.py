@@ -41,6 +41,9 @@ def test_a_long_training_keeps_some_and_the_last() -> None:
         ([{"epoch": 1}, {"epoch": 9}, {"epoch": 1}, {"epoch": 3}], {"epochs_per_second": 2.0}),
         ([{"step": 5}], {}),
         ([{"step": 5}, {"step": 5}], {}),
+        # Their difference is no float.
+        ([{"step": -(2**1023)}, {"step": 2**1023}], {}),
+        ([{"step": -1.7e308}, {"step": 1.7e308}], {}),
         ([{"step": True}, {"step": math.nan}, {"loss": 1.0}], {}),
         ([], {}),
     ],
@@ -61,3 +64,4 @@ def test_table_and_curve_are_plain_text() -> None:
     assert reports.curve(rows, "loss") == "█▁ 2 → 0.1235"
     assert reports.curve(rows[:2], "loss") is None
     assert reports.curve([{"loss": 1.0}, {"loss": 1.0}], "loss") == "▁▁ 1 → 1"
+    assert reports.curve([{"loss": 1.7e308}, {"loss": -1.7e308}], "loss") == "█▁ 1.7e+308 → -1.7e+308"

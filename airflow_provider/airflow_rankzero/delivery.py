@@ -31,8 +31,9 @@ _OFFERED = "_rankzero_offered"
 
 def offer(handle: RunHandle[Any], task: Any, task_try: TaskTry) -> None:
     """Before the value goes to Airflow: notes to which try."""
-    handle.offer(task_try.receiver)
+    # First, so that the listener acknowledges even where the note cannot be written now.
     vars(task)[_OFFERED] = handle
+    handle.offer(task_try.receiver)
 
 
 @hookimpl

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator
 
-from airflow_rankzero import config, log_groups, outlets, paths, templates, tries
+from airflow_rankzero import config, log_groups, paths, templates, tries
 from airflow_rankzero._compat import (
     AirflowFailException,
     AirflowNotFoundException,
@@ -21,9 +21,9 @@ from airflow_rankzero._compat import (
 from airflow_rankzero.call import keyword, positional
 from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target
-from airflow_rankzero.delivery import offer
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
+from airflow_rankzero.record import record
 from airflow_rankzero.run_id import run_id_of
 from airflow_rankzero.task_run import Follower
 from airflow_rankzero.tries import TaskTry
@@ -31,6 +31,7 @@ from airflow_rankzero.xcom import value_of
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError, RankZeroError
 from rankzero.launcher import Launcher
+from rankzero.run.bookkeeping import attempt
 from rankzero.run.checkpoints import CheckpointConfig
 from rankzero.run.cursor import LogCursor
 from rankzero.run.detach import detaching, end
@@ -362,7 +363,8 @@ class TorchDistributorOperator(BaseOperator):
         return lineage.facets(self._facts)
 
     def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
-        self._facts = replace(self._facts, directory=handle.directory, inputs=self._inputs(arguments))
+        inputs = attempt(self.log, "the lineage", lambda: self._inputs(arguments), lineage.Inputs())
+        self._facts = replace(self._facts, directory=handle.directory, inputs=inputs)
         try:
             value = value_of(handle, self, context["ti"])
         except RankZeroError as error:
@@ -371,13 +373,7 @@ class TorchDistributorOperator(BaseOperator):
             if final is error:
                 raise
             raise final from error
-        rows = outlets.read_reports(handle)
-        described = outlets.describe(handle, rows)
-        outlets.fill_outlets(context, described)
-        self._facts = replace(self._facts, result=described["uri"])
-        log_groups.show_reports(self.log, rows)
-        log_groups.show(self.log, "Result", described)
-        offer(handle, self, TaskTry(context["ti"]))
+        self._facts = replace(self._facts, result=record(self, context, handle))
         return value
 
     def _launcher(self, context: Context) -> Launcher:

@@ -18,13 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
-    """The reports of rank 0, as `rankzero.run.reports.rows_of` has them; none if they cannot be read now."""
-    try:
-        return reports.rows_of(handle.events())
-    except Exception:
-        # A table is not worth a training that has succeeded.
-        logger.warning("the reports of %s cannot be read", handle.directory, exc_info=True)
-        return []
+    """The reports of rank 0, as `rankzero.run.reports.rows_of` has them."""
+    return reports.rows_of(handle.events())
 
 
 def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     """
     from dagster_rankzero.metadata.describe import describe_run
 
-    metadata = describe_run(handle)
+    metadata = describe_run(handle, context.log)
     takes_nothing = output is not None and output.dagster_type.is_nothing
     if not isinstance(context, dg.AssetExecutionContext):
         return dg.Output(None if takes_nothing else value, metadata=metadata)

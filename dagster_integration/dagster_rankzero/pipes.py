@@ -4,6 +4,7 @@ So neither a file nor a service has to be within reach of the executors, which o
 """
 
 import contextlib
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import assets_of
+from rankzero.run.bookkeeping import attempt
 
 _RANK_0 = "[0] "
 _VERSION = "__dagster_pipes_version"
@@ -88,8 +90,7 @@ class PipesCall:
             if isinstance(result, dg.MaterializeResult) and assets_of(context) == [reported.asset_key]:
                 result = _with_report(result, reported)
             elif isinstance(reported, dg.MaterializeResult):
-                assert reported.asset_key is not None
-                context.log_event(dg.AssetMaterialization(reported.asset_key, metadata=reported.metadata))
+                attempt(context.log, "what rank 0 reported", functools.partial(_log, context, reported), None)
             else:
                 name, key = reported.check_name, reported.asset_key
                 context.log.warning("rank 0 reported the check %s of %s, which is not this step's", name, key)
@@ -108,6 +109,11 @@ def _with_report(
         return result._replace(check_results=[*(result.check_results or ()), reported])
     metadata = {**(reported.metadata or {}), **(result.metadata or {})}
     return result._replace(metadata=metadata, data_version=reported.data_version or result.data_version)
+
+
+def _log(context: Any, reported: dg.MaterializeResult[Any]) -> None:
+    assert reported.asset_key is not None
+    context.log_event(dg.AssetMaterialization(reported.asset_key, metadata=reported.metadata))
 
 
 @contextlib.contextmanager

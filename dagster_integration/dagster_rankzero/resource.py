@@ -256,7 +256,7 @@ class TorchDistributorResource(LauncherFields):
                     ):
                         yield from observe(context, metrics)
                 value = value_of(context, handle, output, self.by_reference)
-                step_run.offer(handle, step)
+                step_run.offer(handle, step, context.log)
             except RankZeroError as error:
                 raise as_failure(error, handle, retry_user_errors=self.retry_user_errors) from error
         result = build_result(context, handle, value, output)

@@ -12,6 +12,7 @@ from dagster_rankzero import _compat
 from dagster_rankzero.metadata.observation import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
+from rankzero.run.bookkeeping import attempt
 from rankzero.run.cursor import LogCursor
 from rankzero.run.identity import Identity
 from rankzero.submit.durable import Opened
@@ -127,7 +128,7 @@ def follow(
         handle.pause()
 
 
-def offer(handle: RunHandle[Any], step: Step | None) -> None:
-    """Before the value goes to Dagster: notes to whom."""
+def offer(handle: RunHandle[Any], step: Step | None, log: Any) -> None:
+    """Notes to whom the value goes, before it goes to Dagster. Without the note, the next try gets the value again."""
     if step is not None:
-        handle.offer(step.receiver)
+        attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)

@@ -95,3 +95,62 @@ def test_a_result_that_cannot_be_an_asset_fails_no_training(caplog: pytest.LogCa
     fill_outlets(context, {"uri": "/" + "x" * 1500})
     assert "cannot be an asset of the alias 'models'" in caplog.text
     assert context["outlet_events"][alias].asset_alias_events == []
+
+
+def test_metrics_of_any_name_and_size_fail_no_task(
+    dag: Any, run_dag: RunDag, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from airflow.sdk import Asset
+
+    from airflow_rankzero import torch_distributor
+
+    @torch_distributor(num_processes=1, store=str(tmp_path), conn_id="here", outlets=[Asset("s3://bucket/model")])
+    def train() -> int:
+        import rankzero.train as rt
+
+        for sign in (1, -1):
+            rt.report({"loss": sign * 1.7e308, "step": -sign * 2**1023, "loss\udcff": float(sign), "note": "\0\udce9"})
+        return 1
+
+    train()
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == 1, outcome.errors
+    ((_, _, extra),) = events_of(dag.dag_id)
+    assert (extra["metrics"]["loss"], extra["metrics"]["loss\\udcff"]) == ("-1.7e+308", -1.0)
+    assert "loss: █▁ 1.7e+308 → -1.7e+308" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "outlets.read_reports",
+        "outlets.describe",
+        "outlets.fill_outlets",
+        "log_groups.show_reports",
+        "offer",
+    ],
+)
+def test_what_cannot_be_recorded_fails_no_task(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+    from types import SimpleNamespace
+
+    from airflow_rankzero.record import record
+    from rankzero import Launcher
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("no record \udcff")
+
+    handle = Launcher(1, store=tmp_path).submit(len, "abc")
+    assert handle.result() == 3
+    monkeypatch.setattr(f"airflow_rankzero.record.{broken}", fail)
+    task = SimpleNamespace(log=logging.getLogger("task"))
+    ti = SimpleNamespace(id="1", try_number=1)
+    context: Any = {"outlets": [], "ti": ti}
+    caplog.set_level(logging.INFO)
+    uri = record(task, context, handle)
+    assert uri == (None if broken == "outlets.describe" else handle.result_ref().uri)
+    warnings = [found.getMessage() for found in caplog.records if found.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].endswith("delivered: RuntimeError: no record \\udcff")

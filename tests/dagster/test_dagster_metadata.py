@@ -69,3 +69,61 @@ def test_what_cannot_be_drawn_is_left_out(
 
     result = dg.materialize([model], resources=resources, instance=instance)
     assert "loss_curve" not in metadata_of(result, "model")
+
+
+def test_metrics_of_any_name_and_size_fail_no_step(resources: dict[str, object]) -> None:
+    @torch_asset
+    def model() -> int:
+        for sign in (1, -1):
+            rt.report({"loss": sign * 1.7e308, "step": -sign * 2**1023, "loss\udcff": float(sign), "note": "\0\udce9"})
+        return 1
+
+    shown = metadata_of(dg.materialize([model], resources=resources), "model")
+    assert (shown["metric/loss"], shown["metric/loss\\udcff"]) == (-1.7e308, -1.0)
+    picture = shown["loss_curve"].partition("base64,")[2].removesuffix(")")
+    assert "nan" not in base64.b64decode(picture).decode()
+
+
+@pytest.mark.parametrize(
+    ("broken", "left_out"),
+    [
+        ("reports.rows_of", "reports"),
+        ("reports.throughput", "epochs_per_second"),
+        ("curve.draw", "loss_curve"),
+        ("describe_result", "format"),
+        ("_list_reports", "reports"),
+        ("_describe_end", "run_directory"),
+    ],
+)
+def test_a_description_that_cannot_be_made_fails_no_step(
+    broken: str, left_out: str, resources: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("no description \udcff")
+
+    @torch_asset
+    def model() -> int:
+        for epoch in range(2):
+            rt.report({"loss": 1.0 - epoch, "epoch": epoch})
+        return 1
+
+    monkeypatch.setattr(f"dagster_rankzero.metadata.describe.{broken}", fail)
+    result = dg.materialize([model], resources={**resources, "io_manager": dg.mem_io_manager})
+    assert result.output_for_node("model") == 1
+    assert left_out not in metadata_of(result, "model")
+    assert metadata_of(result, "model")
+
+
+def test_a_delivery_that_cannot_be_noted_fails_no_step(
+    resources: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object) -> None:
+        raise OSError("the store is away")
+
+    @torch_asset
+    def model() -> int:
+        return 1
+
+    monkeypatch.setattr("rankzero.run.delivery.write", fail)
+    result = dg.materialize([model], resources={**resources, "io_manager": dg.mem_io_manager})
+    assert result.output_for_node("model") == 1

@@ -103,8 +103,9 @@ def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PR
         while first > 0 and counted[first - 1][name] <= counted[first][name]:
             first -= 1
         if first < len(counted) - 1:
-            done, seconds = counted[-1][name] - counted[first][name], counted[-1]["time"] - counted[first]["time"]
-            if done > 0 and seconds > 0:
+            done = float(counted[-1][name]) - float(counted[first][name])
+            seconds = counted[-1]["time"] - counted[first]["time"]
+            if done > 0 and seconds > 0 and math.isfinite(done / seconds):
                 return {f"{many}_per_second": float(f"{done / seconds:.4g}")}
     return {}
 
@@ -125,9 +126,21 @@ def curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
     if len(finite) < 2:
         return None
     values = [float(row[name]) for row in evenly([dict(row) for row in finite], CURVE_WIDTH)]
-    low, span = min(values), (max(values) - min(values)) or 1.0
-    bars = "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
+    low, high = min(values), max(values)
+    bars = "".join(_BARS[round(height_of(value, low, high) * (len(_BARS) - 1))] for value in values)
     return f"{bars} {values[0]:.4g} → {values[-1]:.4g}"
+
+
+def height_of(value: float, low: float, high: float) -> float:
+    """Returns how high a value stands between the lowest and the highest of a curve: 0.0 to 1.0.
+
+    Example:
+        >>> height_of(0.0, -1.7e308, 1.7e308)
+        0.5
+    """
+    # Halves: the difference of two floats may be no float.
+    span = high / 2 - low / 2
+    return (value / 2 - low / 2) / span if span else 0.0
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero.driver.trackers import FLUSH_TIMEOUT
+from rankzero.run.bookkeeping import attempt
 from rankzero.run.detach import Caller, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
@@ -63,7 +65,7 @@ def open_durable(
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
         identity = request.identity_of(train, args, kwargs)
         template = replace(request.template, generation=caller.generation)
-        request = replace(request, identity=identity, template=template)
+        request = replace(request, identity=identity, template=template, retrier=caller.retrier)
         before = submission.find(run)
         if before and _reconcile(before, request.asked(train, identity), caller, log) in (
             Decision.ATTACH,
@@ -80,13 +82,18 @@ def open_durable(
             handle = drivers.start(run, request) if started else RunHandle.attach(run.directory)
             log.info("started the run in %s; it outlives this process, for the next try", run.directory)
             yield Opened(handle, attached=not started)
-            if request.trackers and handle.status().final:
-                # This process may be all that keeps its container.
-                handle.await_driver(FLUSH_TIMEOUT)
+            if request.trackers:
+                attempt(log, "the wait for its trackers", functools.partial(_await_trackers, handle), None)
             return
     with open_owned(request, train, args, kwargs) as owned:
         log.info("started the run in %s; it ends with this process", owned.directory)
         yield Opened(owned)
+
+
+def _await_trackers(handle: RunHandle[Any]) -> None:
+    if handle.status().final:
+        # This process may be all that keeps its container.
+        handle.await_driver(FLUSH_TIMEOUT)
 
 
 def _reconcile(before: RunHandle[Any], asked: Asked, caller: Caller, log: Any) -> Decision:

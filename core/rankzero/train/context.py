@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rankzero.texts import encodable
 from rankzero.values.plain import MAX_BITS
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ def _show(session: _Session, values: Mapping[str, MetricValue]) -> None:
 def _name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"metric names are strings, not {name!r}")
-    return name
+    return encodable(name)
 
 
 def _scalar(name: str, value: Any) -> MetricValue:
@@ -389,6 +390,8 @@ def _scalar(name: str, value: Any) -> MetricValue:
     if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
         # Python makes no decimal digits of it, and reads none.
         return hex(scalar)
-    if isinstance(scalar, (bool, int, float, str)):
+    if isinstance(scalar, str):
+        return encodable(scalar)
+    if isinstance(scalar, (bool, int, float)):
         return scalar
     raise TypeError(f"metric {name!r} is a {type(value).__name__}; report numbers or strings")

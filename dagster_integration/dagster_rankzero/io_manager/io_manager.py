@@ -10,6 +10,7 @@ from dagster_rankzero._compat import partition_paths, set_data_version
 from dagster_rankzero.arguments.inputs import wants_reference
 from dagster_rankzero.fields import KnownFields, check_fields
 from dagster_rankzero.metadata.describe import describe_partitions, describe_result
+from rankzero.run.bookkeeping import attempt
 from rankzero.values.digest import split
 
 if TYPE_CHECKING:
@@ -89,14 +90,16 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
         stored = {
             str(key): self._commit(context, values[key], path) for key, path in partition_paths(self, context).items()
         }
-        context.add_output_metadata(describe_partitions(stored))
+        nothing: dict[str, Any] = {}
+        described = attempt(context.log, "their description", lambda: describe_partitions(stored), nothing)
+        context.add_output_metadata(described)
         versions = "\n".join(f"{key}\t{ref.digest}" for key, ref in sorted(stored.items()))
         set_data_version(context, hashlib.sha256(versions.encode()).hexdigest())
 
     def dump_to_path(self, context: dg.OutputContext, obj: Any, path: "UPath") -> None:
         """Commits a value, or the file of a `ResultRef`, as the new version."""
         ref = self._commit(context, obj, path)
-        context.add_output_metadata(describe_result(ref))
+        context.add_output_metadata(attempt(context.log, "its description", lambda: describe_result(ref), {}))
         set_data_version(context, split(ref.digest)[1])
 
     def _commit(self, context: dg.OutputContext, value: Any, path: "UPath") -> "ResultRef":

@@ -4,7 +4,8 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 
-from rankzero.run.reports import is_number
+from rankzero.run.reports import height_of, is_number
+from rankzero.texts import encodable
 
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 28, 30
@@ -30,7 +31,7 @@ def draw(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str | No
             lines[name] = finite
     if not lines:
         return None
-    svg = base64.b64encode(_svg(lines).encode()).decode()
+    svg = base64.b64encode(encodable(_svg(lines)).encode()).decode()
     # Brackets in a name would end the image's text.
     title = ", ".join(lines).replace("[", "(").replace("]", ")")
     return f"![{title}](data:image/svg+xml;base64,{svg})"
@@ -40,11 +41,11 @@ def _svg(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     xs = [x for points in lines.values() for x, _ in points]
     ys = [y for points in lines.values() for _, y in points]
     x_low, x_span = min(xs), max(max(xs) - min(xs), 1)
-    y_low, y_span = min(ys), (max(ys) - min(ys)) or 1.0
+    y_low, y_high = min(ys), max(ys)
 
     def place(x: int, y: float) -> str:
         across = _LEFT + (x - x_low) / x_span * (WIDTH - _LEFT - _RIGHT)
-        down = _TOP + (1 - (y - y_low) / y_span) * (HEIGHT - _TOP - _BOTTOM)
+        down = _TOP + (1 - height_of(y, y_low, y_high)) * (HEIGHT - _TOP - _BOTTOM)
         return f"{across:.1f},{down:.1f}"
 
     floor = HEIGHT - _BOTTOM
@@ -52,7 +53,7 @@ def _svg(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}">',
         f'<path d="M{_LEFT},{_TOP} V{floor} H{WIDTH - _RIGHT}" fill="none" stroke="{_GRAY}"/>',
-        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end" {text}>{max(ys):.4g}</text>',
+        f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end" {text}>{y_high:.4g}</text>',
         f'<text x="{_LEFT - 6}" y="{floor}" text-anchor="end" {text}>{y_low:.4g}</text>',
         f'<text x="{_LEFT}" y="{HEIGHT - 10}" {text}>report {x_low}</text>',
         f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 10}" text-anchor="end" {text}>{max(xs)}</text>',

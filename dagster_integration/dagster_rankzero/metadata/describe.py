@@ -1,7 +1,8 @@
 """What Dagster's UI shows of a run and of a stored result."""
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -9,11 +10,16 @@ import dagster as dg
 from dagster_rankzero.metadata import curve
 from rankzero.report.page import FILE
 from rankzero.run import reports
+from rankzero.run.bookkeeping import attempt
 from rankzero.run.reports import is_number
 from rankzero.values.digest import BLOCKS, PLAIN, split
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
+
+logger = logging.getLogger(__name__)
+
+_Entries = dict[str, dg.MetadataValue[Any]]
 
 METRIC_PREFIX = "metric/"
 """Before a metric's own name, so that none can hide another entry."""
@@ -31,10 +37,33 @@ TABLE_DIGITS = 9
 """Digits of a fraction in a table; the run directory has them all."""
 
 
-def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
-    """The entries of a run that has succeeded: where, how long, how fast, its reports, and its result."""
+def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
+    """Returns the entries of a run that has succeeded: where, how long, how fast, its reports, and its result.
+
+    An entry that cannot be made is left out with a warning.
+
+    Args:
+        handle: The run.
+        log: The logger of the step.
+    """
+
+    def part(what: str, make: Callable[[], _Entries]) -> _Entries:
+        return attempt(log, what, make, {})
+
+    rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
+    # The table comes last: it is long.
+    return {
+        **part("the description of the run", lambda: _describe_end(handle)),
+        **part("the throughput", lambda: _describe_speed(rows)),
+        **part("the loss curve", lambda: _draw_losses(rows)),
+        **part("the description of the result", lambda: describe_result(handle.result_ref())),
+        **part("the table of reports", lambda: _list_reports(rows)),
+    }
+
+
+def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     status = handle.status()
-    entries: dict[str, dg.MetadataValue[Any]] = {
+    entries: _Entries = {
         "run_directory": dg.MetadataValue.path(handle.directory),
         "report": dg.MetadataValue.path(f"{handle.directory}/{FILE}"),
         "world_size": dg.MetadataValue.int(handle.world_size),
@@ -45,22 +74,17 @@ def describe_run(handle: "RunHandle[Any]") -> dict[str, dg.MetadataValue[Any]]:
         entries["spark_ui"] = dg.MetadataValue.url(status.engine_url)
     for name, value in status.metrics.items():
         entries[METRIC_PREFIX + name] = _describe_metric(value)
-    rows = reports.rows_of(handle.events())
-    speed = {name: dg.MetadataValue.float(value) for name, value in reports.throughput(rows).items()}
-    # The table comes last: it is long.
-    return {
-        **entries,
-        **speed,
-        **_draw_losses(rows),
-        **describe_result(handle.result_ref()),
-        **_list_reports(rows),
-    }
+    return entries
 
 
-def describe_result(ref: "ResultRef") -> dict[str, dg.MetadataValue[Any]]:
+def _describe_speed(rows: Sequence[dict[str, Any]]) -> _Entries:
+    return {name: dg.MetadataValue.float(value) for name, value in reports.throughput(rows).items()}
+
+
+def describe_result(ref: "ResultRef") -> _Entries:
     """The entries of a stored value, the same for a run's result and for an IO manager's file."""
     algorithm, digits = split(ref.digest)
-    entries: dict[str, dg.MetadataValue[Any]] = {
+    entries: _Entries = {
         "format": dg.MetadataValue.text(ref.format),
         "size": dg.MetadataValue.int(ref.size),
         algorithm: dg.MetadataValue.text(digits),
@@ -74,7 +98,7 @@ def describe_result(ref: "ResultRef") -> dict[str, dg.MetadataValue[Any]]:
     return entries
 
 
-def describe_partitions(stored: "Mapping[str, ResultRef]") -> dict[str, dg.MetadataValue[Any]]:
+def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
     """The entries of an output of several partitions, the same for each of them."""
     rows = [
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
@@ -91,14 +115,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
     return dg.MetadataValue.table(records, dg.TableSchema(columns))
 
 
-def _list_reports(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
+def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     if not rows:
         return {}
     shown = rows[-1:] if len(rows) == 1 else reports.evenly(rows, TABLE_ROWS)
     return {"reports": table([{name: value for name, value in row.items() if name != "time"} for row in shown])}
 
 
-def _draw_losses(rows: Sequence[dict[str, Any]]) -> dict[str, dg.MetadataValue[Any]]:
+def _draw_losses(rows: Sequence[dict[str, Any]]) -> _Entries:
     picture = curve.draw(reports.evenly(rows, CURVE_POINTS), reports.loss_names(rows))
     return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
 
