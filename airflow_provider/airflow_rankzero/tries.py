@@ -63,6 +63,10 @@ class TaskTry:
         return None
 
     @property
+    def retrier(self) -> None:
+        """None: Airflow's scheduler starts every try, and it is a service that is restarted."""
+
+    @property
     def generation(self) -> str:
         """Names the tries that Airflow starts by itself: a clear raises ``max_tries``, a retry does not."""
         return f"{self.ti.run_id}#{self.ti.max_tries}"

@@ -16,6 +16,7 @@ from typing import Any, Self
 import dagster as dg
 
 from dagster_rankzero import _compat
+from rankzero.host.processes import describe_process
 from rankzero.run import lease as leases
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,14 @@ class Step:
     def lease_when_attached(self) -> float | None:
         """Seconds for which a run that the last try has attached to outlives it."""
         return None if self.is_followed_by_another else leases.LAST_LEASE
+
+    @property
+    def retrier(self) -> Mapping[str, Any] | None:
+        """The process of the Dagster run, which retries its steps, unless something else brings the run back."""
+        if self.executor != _compat.MULTIPROCESS or self.run_is_retried:
+            return None
+        # The parent of a step's process, or its fork server, which ends with it.
+        return describe_process(os.getppid())
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """True if the step to which the result went has succeeded: its output is stored."""

@@ -45,6 +45,7 @@ def body(context: dg.AssetExecutionContext, torch_distributor: TorchDistributorR
 
 
 durable = dg.asset(body, name="durable", retry_policy=dg.RetryPolicy(max_retries=2))
+patient = dg.asset(body, name="patient", retry_policy=dg.RetryPolicy(max_retries=2, delay=600))
 fragile = dg.asset(body, name="fragile")
 
 
@@ -85,10 +86,11 @@ def stubborn() -> str:
 quick_job = dg.define_asset_job("quick_job", selection=[quick])
 
 defs = dg.Definitions(
-    assets=[durable, fragile, streamed, quick, lettered, stubborn],
+    assets=[durable, patient, fragile, streamed, quick, lettered, stubborn],
     jobs=[
         dg.define_asset_job("durable_job", selection=[durable]),
         dg.define_asset_job("durable_in_process", selection=[durable], executor_def=dg.in_process_executor),
+        dg.define_asset_job("patient_job", selection=[patient]),
         dg.define_asset_job("fragile_job", selection=[fragile]),
         dg.define_asset_job("fragile_in_process", selection=[fragile], executor_def=dg.in_process_executor),
         dg.define_asset_job("streamed_job", selection=[streamed]),
@@ -112,6 +114,11 @@ defs = dg.Definitions(
 def durable_job() -> dg.JobDefinition:
     """For `dagster.reconstructable`."""
     return defs.resolve_job_def("durable_job")
+
+
+def patient_job() -> dg.JobDefinition:
+    """With ten minutes before each retry."""
+    return defs.resolve_job_def("patient_job")
 
 
 def durable_on_connect() -> dg.JobDefinition:

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -152,6 +154,31 @@ def test_without_another_try_the_training_dies_with_its_step(place: Place, home_
     assert not result.success
     assert seen["ranks"]
     assert seen["left"] == []
+
+
+def test_a_run_that_is_terminated_while_its_step_waits_for_a_retry_ends_the_training(
+    place: Place, home_instance: dg.DagsterInstance
+) -> None:
+    program = (
+        "import dagster as dg\nfrom tests.dagster.durable_training import patient_job\n"
+        "dg.execute_job(dg.reconstructable(patient_job), dg.DagsterInstance.get())"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as run:
+        try:
+            assert place.hurt_step(signal.SIGKILL)
+            (record,) = home_instance.get_runs()
+            retries = dg.DagsterEventType.STEP_UP_FOR_RETRY
+            until(lambda: home_instance.all_logs(record.run_id, of_type=retries), WAIT, "a step that waits")
+            assert place.ranks()
+            # What the code server does to the process of a run that a user terminates.
+            run.send_signal(signal.SIGINT)
+            run.wait(WAIT)
+        finally:
+            run.kill()
+    # Without a look at the status, which would follow the run.
+    assert wait_until_gone(f"OF_RANK={place.mark}", WAIT) == []
+    until(lambda: place.training().status().final, WAIT, "the end of the training")
+    assert place.training().status().state == "cancelled"
 
 
 def test_a_failed_training_goes_on_from_its_checkpoint_in_the_next_try(

@@ -44,6 +44,7 @@ class Step:
     run: Run
     is_followed_by_another = True
     lease_when_attached = None
+    retrier = None
     generation = "one"
 
     def detaches(self, error: BaseException) -> bool:

@@ -3,6 +3,8 @@
 import logging
 import os
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, RunHandle
+from rankzero import Launcher, RunCancelledError, RunHandle
+from rankzero.host.processes import describe_process
+from rankzero.run.directory import RunDirectory
 
 LOG = logging.getLogger(__name__)
 
@@ -22,6 +26,7 @@ class Try:
     """One try of a step, of a chain that an orchestrator starts by itself."""
 
     generation: str
+    retrier: Mapping[str, Any] | None = None
     is_followed_by_another = True
     lease_when_attached = None
 
@@ -74,10 +79,16 @@ def edit(path: Path, text: str) -> None:
     os.utime(path, ns=(moment, moment))
 
 
-def leave(launcher: Launcher, script: Path, args: tuple[Any, ...], generation: str) -> RunHandle[Any]:
+def leave(
+    launcher: Launcher,
+    script: Path,
+    args: tuple[Any, ...],
+    generation: str,
+    retrier: Mapping[str, Any] | None = None,
+) -> RunHandle[Any]:
     with (
         pytest.raises(Interrupted),
-        launcher.durable(str(script), args, {}, Try(generation), LOG) as opened,
+        launcher.durable(str(script), args, {}, Try(generation, retrier), LOG) as opened,
     ):
         raise Interrupted
     return opened.handle
@@ -103,6 +114,19 @@ def test_a_deployment_between_two_tries_ends_no_training(
         assert not opened.attached
         assert opened.handle.result(60) == 2
     assert f"begins from scratch: other than before: module {helper.stem}" in caplog.text
+
+
+def test_a_run_to_which_no_try_can_come_back_is_not_left_to_its_lease(
+    durable: Launcher, script: Path, tmp_path: Path
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as retrier:
+        arguments = (str(tmp_path / "end"),)
+        left = leave(durable.options(orphan_timeout=8.0), script, arguments, "scheduled", describe_process(retrier.pid))
+        retrier.kill()
+    run = RunDirectory(left.directory)
+    until(lambda: run.status().final, 60, "the end of the run")
+    with pytest.raises(RunCancelledError, match=r"would have retried the step has exited, .* for 6.0 s"):
+        left.result()
 
 
 def test_a_run_whose_identity_is_unknown_is_attached_to(

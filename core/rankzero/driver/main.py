@@ -57,6 +57,24 @@ def _watch_owner(fd: int, owner: dict[str, Any] | None, inbox: Inbox) -> None:
     threading.Thread(target=watch, name="rankzero-owner", daemon=True).start()
 
 
+def _watch_retrier(retrier: dict[str, Any], inbox: Inbox) -> None:
+    """Shortens the lease when the process has exited that would start the next try of the run's step.
+
+    Args:
+        retrier: The process, as `describe_process` describes it.
+        inbox: The driver's.
+    """
+    watched = pidfd_of(retrier)
+
+    def watch() -> None:
+        sources, interval = ([], OWNER_INTERVAL) if watched is None else ([watched], None)
+        while not is_gone(retrier) and not select.select(sources, [], [], interval)[0]:
+            pass
+        inbox.is_retrier_gone = True
+
+    threading.Thread(target=watch, name="rankzero-retrier", daemon=True).start()
+
+
 def main() -> None:
     """Entry point of the detached driver."""
     parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
@@ -119,6 +137,8 @@ def drive(
         signal.signal(number, on_signal)
     if owner is not None:
         _watch_owner(owner, job.owner, driver.inbox)
+    elif private.get("retrier"):
+        _watch_retrier(private["retrier"], driver.inbox)
     code = 1
     try:
         driver.run()

@@ -12,6 +12,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
+from rankzero.run.renewal import interval_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,9 @@ LEASE_SHARE = 0.1
 
 LEASE_INTERVAL = 30.0
 """Most seconds between two of these, since it may have been shortened."""
+
+MISSED_RENEWALS = 3
+"""Renewals that a follower may miss once no other try can come: half a minute, three minutes on an object store."""
 
 DRIVER = -1
 """The "task" under which the driver's own threads put messages into the queue."""
@@ -43,6 +47,8 @@ class Inbox:
     def __init__(self) -> None:
         self.queue: Messages = queue.SimpleQueue()
         self.interrupted: str | None = None
+        self.is_retrier_gone = False
+        """The process that would start the next try has exited: only a follower that is there keeps the run alive."""
 
     def renew(self) -> Messages:
         """A new queue, in which nothing of an earlier attempt can arrive."""
@@ -132,8 +138,12 @@ class Watch:
         lease = self._run.lease()
         _, _, bound = lease.partition(b" ")
         seconds = min(orphan_timeout, float(bound)) if bound else orphan_timeout
+        if self._inbox.is_retrier_gone:
+            seconds = min(seconds, MISSED_RENEWALS * interval_of(self._run, seconds))
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:
             who = "its last follower was absent for " if bound else "nobody followed the run for orphan_timeout="
+            if self._inbox.is_retrier_gone:
+                who = "the process that would have retried the step has exited, and nobody followed the run for "
             self._abandoned = f"{who}{seconds} s, so it cancelled itself"

@@ -80,7 +80,12 @@ def process_namespace() -> str:
 
 def this_process() -> dict[str, Any]:
     """What `is_gone` needs to know of this process."""
-    return {"pid": os.getpid(), "start": process_start(os.getpid()), "namespace": process_namespace()}
+    return describe_process(os.getpid())
+
+
+def describe_process(pid: int) -> dict[str, Any]:
+    """Returns the facts about a living process of this machine by which `is_gone` recognizes it."""
+    return {"pid": pid, "start": process_start(pid), "namespace": process_namespace()}
 
 
 def caller_process() -> dict[str, Any] | None:

@@ -23,6 +23,13 @@ class Caller(Protocol):
         """Seconds for which a run that this try has attached to outlives it; None: as its submission says."""
 
     @property
+    def retrier(self) -> Mapping[str, Any] | None:
+        """The process of this machine that starts the next try (`describe_process`); None where none does alone.
+
+        When it has exited, no try comes any more, and a run that nobody follows ends soon.
+        """
+
+    @property
     def generation(self) -> str:
         """Names the chain of tries that the orchestrator starts by itself; a user's doing begins another one.
 

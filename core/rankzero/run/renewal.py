@@ -14,6 +14,11 @@ INTERVAL_REMOTE = 60.0
 """The same on an object store, where each is a request."""
 
 
+def interval_of(run: RunDirectory, bound: float) -> float:
+    """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without one."""
+    return min(INTERVAL_REMOTE if run.is_remote else INTERVAL, bound / 4)
+
+
 class Renewal:
     """Reports to a run's driver that somebody follows it."""
 
@@ -44,4 +49,4 @@ class Renewal:
                 self.renew()
 
     def _interval_of(self, bound: float) -> float:
-        return min(INTERVAL_REMOTE if self._run.is_remote else INTERVAL, bound / 4)
+        return interval_of(self._run, bound)

@@ -46,6 +46,7 @@ class Request:
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
         trackers: What `rankzero.submit.trackers.pack` has made of them. May hold secrets.
+        retrier: The process with which the retries of a pipeline step end: `rankzero.run.detach.Caller`.
     """
 
     engine: Engine
@@ -59,6 +60,7 @@ class Request:
     sources: Mapping[str, Any] = field(default_factory=dict)
     code: UserCode = field(default_factory=UserCode)
     trackers: Mapping[str, Any] | None = field(default=None, repr=False)
+    retrier: Mapping[str, Any] | None = None
 
     @property
     def directory(self) -> str:
@@ -67,7 +69,8 @@ class Request:
 
     def private(self) -> dict[str, Any]:
         """What may hold secrets, and so goes to the driver directly and into no file."""
-        return {"env": dict(self.env), "engine": self.engine.to_spec()[1], "trackers": self.trackers}
+        spec = self.engine.to_spec()[1]
+        return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": self.retrier}
 
     def identity_of(
         self,
