@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,22 @@ def wait_long() -> None:
     time.sleep(120)
 
 
+def marks_settle(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Gives the listeners one thread and no grace. Returns a wait for what they were called for."""
+    from airflow_rankzero import marks
+
+    monkeypatch.setattr(marks, "FOLLOWER_GRACE", 0.1)
+    threads = ThreadPoolExecutor(1)
+    monkeypatch.setattr(marks, "_threads", threads)
+
+    def settle() -> None:
+        # Twice: the end of a DAG run submits one call for each task.
+        for _ in range(2):
+            threads.submit(int).result(60)
+
+    return settle
+
+
 @pytest.mark.parametrize("mark", ["failed", "success"])
 def test_a_mark_ends_a_training_that_nobody_follows(
     dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
@@ -29,16 +46,18 @@ def test_a_mark_ends_a_training_that_nobody_follows(
     from airflow_rankzero import marks
     from airflow_rankzero.plugin import RankZeroPlugin
 
-    monkeypatch.setattr(marks, "FOLLOWER_GRACE", 0.1)
-    handle = Launcher(1, store=tmp_path, run_id="left").submit(wait_long)
-    until(lambda: handle.status().state == "running", 60, "the training")
+    settle = marks_settle(monkeypatch)
 
     @task(task_id="train")
     def note(**context: Any) -> None:
-        context["ti"].xcom_push(key="run_directory", value=handle.directory)
+        context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
 
     note()
     outcome = run_dag(dag)
+    settle()
+    # After the end of the DAG run, which would end the training, too.
+    handle = Launcher(1, store=tmp_path, run_id="left").submit(wait_long)
+    until(lambda: handle.status().state == "running", 60, "the training")
     listener = next(each for each in RankZeroPlugin.listeners if each is marks)
 
     def tell(state: str, previous: str | None) -> None:
@@ -47,12 +66,55 @@ def test_a_mark_ends_a_training_that_nobody_follows(
             ti.state = state
             session.commit()
             getattr(listener, f"on_task_instance_{mark}")(previous_state=previous, task_instance=ti)
-        marks._threads.submit(int).result(60)
+        settle()
 
     # A worker's report of a task's end, and a mark that was taken back by a clear.
     tell(mark, "running")
     tell("queued", None)
     assert not handle.status().final
     tell(mark, None)
+    assert handle.wait(60)
+    assert handle.status().state == "cancelled"
+
+
+@pytest.mark.parametrize("end", ["failed", "success"])
+def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    from airflow.models.dagrun import DagRun
+    from airflow.models.taskinstance import TaskInstance
+    from airflow.sdk import task
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    settle = marks_settle(monkeypatch)
+
+    @task(task_id="train")
+    def note(**context: Any) -> None:
+        context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
+
+    note()
+    outcome = run_dag(dag)
+    settle()
+    # After the end of the DAG run, which would end the training, too.
+    handle = Launcher(1, store=tmp_path, run_id="left").submit(wait_long)
+    until(lambda: handle.status().state == "running", 60, "the training")
+
+    def tell(of_task: str) -> None:
+        with create_session() as session:
+            ti = session.scalars(select(TaskInstance).where(TaskInstance.run_id == outcome.run_id)).one()
+            ti.state = of_task
+            dag_run = session.scalars(select(DagRun).where(DagRun.run_id == outcome.run_id)).one()
+            dag_run.set_state(end)
+            session.commit()
+            # As the scheduler does, with the listeners of the installed plugin.
+            dag_run.notify_dagrun_state_changed(msg="timed_out")
+        settle()
+
+    # Another task has ended the DAG run, and a user has cleared this one.
+    tell("queued")
+    assert not handle.status().final
+    # By `dagrun_timeout`, of a task that waited for its retry.
+    tell("skipped")
     assert handle.wait(60)
     assert handle.status().state == "cancelled"
