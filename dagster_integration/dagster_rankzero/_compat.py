@@ -116,12 +116,14 @@ class Calls:
         self._lock = threading.Lock()
         self._claimed: set[int] = set()
 
-    def claim(self, is_same: Callable[[int], bool | None]) -> int:
-        """A number for the training: that of an earlier try's run of the same one, else one that is free.
+    def claim(self, is_same: Callable[[int], bool | None], is_replaced: Callable[[int], bool]) -> int:
+        """Returns a number for the training: that of an earlier try's run of the same one, else one that is free.
 
         Args:
             is_same: Whether the run that an earlier try has left under a number is of the same training; None if there
                 is no run.
+            is_replaced: Whether the training takes the place of that run, which is another one. Only asked about the
+                only run of a step: of several, another call may come for each.
         """
         with self._lock:
             others = 0
@@ -132,8 +134,7 @@ class Calls:
                 if same is None or same:
                     break
                 others += 1
-            if same is None and number == others == 1:
-                # The step's only training, which has changed. Of several, another may be one that a call comes for.
+            if same is None and number == others == 1 and is_replaced(0):
                 number = 0
             self._claimed.add(number)
             return number

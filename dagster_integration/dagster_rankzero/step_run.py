@@ -53,7 +53,7 @@ def open_run(
         # An interrupt counts as a failure for a retry policy, also one that a user has asked for.
         raise dg.Failure("the run is being ended, so no training begins", allow_retries=False)
     identity = launcher.identity(train, args, kwargs)
-    launcher = _named(launcher, step, _compat.calls_of(context), identity)
+    launcher = _named(launcher, step, train, _compat.calls_of(context), identity)
     try:
         with launcher.durable(train, args, kwargs, step, context.log, identity) as opened:
             yield opened
@@ -65,9 +65,10 @@ def open_run(
         raise
 
 
-def _named(launcher: Launcher, step: Step, calls: _compat.Calls, identity: Identity) -> Launcher:
-    """The launcher with a name for the run, by which every try of the step finds it."""
-    labels = {"dagster_run": step.dagster_run, "step": step.key}
+def _named(launcher: Launcher, step: Step, train: Any, calls: _compat.Calls, identity: Identity) -> Launcher:
+    """Returns the launcher with a name for the run, by which every try of the step finds it."""
+    program = str(getattr(train, "__qualname__", train))
+    labels = {"dagster_run": step.dagster_run, "generation": step.generation, "step": step.key, "train": program}
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
     launcher = launcher.options(labels=labels, orphan_timeout=orphan_timeout)
 
@@ -78,7 +79,13 @@ def _named(launcher: Launcher, step: Step, calls: _compat.Calls, identity: Ident
         before = of_call(call).find()
         return before.compare(identity, step.generation).same if before else None
 
-    return of_call(calls.claim(is_same))
+    def is_replaced(call: int) -> bool:
+        # A retry repeats the same calls, perhaps in another order: what it did not find by now, another call may come
+        # for. A user who runs the step again has changed the arguments or the code.
+        labels = before.labels if (before := of_call(call).find()) else {}
+        return labels.get("generation", step.generation) != step.generation and labels.get("train") == program
+
+    return of_call(calls.claim(is_same, is_replaced))
 
 
 def _root_of(launcher: Launcher, step: Step, call: int) -> str:

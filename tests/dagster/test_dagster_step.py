@@ -103,8 +103,9 @@ def test_what_else_interrupts(error: BaseException, detaches: bool) -> None:
 
 
 def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
-    def claim(calls: Calls, identity: str, left: dict[int, str]) -> int:
-        return calls.claim(lambda number: None if number not in left else left[number] == identity)
+    def claim(calls: Calls, identity: str, left: dict[int, str], replaced: bool = True) -> int:
+        same = {number: left[number] == identity for number in left}
+        return calls.claim(same.get, lambda number: replaced)
 
     left = {0: "b", 1: "a"}
     calls = Calls()
@@ -112,8 +113,10 @@ def test_calls_in_parallel_find_theirs_by_what_they_train() -> None:
     # One that has changed does not take the place of another, which may be called for.
     calls = Calls()
     assert [claim(calls, identity, left) for identity in ("changed", "a", "b")] == [2, 1, 0]
-    # The only one does.
+    # The only one does, if it is sure that no call comes for it.
     assert claim(Calls(), "changed", {0: "a"}) == 0
+    calls = Calls()
+    assert [claim(calls, identity, {0: "a"}, replaced=False) for identity in ("b", "a", "c")] == [1, 0, 2]
 
 
 def test_names_are_stable_distinct_and_can_name_directories() -> None:

@@ -66,9 +66,9 @@ def step(unfinished: set[str]) -> Step:
 def open_step(tmp_path: Path, marker: str) -> Iterator[Open]:
     launcher = Launcher(1, store=tmp_path / "runs", env={"MARK": marker}, start_timeout=240)
 
-    def open_it(step: Step, *args: Any) -> AbstractContextManager[Any]:
-        # Each stands for a process of its own.
-        context = SimpleNamespace(log=LOG, _step_execution_context=Try())
+    def open_it(step: Step, *args: Any, context: Any = None) -> AbstractContextManager[Any]:
+        # Each stands for a process of its own, unless a context is given.
+        context = context or SimpleNamespace(log=LOG, _step_execution_context=Try())
         return open_run(launcher, step, context, endless, args, {})
 
     yield open_it
@@ -131,11 +131,26 @@ def test_the_last_try_is_not_survived_for_long_by_what_it_attached_to(
     assert handle.handle.status().state == "cancelled"
 
 
-def test_other_arguments_end_the_training_that_lives(step: Step, open_step: Open, unfinished: set[str]) -> None:
-    unfinished.add("one")
-    with open_step(step, "same") as first, open_step(replace(step, number=1), "other") as second:
+def test_a_user_who_corrects_the_arguments_ends_the_training_that_lives(step: Step, open_step: Open) -> None:
+    again = replace(step, dagster_run="two", generation="two")
+    with open_step(step, "same") as first, open_step(again, "other") as second:
         assert second.handle.directory == first.handle.directory
         assert second.handle.submission == 1
+
+
+def test_a_retry_that_calls_its_trainings_in_another_order_ends_none(
+    step: Step, open_step: Open, unfinished: set[str]
+) -> None:
+    unfinished.add("one")
+    retry = SimpleNamespace(log=LOG, _step_execution_context=Try())
+    with (
+        open_step(step, "a") as first,
+        open_step(replace(step, number=1), "b", context=retry),
+        open_step(replace(step, number=1), "a", context=retry) as attached,
+    ):
+        assert attached.attached
+        assert attached.handle.directory == first.handle.directory
+        assert not first.handle.status().final
 
 
 @pytest.mark.parametrize(
