@@ -23,6 +23,13 @@ def partition_paths(manager: dg.UPathIOManager, context: dg.OutputContext) -> di
     return manager._get_paths_for_partitions(context)
 
 
+def dimensions_of(partition_key: str) -> list[str]:
+    """Returns the key of each dimension of a partition, by the names of the dimensions; one for most."""
+    if isinstance(partition_key, dg.MultiPartitionKey):
+        return [key for _, key in sorted(partition_key.keys_by_dimension.items())]
+    return [partition_key]
+
+
 def set_data_version(context: dg.OutputContext, version: str) -> None:
     """Gives the asset being stored a data version, unless its step gave one; nothing for an op's output."""
     step = context._step_context

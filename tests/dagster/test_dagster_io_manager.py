@@ -375,3 +375,69 @@ def test_an_asset_can_start_from_its_own_partition_before(
     for day in ("2026-01-01", "2026-01-02"):
         result = dg.materialize([total], resources={"io_manager": manager}, partition_key=day, instance=instance)
     assert result.output_for_node("total") == 2
+
+
+ALIKE = ["p//q", "p/q", "/z", "%2Fz", "..", "%2E%2E", ".", "k", "k/", "a%2Fb", "a/b", "x" * 300, "x" * 299 + "y"]
+
+
+def test_partitions_that_look_alike_are_stored_apart(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance, assets_path: Path
+) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(ALIKE))
+    def stored(context: dg.AssetExecutionContext) -> str:
+        return context.partition_key
+
+    for key in ALIKE:
+        dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
+    defs = dg.Definitions([stored], resources={"io_manager": manager})
+    for key in ALIKE:
+        assert defs.load_asset_value("stored", partition_key=key, instance=instance) == key
+    assert [path.name for path in assets_path.iterdir()] == ["stored"]
+
+
+def test_dimensions_of_a_partition_are_kept_apart(manager: RankZeroIOManager, instance: dg.DagsterInstance) -> None:
+    dimensions = {
+        "one": dg.StaticPartitionsDefinition(["a/b", "a"]),
+        "two": dg.StaticPartitionsDefinition(["c", "b/c"]),
+    }
+    keys = [dg.MultiPartitionKey({"one": "a/b", "two": "c"}), dg.MultiPartitionKey({"one": "a", "two": "b/c"})]
+
+    @dg.asset(partitions_def=dg.MultiPartitionsDefinition(dimensions))
+    def stored(context: dg.AssetExecutionContext) -> str:
+        return context.partition_key
+
+    for key in keys:
+        dg.materialize([stored], resources={"io_manager": manager}, partition_key=key, instance=instance)
+    defs = dg.Definitions([stored], resources={"io_manager": manager})
+    assert [defs.load_asset_value("stored", partition_key=key, instance=instance) for key in keys] == keys
+
+
+def test_assets_whose_keys_hold_slashes_are_stored_apart(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    keys = [dg.AssetKey(["a", "b/c"]), dg.AssetKey(["a/b", "c"]), dg.AssetKey(["a", "b", "c"])]
+    assets = [dg.asset(lambda number=number: number, key=key) for number, key in enumerate(keys)]
+    dg.materialize(assets, resources={"io_manager": manager}, instance=instance)
+    defs = dg.Definitions(assets, resources={"io_manager": manager})
+    assert [defs.load_asset_value(key, instance=instance) for key in keys] == [0, 1, 2]
+
+
+def test_a_partition_and_an_asset_of_one_path_are_refused(
+    manager: RankZeroIOManager, instance: dg.DagsterInstance
+) -> None:
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition(["k"]))
+    def stat() -> str:
+        return "the partition"
+
+    @dg.asset(key=["stat", "k"])
+    def below() -> str:
+        return "the asset"
+
+    resources = {"io_manager": manager}
+    assert dg.materialize([stat], resources=resources, partition_key="k", instance=instance).success
+    refused = dg.materialize([below], resources=resources, instance=instance, raise_on_error=False)
+    assert "holds the value of the asset stat, partition k, not of the asset stat/k" in failure_of(refused, "stat__k")[0]
+    defs = dg.Definitions([stat, below], resources=resources)
+    with pytest.raises(dg.Failure, match="not of the asset stat/k, and their keys make one path"):
+        defs.load_asset_value(["stat", "k"], instance=instance)
+    assert defs.load_asset_value("stat", partition_key="k", instance=instance) == "the partition"

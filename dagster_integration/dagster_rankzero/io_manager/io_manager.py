@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import Field, PrivateAttr
 
-from dagster_rankzero._compat import partition_paths, set_data_version
+from dagster_rankzero._compat import dimensions_of, partition_paths, set_data_version
 from dagster_rankzero.arguments.inputs import wants_reference
 from dagster_rankzero.fields import KnownFields, check_fields
+from dagster_rankzero.io_manager.paths import segment
 from dagster_rankzero.metadata.describe import describe_partitions, describe_result
 from rankzero.run.bookkeeping import attempt
 from rankzero.values.digest import split
@@ -107,7 +108,8 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
         from rankzero import ResultError
 
         try:
-            return commit(value, str(path), context.run_id, allow_pickle=self.allow_pickle)
+            owner = self._owner_of(context, path)
+            return commit(value, str(path), context.run_id, allow_pickle=self.allow_pickle, owner=owner)
         except ResultError as error:
             raise dg.Failure(str(error), allow_retries=False) from error
 
@@ -118,13 +120,14 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
             FileNotFoundError: nothing was stored there.
             dagster.Failure: the file is damaged, or a pickle where none is allowed. Not retried.
         """
-        from dagster_rankzero.io_manager.manifest import check_format, read_manifest
+        from dagster_rankzero.io_manager.manifest import check_format, check_owner, read_manifest
         from rankzero import ResultError
 
         directory = str(path)
         manifest: Manifest | None = None
         try:
             manifest = read_manifest(directory)
+            check_owner(directory, manifest, self._owner_of(context, path))
             check_format(manifest.format, self.allow_pickle)
             ref = manifest.reference(directory)
             return ref if wants_reference(context.dagster_type) else ref.load()
@@ -143,12 +146,28 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
 
         return store.exists(str(path / "manifest.json"))
 
+    def get_asset_relative_path(self, context: dg.InputContext | dg.OutputContext) -> "UPath":
+        """A place below ``base_path``, whatever the asset is called."""
+        from upath import UPath
+
+        return UPath(*map(segment, context.asset_key.path))
+
     def make_safe_partition_path(self, base_path: "UPath", partition: str) -> "UPath":
         """A place below the asset's, whatever the partition is called."""
-        parts = ["%2E%2E" if part == ".." else part for part in partition.split("/")]
-        if not parts[0]:
-            parts = ["%2F" + parts[1], *parts[2:]]
-        return base_path.joinpath(*parts)
+        return base_path.joinpath(segment(partition))
+
+    def _get_paths_for_partitions(self, context: dg.InputContext | dg.OutputContext) -> dict[str, "UPath"]:
+        # Dagster's own joins the dimensions first: ("a/b", "c") and ("a", "b/c") would share a path.
+        asset_path = self._get_path_without_extension(context)
+        keys = context.asset_partition_keys
+        return {key: asset_path.joinpath(*map(segment, dimensions_of(key))) for key in keys}
+
+    def _owner_of(self, context: dg.InputContext | dg.OutputContext, path: "UPath") -> list[str] | None:
+        """Returns the parts of the asset's key, and the place of the partition below it; None for an op's output."""
+        if not context.has_asset_key:
+            return None
+        asset_path = self._get_path_without_extension(context)
+        return [*context.asset_key.path, str(path).removeprefix(str(asset_path)).strip("/")]
 
 
 def _by_partition(value: Any, context: dg.OutputContext) -> dict[str, Any]:

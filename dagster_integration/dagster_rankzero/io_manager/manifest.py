@@ -38,6 +38,8 @@ class Manifest:
         run_id: Dagster run that stored it.
         superseded: Data file of the version before, or None.
         fingerprint: That of the `ResultRef`; None if the data file was not seen to be what was written.
+        owner: From `dagster_rankzero.io_manager.io_manager`: the parts of the asset's key, and the partition's place
+            below it; None for the output of an op, and in versions that were stored before this was recorded.
     """
 
     data: str
@@ -48,6 +50,7 @@ class Manifest:
     run_id: str | None
     superseded: str | None
     fingerprint: str | None = None
+    owner: list[str] | None = None
 
     def reference(self, directory: str) -> ResultRef:
         """The handle of the data file."""
@@ -71,7 +74,23 @@ def read_manifest(directory: str) -> Manifest:
         raise ResultError(f"{path} is damaged: {error}; materialize it again") from error
 
 
-def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: bool) -> ResultRef:
+def check_owner(directory: str, manifest: Manifest, owner: list[str] | None) -> None:
+    """Raises ResultError if the version in a directory is known to be of another asset or partition."""
+    if manifest.owner is not None and owner is not None and manifest.owner != owner:
+        raise ResultError(
+            f"{directory} holds the value of {_name(manifest.owner)}, not of {_name(owner)}, and their keys make one "
+            "path: give one of the two an IO manager with another base_path"
+        )
+
+
+def _name(owner: list[str]) -> str:
+    *asset, partition = owner
+    return f"the asset {'/'.join(asset)}" + (f", partition {partition}" if partition else "")
+
+
+def commit(
+    value: object, directory: str, run_id: str | None, *, allow_pickle: bool, owner: list[str] | None = None
+) -> ResultRef:
     """Stores a value, or the file that a `ResultRef` stands for, as the new version.
 
     Args:
@@ -79,18 +98,22 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
         directory: Of the asset or partition.
         run_id: For the manifest.
         allow_pickle: False refuses values that only cloudpickle can hold.
+        owner: As in the manifest.
 
     Returns:
         The handle of the stored file.
 
     Raises:
-        ResultError: the value cannot be stored, or the handle's file does not exist or is damaged.
+        ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has
+            the value of another asset or partition.
 
     The file of a handle is copied by its store where that is possible (a hard link, a copy within S3), and is not
     read here: its size is compared, and its checksum, which the handle recorded when the file was written, is
     verified by whoever opens it, unless nobody has touched it since. A file that must be carried from one store to
     another is verified on the way.
     """
+    if found := _previous(directory):
+        check_owner(directory, found, owner)
     store.make_directory(directory)
     ref = value if isinstance(value, ResultRef) else None
     file_format = ref.format if ref else formats.choose(value)
@@ -110,7 +133,7 @@ def commit(value: object, directory: str, run_id: str | None, *, allow_pickle: b
     before = _previous(directory)
     superseded, obsolete = _retire(before, name)
     fingerprint = fingerprint_of(target, file_format) if is_known else None
-    manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint)
+    manifest = Manifest(name, file_format, digest, size, summary, run_id, superseded, fingerprint, owner)
     store.write_bytes(store.join(directory, MANIFEST), json.dumps(asdict(manifest), indent=2).encode())
     if obsolete is not None:
         store.remove(store.join(directory, obsolete))
