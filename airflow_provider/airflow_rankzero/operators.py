@@ -245,7 +245,8 @@ class TorchDistributorOperator(BaseOperator):
             return super()._do_render_template_fields(parent, template_fields, context, jinja_env, seen_oids)
         fields = templates.fields_to_render(self, template_fields)
         super()._do_render_template_fields(parent, fields, context, jinja_env, seen_oids)
-        for pairs in (self.spark_conf, self.env):
+        # The token of a Spark Connect server is part of its address.
+        for pairs in (self.spark_conf, self.env, {"master": self.master, "store": str(self.store)}):
             if isinstance(pairs, Mapping):
                 mask_secrets(pairs)
         dag_file = context["dag"].fileloc

@@ -5,32 +5,56 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 MASK = "***"
 
-# What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores.
+# What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores and other services.
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|[._-]pass$|secret|token(?!iz)|credential|[._-]auth$|(access|account|api|private|shared)[._-]?key"
-    r"|\..*[._-]key$",
+    r"passw|passphrase|[._-]pass$|[._-]pwd$|secret|token(?!iz)|credential|[._-]auth$"
+    r"|(access|account|api|private|shared|minio|s3|storage|encryption|signing|hmac|fernet|master|service|license)[._-]?key$"
+    r"|(access|account|api|private|shared)[._-]?key|\..*[._-]key$",
     re.IGNORECASE,
 )
 _NO_SECRET_NAME = re.compile(r"[._-](file|path|dir)$", re.IGNORECASE)
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_COUNTS = frozenset(
+    re.split(
+        r"\s+",
+        "max min num n count tokens length bits size limit interval timeout period ttl lifetime expiry expires "
+        "expiration age days hours minutes seconds ms ratio port per retries validity duration",
+    )
+)
+"""Words of names whose numbers are no secrets, such as ``MAX_TOKENS`` and ``spark.authenticate.secretBitLength``."""
 # Masking these would make unreadable every line of a log that has them.
-_NO_SECRET = re.compile(r"true|false|\d*|.{1,3}", re.IGNORECASE)
+_NO_SECRET = re.compile(r"true|false|.{0,3}", re.IGNORECASE)
+_NUMBER = re.compile(r"[\d.,]*")
 _SHORT = 8
 """Characters below which a secret is masked only where it is a word of its own."""
 
 
 def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
-    """The values that must not be shown, by their names: of Spark's configuration, or of environment variables.
+    """Returns the values that must not be shown, by their names: of Spark's configuration, or of environment variables.
+
+    The passwords and tokens in addresses are among them, whatever the address is called.
 
     Example:
-        >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "256"})
+        >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "1024"})
         ['geheim']
+        >>> secrets_of({"DB_URL": "postgres://me:geheim@host/db", "DB_PWD": 84930218})
+        ['geheim', '84930218']
     """
-    texts = [(name, value) for name, value in pairs.items() if isinstance(name, str) and isinstance(value, str)]
-    secret = [value for name, value in texts if is_secret(name)]
-    return [value for value in secret if not _NO_SECRET.fullmatch(value)]
+    found: list[str] = []
+    for name, value in pairs.items():
+        # A template that is rendered as a native object makes a number of what looks like one.
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            continue
+        text = str(value)
+        if is_secret(name) and not (_NUMBER.fullmatch(text) and _counts(name)):
+            found.append(text)
+        else:
+            found += credentials_in(text)
+    return [text for text in found if not _NO_SECRET.fullmatch(text)]
 
 
 def is_secret(name: str) -> bool:
@@ -38,8 +62,12 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
-_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+@")
-_SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)[^&;\s'\"]+")
+def _counts(name: str) -> bool:
+    return not _COUNTS.isdisjoint(word.lower() for word in _WORDS.findall(name))
+
+
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)([^/\s]+)@")
+_SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)([^&;\s'\"]+)")
 _SIGNATURE = re.compile(r"(.*-)?sig(nature)?", re.IGNORECASE)
 """Of a presigned address: of Azure's, AWS's and Google's."""
 
@@ -57,6 +85,18 @@ def without_credentials(text: str) -> str:
         return f"{found[1]}{MASK}" if is_secret(found[2]) or _SIGNATURE.fullmatch(found[2]) else found[0]
 
     return _SETTING.sub(masked, text)
+
+
+def credentials_in(text: str) -> list[str]:
+    """Returns the passwords and tokens of the addresses in a text, as they stand there and decoded.
+
+    Example:
+        >>> credentials_in("sc://host:15002/;use_ssl=true;token=ge%2Fheim")
+        ['ge%2Fheim', 'ge/heim']
+    """
+    found = [password for _, password in _PASSWORD.findall(text)]
+    found += [value for _, name, value in _SETTING.findall(text) if is_secret(name) or _SIGNATURE.fullmatch(name)]
+    return list(dict.fromkeys(each for secret in found for each in (secret, unquote(secret))))
 
 
 class Mask:

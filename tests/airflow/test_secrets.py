@@ -31,6 +31,24 @@ def rendered_fields(dag_id: str) -> dict[str, Any]:
         return dict(row.rendered_fields)
 
 
+@pytest.mark.parametrize(
+    ("field", "template"),
+    [("master", "sc://host:15002/;token={{ params.token }}"), ("store", "s3://me:{{ params.token }}@host/runs")],
+)
+def test_the_credentials_of_addresses_are_masked_as_they_are_rendered(
+    dag: Any, monkeypatch: pytest.MonkeyPatch, field: str, template: str
+) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+    from airflow_rankzero.connection import spark_conf
+
+    masked: list[str] = []
+    monkeypatch.setattr(spark_conf, "mask_secret", masked.append)
+    token = f"{TOKEN}-{field}"
+    task = TorchDistributorOperator(task_id="train", train=show, **{field: template})
+    task.render_template_fields({"dag": dag, "params": {"token": token}})
+    assert masked == [token]
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_they_are_masked_before_the_fields_are_stored(
     dag: Any,

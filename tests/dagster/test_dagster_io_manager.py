@@ -416,9 +416,13 @@ def test_assets_whose_keys_hold_slashes_are_stored_apart(
     manager: RankZeroIOManager, instance: dg.DagsterInstance
 ) -> None:
     keys = [dg.AssetKey(["a", "b/c"]), dg.AssetKey(["a/b", "c"]), dg.AssetKey(["a", "b", "c"])]
-    assets = [dg.asset(lambda number=number: number, key=key) for number, key in enumerate(keys)]
-    dg.materialize(assets, resources={"io_manager": manager}, instance=instance)
-    defs = dg.Definitions(assets, resources={"io_manager": manager})
+
+    @dg.multi_asset(outs={f"out{number}": dg.AssetOut(key=key) for number, key in enumerate(keys)})
+    def assets():
+        return 0, 1, 2
+
+    dg.materialize([assets], resources={"io_manager": manager}, instance=instance)
+    defs = dg.Definitions([assets], resources={"io_manager": manager})
     assert [defs.load_asset_value(key, instance=instance) for key in keys] == [0, 1, 2]
 
 
@@ -436,7 +440,8 @@ def test_a_partition_and_an_asset_of_one_path_are_refused(
     resources = {"io_manager": manager}
     assert dg.materialize([stat], resources=resources, partition_key="k", instance=instance).success
     refused = dg.materialize([below], resources=resources, instance=instance, raise_on_error=False)
-    assert "holds the value of the asset stat, partition k, not of the asset stat/k" in failure_of(refused, "stat__k")[0]
+    told, _ = failure_of(refused, "stat__k")
+    assert "holds the value of the asset stat, partition k, not of the asset stat/k" in told
     defs = dg.Definitions([stat, below], resources=resources)
     with pytest.raises(dg.Failure, match="not of the asset stat/k, and their keys make one path"):
         defs.load_asset_value(["stat", "k"], instance=instance)

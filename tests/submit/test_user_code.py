@@ -133,7 +133,48 @@ def test_a_home_directory_does_not_travel(
         assert UserCode(str(project), excludes=("homes/",)).files
 
 
-@pytest.mark.parametrize("name", ["airflow.cfg", "dagster.yaml"])
+def test_the_default_home_of_airflow_does_not_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "airflow"
+    (home / "logs").mkdir(parents=True)
+    (home / "dags").mkdir()
+    (home / "dags" / "train.py").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("AIRFLOW_HOME", raising=False)
+    with pytest.raises(InvalidJobError, match=f"the home directory {home}"):
+        UserCode(str(home)).files  # noqa: B018
+    assert list(UserCode(str(home / "dags")).files) == ["working_dir/train.py"]
+
+
+def test_the_configuration_that_airflow_is_told_of_does_not_travel(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "data" / "production.ini").write_text("password")
+    monkeypatch.setenv("AIRFLOW_CONFIG", str(project / "data" / "production.ini"))
+    with pytest.raises(InvalidJobError, match=r"production.ini, the configuration of an orchestrator"):
+        UserCode(str(project)).files  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "name", ["profiles.yml", "kubeconfig.yaml", "kube_config", "terraform.tfstate.backup", "prod.TFSTATE"]
+)
+def test_files_of_other_tools_with_passwords_stay(project: Path, name: str) -> None:
+    before = UserCode(str(project)).files
+    (project / "data" / name).write_text("password")
+    assert UserCode(str(project)).files == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "airflow.cfg",
+        "Airflow.CFG",
+        "airflow.db",
+        "simple_auth_manager_passwords.json.generated",
+        "webserver_config.py",
+        "dagster.yaml",
+        "dagster_cloud.yaml",
+    ],
+)
 def test_the_configuration_of_an_orchestrator_does_not_travel(project: Path, name: str) -> None:
     (project / "data" / name).write_text("password")
     with pytest.raises(InvalidJobError, match=f"{name}, the configuration of an orchestrator"):

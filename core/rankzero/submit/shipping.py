@@ -26,7 +26,8 @@ _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
 
 _SECRETS = re.compile(
     r".*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|keytab|env)|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*"
-    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kubeconfig",
+    r"|.*credentials\.json|secrets?\..*|service[-_]account.*\.json|kube[-_]?config(\..*)?"
+    r"|profiles\.ya?ml|.*\.tfstate(\..*)?",
     re.IGNORECASE,
 )
 """Names of data files that hold keys or passwords. Sources travel whatever they are called: they are imported."""

@@ -27,8 +27,20 @@ WORKING_DIR, PY_FILES = "working_dir", "py_files"
 """Folders in the archive."""
 
 _HOMES = ("AIRFLOW_HOME", "DAGSTER_HOME")
-_SETTINGS = ("airflow.cfg", "dagster.yaml")
-# They hold passwords, and lie beside logs and databases.
+_DEFAULT_HOME = "~/airflow"
+_USED_BY_AIRFLOW = ("airflow.cfg", "airflow.db", "logs", "simple_auth_manager_passwords.json.generated")
+_CONFIG = "AIRFLOW_CONFIG"
+_SETTINGS = frozenset(
+    {
+        "airflow.cfg",
+        "airflow.db",
+        "simple_auth_manager_passwords.json.generated",
+        "webserver_config.py",
+        "dagster.yaml",
+        "dagster_cloud.yaml",
+    }
+)
+# In small letters. They hold passwords, and lie beside logs and databases.
 
 _ARCHIVES = (".zip", ".egg", ".whl")
 
@@ -76,7 +88,7 @@ class UserCode:
                 found |= {f"{PY_FILES}/{root}/{name}": file for name, file in _walk(path, ignored)}
             else:
                 found[f"{PY_FILES}/{root}"] = path
-        if settings := [path for path in found.values() if os.path.basename(path) in _SETTINGS]:
+        if settings := [path for path in found.values() if _is_setting(path)]:
             raise InvalidJobError(
                 f"working_dir or py_files would send {settings[0]}, the configuration of an orchestrator, to the "
                 f"cluster: give the folder of your code, or name what stays in excludes= or {IGNORE_FILE}"
@@ -125,10 +137,23 @@ class UserCode:
         return "".join(f"{os.path.getsize(path):>12}  {name}\n" for name, path in self.files.items())
 
 
+def _is_setting(path: str) -> bool:
+    config = os.environ.get(_CONFIG)
+    is_config = bool(config) and os.path.realpath(os.path.expanduser(str(config))) == os.path.realpath(path)
+    return is_config or os.path.basename(path).lower() in _SETTINGS
+
+
+def _homes() -> list[str]:
+    """Returns the home directories of the user, of Airflow, and of Dagster."""
+    homes = [os.path.expanduser("~"), *(os.environ[name] for name in _HOMES if os.environ.get(name))]
+    default = os.path.expanduser(_DEFAULT_HOME)
+    is_used = any(os.path.exists(os.path.join(default, name)) for name in _USED_BY_AIRFLOW)
+    return [*homes, default] if is_used and not os.environ.get("AIRFLOW_HOME") else homes
+
+
 def _refuse_homes(option: str, directory: str, ignored: Callable[[str], bool]) -> None:
     """Raises InvalidJobError if a home directory would travel: of the user, of Airflow or of Dagster."""
-    homes = [os.path.expanduser("~"), *(os.environ[name] for name in _HOMES if os.environ.get(name))]
-    for home in map(os.path.realpath, homes):
+    for home in map(os.path.realpath, _homes()):
         below = os.path.relpath(home, os.path.realpath(directory))
         parts = [] if below == os.curdir else below.split(os.sep)
         stays = any(
