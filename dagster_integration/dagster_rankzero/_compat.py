@@ -161,6 +161,18 @@ def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
     return any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats)
 
 
+def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
+    """True if a blocking check of a step's own has failed: its outputs are stored, and Dagster failed the step."""
+    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
+        event = entry.dagster_event
+        if event is None or event.step_key != key:
+            continue
+        found = event.asset_check_evaluation_data
+        if found.blocking and not found.passed and found.severity is dg.AssetCheckSeverity.ERROR:
+            return True
+    return False
+
+
 def signal_of(interrupt: BaseException) -> int | None:
     """The signal that has interrupted a step, from the frame of the handler that raised; None if it does not tell."""
     traceback = interrupt.__traceback__

@@ -17,8 +17,14 @@ def check_single(context: Any) -> None:
     """To be called before a training whose result is to be one asset.
 
     Raises:
-        dagster.Failure: the step makes several assets. Not retried.
+        dagster.Failure: the step makes several assets, or the context is that of a hook. Not retried.
     """
+    if isinstance(context, dg.HookContext):
+        raise dg.Failure(
+            "a hook cannot train: its context has neither partitions nor outputs, and no retry of its own. Train in an "
+            "op or asset that comes after the step",
+            allow_retries=False,
+        )
     if not isinstance(context, dg.AssetExecutionContext):
         return
     keys = [output.asset_key.to_user_string() for output in outputs_of(context) if output.asset_key]

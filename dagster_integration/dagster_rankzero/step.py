@@ -98,8 +98,12 @@ class Step:
         return describe_process(os.getppid())
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """True if the step to which the result went has succeeded: its output is stored."""
-        return _compat.step_succeeded(self.instance, receiver["dagster_run"], receiver["step"])
+        """True if the step to which the result went has succeeded, or was failed by a blocking check of its own.
+
+        Its output is stored then. What a check has rejected would be rejected again.
+        """
+        asked = self.instance, receiver["dagster_run"], receiver["step"]
+        return _compat.step_succeeded(*asked) or _compat.step_was_rejected(*asked)
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
         """True if Dagster runs a step again by itself that has succeeded, as a retry of its whole run does."""

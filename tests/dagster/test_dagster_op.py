@@ -82,3 +82,22 @@ def test_a_reference_to_a_function_is_an_op(resources: dict[str, object]) -> Non
 def test_arguments_for_a_function_are_refused_when_defined() -> None:
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="inputs"):
         torch_distributor_op(lambda scale: scale, args=[1])
+
+
+def test_a_hook_that_trains_is_refused_before_it_does(resources: dict[str, object], tmp_path: Path) -> None:
+    @dg.success_hook(required_resource_keys={"torch_distributor"})
+    def publish(context: dg.HookContext) -> None:
+        context.resources.torch_distributor.run(context, len, "abc")
+
+    @dg.op
+    def plain() -> int:
+        return 1
+
+    @dg.job(resource_defs=resources, hooks={publish})  # type: ignore[arg-type]
+    def hooked() -> None:
+        plain()
+
+    result = hooked.execute_in_process()
+    (event,) = [event for event in result.all_events if event.event_type is dg.DagsterEventType.HOOK_ERRORED]
+    assert "a hook cannot train" in str(event.event_specific_data)
+    assert not (tmp_path / "runs").exists()

@@ -130,3 +130,28 @@ def test_names_are_stable_distinct_and_can_name_directories() -> None:
     assert all(len(name) <= 200 and "/" not in name for name in names)
     assert names[0] == run_id_of("8f14e45f-1", "train", 0)
     assert names[0].startswith("8f14e45f-train-")
+
+
+@pytest.mark.parametrize(
+    ("passed", "severity", "accepted"),
+    [
+        (False, dg.AssetCheckSeverity.ERROR, True),
+        # Failed otherwise: the result is delivered again.
+        (False, dg.AssetCheckSeverity.WARN, False),
+        (True, dg.AssetCheckSeverity.ERROR, False),
+    ],
+)
+def test_what_a_blocking_check_of_the_step_rejects_is_not_delivered_again(
+    instance: dg.DagsterInstance, passed: bool, severity: dg.AssetCheckSeverity, accepted: bool
+) -> None:
+    @dg.asset(check_specs=[dg.AssetCheckSpec("good", asset="model", blocking=True)])
+    def model() -> Any:
+        yield dg.Output(1)
+        yield dg.AssetCheckResult(passed=passed, severity=severity)
+        if passed or severity is dg.AssetCheckSeverity.WARN:
+            raise RuntimeError("after its output")
+
+    result = dg.materialize([model], instance=instance, raise_on_error=False)
+    assert not result.success
+    step = replace(STEP, instance=instance)
+    assert step.has_accepted({"dagster_run": result.run_id, "step": "model"}) is accepted
