@@ -1,4 +1,4 @@
-"""The schema of a table that several ranks write: each distinct schema is a small file beside the data files.
+"""The schema of a table that several ranks write: each rank's schemas are small files beside the data files.
 
 A rank publishes its schema before its first row, and reads those of the other ranks afterwards. So of two ranks whose
 columns do not fit together at least one gets the error while it writes, and readers need no footer of a data file.
@@ -6,8 +6,9 @@ columns do not fit together at least one gets the error while it writes, and rea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
@@ -16,6 +17,9 @@ from rankzero.data.files import filesystem_of
 
 PREFIX = "_schema-"
 """Begins the names of schema files. Spark and pyarrow ignore files whose names begin with an underscore."""
+
+_DIGITS = 16
+"""Digits of a schema's digest in the name of its file: files of several ranks with the same schema are read once."""
 
 OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
 
@@ -89,12 +93,17 @@ def nulls(schema: Any) -> list[str]:
     return [field.name for field in schema if pa.types.is_null(field.type)]
 
 
-def publish(folder: str, schema: Any, open_write: OpenWrite) -> Any:
+def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_write: OpenWrite) -> Any:
     """Adds a rank's schema to those of a table.
+
+    Every rank has files of its own, so that the rows of a call that raises leave no column behind: its rank removes
+    its file, and another rank's rows with the same columns keep theirs.
 
     Args:
         folder: The table's directory, as a path or a URL.
         schema: The columns of the rows that the rank is about to write.
+        owner: Ends the name of the file, which no other call of any rank has.
+        own: Schema files of this rank, by path or URL, that stay.
         open_write: Opens a file that appears as a whole.
 
     Returns:
@@ -104,30 +113,31 @@ def publish(folder: str, schema: Any, open_write: OpenWrite) -> Any:
         pyarrow.ArrowException: the schema does not fit to another rank's.
         OSError: the store failed.
     """
-    before = published(folder)
-    found = unify([*before.values(), schema])
+    found = unify([*published(folder).values(), schema])
     data = found.serialize().to_pybytes()
-    name = f"{PREFIX}{hashlib.sha256(data).hexdigest()[:16]}.arrow"
-    if name in before:
+    path = store.join(folder, f"{PREFIX}{hashlib.sha256(data).hexdigest()[:_DIGITS]}-")
+    if any(each.startswith(path) for each in own):
         return found
-    with open_write(store.join(folder, name)) as file:
+    with open_write(f"{path}{owner}.arrow") as file:
         file.write(data)
     # Another rank may have published between the first listing and the write.
     return unify([*published(folder).values(), found])
 
 
 def published(folder: str) -> dict[str, Any]:
-    """Returns the schemas that were published for a table, by the names of their files; empty if there are none."""
+    """Returns the distinct schemas that were published for a table, by their digests; empty if there are none."""
     import pyarrow as pa
     from pyarrow import fs
 
     filesystem, path = filesystem_of(folder)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    schemas = {}
-    for info in found:
-        if info.type == fs.FileType.File and is_schema(info.base_name):
-            with filesystem.open_input_file(info.path) as file:
-                schemas[info.base_name] = pa.ipc.read_schema(pa.py_buffer(file.read()))
+    schemas: dict[str, Any] = {}
+    for info in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True)):
+        digest = info.base_name[len(PREFIX) :][:_DIGITS]
+        if info.type != fs.FileType.File or not is_schema(info.base_name) or digest in schemas:
+            continue
+        # Its rank removes it if the call that has published it raises.
+        with contextlib.suppress(FileNotFoundError), filesystem.open_input_file(info.path) as file:
+            schemas[digest] = pa.ipc.read_schema(pa.py_buffer(file.read()))
     return schemas
 
 

@@ -8,14 +8,13 @@ import logging
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.texts import encodable
+from rankzero.train.tables import RankTables
 from rankzero.values.plain import MAX_BITS
 
 if TYPE_CHECKING:
@@ -124,11 +123,12 @@ class _Session:
     scratch: str | None = None
     parts: Parts | None = None
     shards: dict[str, Any] = field(default_factory=dict)
-    tables: Counter[str] = field(default_factory=Counter)
-    lost_tables: set[str] = field(default_factory=set)
-    writing: list[Any] = field(default_factory=list)
-    writing_lock: threading.RLock = field(default_factory=threading.RLock)
+    tables: RankTables = field(default_factory=RankTables)
     resumed: bool = False
+
+    def __post_init__(self) -> None:
+        # A result must not hold rows of calls that raised.
+        self.at_return.append(self.tables.remove_refused)
 
     @functools.cached_property
     def directory(self) -> str:
@@ -144,31 +144,17 @@ class _Session:
             self.progress += 1
         return self.progress + self.checkpoints
 
-    def seal_tables(self) -> dict[str, int]:
-        """Completes the files of rows that are being written; how many there are of each table.
-
-        Raises:
-            ResultError: the store does not take them.
-        """
-        with self.writing_lock:
-            for each in self.writing:
-                each.complete()
-            return dict(self.tables)
-
     @property
     def carried_tables(self) -> set[str]:
         """Tables with rows of before the checkpoint that this attempt started from."""
         return self.writer.carried if self.writer else set()
 
-    def cursor_tables(self) -> dict[str, list[str]]:
-        """For the state of a cursor: the tables that hold rows of before it."""
-        return {"tables": sorted(self.tables)} if self.tables else {}
-
     def load_cursor_tables(self, state: Mapping[str, Any]) -> None:
-        """Notes which tables of a cursor went with their attempt, or may lack rows of ranks other than 0."""
+        """Notes that this rank continues from a cursor, and which of its tables may lack rows of ranks other than 0."""
+        self.resumed = True
         last = self.writer.last if self.writer else None
-        whole = self.carried_tables if last and (last.sharded or last.world_size == 1) else set()
-        self.lost_tables.update(set(state.get("tables", ())) - set(self.tables) - whole)
+        whole = last and (last.sharded or last.world_size == 1)
+        self.tables.load_cursor(state, self.carried_tables if whole else set())
 
 
 _session: _Session | None = None
@@ -322,7 +308,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     else:
         session.send_report(row)
     if checkpoint is not None and session.writer is not None:
-        session.writer.write(checkpoint, values, now, session.seal_tables(), sharded=sharded)
+        session.writer.write(checkpoint, values, now, session.tables.seal(), sharded=sharded)
         session.checkpoints += 1
 
 

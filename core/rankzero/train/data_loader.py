@@ -94,7 +94,7 @@ class PreparedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: put it into a checkpoint, to go on in the middle of an epoch."""
         if isinstance(data := self.loader.dataset, BatchDataset):
-            return data.state(self.epoch, self._consumed, self._done) | current().cursor_tables()
+            return data.state(self.epoch, self._consumed, self._done) | current().tables.cursor()
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
         if self._is_stateful() and not self._skipped:
             # The loader itself does not know of what was skipped.

@@ -202,7 +202,7 @@ class DatasetShard:
             "epoch": self.epoch,
             "consumed": [stretch.to_json() for stretch in self._current],
             "rows": self.num_rows,
-            **context.current().cursor_tables(),
+            **context.current().tables.cursor(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

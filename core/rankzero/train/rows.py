@@ -7,7 +7,9 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
@@ -18,6 +20,7 @@ from rankzero.train import context
 
 if TYPE_CHECKING:
     from rankzero.store.remote import Client
+    from rankzero.train.tables import RankTables
 
 GROUP_BYTES = 64 << 20
 """Bytes of a row group, about, before it is compressed."""
@@ -49,10 +52,12 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
     Raises:
         InvalidJobError: the name cannot be that of a directory.
         ResultError: this host reaches the run's store neither as a path nor by a client of its own, or the store does
-            not take the rows (a full disk); or the table lacks rows of before the checkpoint, or has some that this
-            attempt writes anew, since it has not asked for the checkpoint.
+            not take the rows (a full disk) or does not remove those of a call that raised; or the table lacks rows of
+            before the checkpoint, or has some that this rank would write again, since it has not called
+            `get_checkpoint`.
         TypeError: a batch is of another kind, or a column has two types, in batches or on ranks, that no type unites.
-        Exception: whatever the iterable raises; of its rows only those of before the last checkpoint are in the table.
+        Exception: whatever the iterable raises; of its rows and columns only those of before the last checkpoint are in
+            the table.
 
     Example:
         >>> import torch
@@ -65,11 +70,12 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         raise InvalidJobError(f"{name!r} cannot name a table: use letters, digits and _ . -")
     session = context.own("write_rows")
     _check_rows_of_before(session, name)
-    location, open_write = _place(session)
-    folder = store.join(location, FOLDER, folder_of(session.context.attempt), name)
-    session.tables[name] += 0
-    writer = TableWriter(session, folder, name, open_write)
-    session.writing.append(writer)
+    session.tables.remove_refused()
+    place = _place(session)
+    folder = store.join(place.location, FOLDER, folder_of(session.context.attempt), name)
+    session.tables.files[name] += 0
+    writer = TableWriter(session, folder, name, place)
+    session.tables.writing.append(writer)
     try:
         for table in _tables(batches):
             writer.add(table)
@@ -78,33 +84,47 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         writer.discard()
         raise
     finally:
-        session.writing.remove(writer)
+        session.tables.writing.remove(writer)
     return Table(folder)
 
 
 def _check_rows_of_before(session: Any, name: str) -> None:
-    if name in session.lost_tables:
+    if name in session.tables.lost:
         raise ResultError(
             f"the table {name!r} would lack rows that were written before the cursor that this attempt has loaded: "
             "they did not belong to its checkpoint. Report it from every rank with sharded=True, or begin the epoch "
             "anew, without load_state_dict"
         )
-    if name in session.carried_tables and not session.resumed and session.context.rank == 0:
+    if name in session.carried_tables and not session.resumed:
         raise ResultError(
             f"the table {name!r} has rows of before the checkpoint that this attempt starts from, and would get them "
-            "twice: call get_checkpoint() first, and go on from there"
+            "twice: call get_checkpoint() first, on every rank that writes, and go on from there"
         )
 
 
-def _place(session: Any) -> tuple[str, Any]:
-    """Where this rank may write, and what opens a file there."""
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank writes its rows.
+
+    Attributes:
+        location: Path or URL of the directory.
+        open_write: Opens a file there that appears as a whole, as a context manager, for its path or URL.
+        remove: Removes a file there.
+    """
+
+    location: str
+    open_write: Callable[[str], AbstractContextManager[IO[bytes]]]
+    remove: Callable[[str], object]
+
+
+def _place(session: Any) -> _Place:
     parts = session.parts
     if parts is None:
-        return session.directory, _open_local
+        return _Place(session.directory, _open_local, store.remove)
     if parts.shared:
-        return parts.run_directory, _open_local
+        return _Place(parts.run_directory, _open_local, store.remove)
     if client := parts.client():
-        return parts.run_directory, functools.partial(_open_remote, client)
+        return _Place(parts.run_directory, functools.partial(_open_remote, client), client.remove)
     raise ResultError(
         f"this host does not reach {parts.run_directory}, where rows are to be written: give a store that all ranks "
         "see, a shared path or the URL of an object store to which they have the right"
@@ -123,42 +143,43 @@ def _open_local(path: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _open_remote(client: Client, url: str) -> Iterator[IO[bytes]]:
-    """A file that is there as a whole or, unless the store refuses even that, not at all."""
+    """Opens a file of an object store. After an exception it may be there in part, and its writer removes it."""
     file = client.open_write(url)
     try:
         yield file
     except BaseException:
-        # Not every client can abandon a file: closed, it is there, and would be read as a part of the table.
+        # Not every client can abandon a file.
         with contextlib.suppress(Exception):
             getattr(file, "discard", file.close)()
-        with contextlib.suppress(Exception):
-            client.remove(url)
         raise
     file.close()
 
 
 class TableWriter:
-    """The rows of one call, in files each of which is there as a whole or not at all: a checkpoint begins a new one.
+    """The rows of one call, in files each of which is there as a whole or not at all.
 
-    What fails while rows are made is the caller's error, not the store's.
+    A checkpoint, and a column that is new, end a file. Files that no checkpoint has sealed are removed if the call
+    raises. What fails while rows are made is the caller's error, not the store's.
     """
 
-    def __init__(self, session: Any, folder: str, name: str, open_write: Any) -> None:
+    def __init__(self, session: Any, folder: str, name: str, place: _Place) -> None:
         """Opens nothing yet.
 
         Args:
             session: This process as a worker.
             folder: Where the files go.
             name: Of the table.
-            open_write: Gives a context manager of a file to write, for its path or URL.
+            place: Opens and removes files there.
         """
-        self._session = session
+        self._tables: RankTables = session.tables
+        self._world = session.context
         self._folder = folder
         self._name = name
-        self._open_write = open_write
+        self._place = place
         self._schema: Any = None
         self._waiting: list[Any] = []
         self._size = 0
+        self._begun: list[str] = []
         self._opened = contextlib.ExitStack()
         self._writer: Any = None
         self._failure: ResultError | None = None
@@ -166,7 +187,7 @@ class TableWriter:
     def add(self, table: Any) -> None:
         """Takes rows. Raises TypeError if a column fits to no column so far, ResultError as `write_rows`."""
         table = schemas.portable(table)
-        with self._session.writing_lock:
+        with self._tables.lock:
             if self._schema is None or not table.schema.equals(self._schema):
                 table = self._unified(table)
             self._waiting.append(table)
@@ -191,16 +212,24 @@ class TableWriter:
         import pyarrow as pa
 
         try:
-            return schemas.publish(self._folder, schema, self._open_write)
+            owner = f"{self._world.attempt:04d}-{self._world.rank:05d}-{next(self._tables.serials):06d}"
+            return schemas.publish(self._folder, schema, owner, self._tables.schemas, self._open)
         except pa.ArrowException:
             raise
         except Exception as error:
             raise self._refusal(error) from error
 
+    def _open(self, path: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens a file, which is removed if the call raises before the file is sealed."""
+        self._begun.append(path)
+        return self._place.open_write(path)
+
     def complete(self) -> None:
-        """Puts what was taken into its place. Raises ResultError as `write_rows`."""
-        with self._session.writing_lock:
+        """Puts what was taken into its place, where it stays. Raises ResultError as `write_rows`."""
+        with self._tables.lock:
             self._close_file()
+            self._tables.schemas.update(path for path in self._begun if schemas.is_schema(os.path.basename(path)))
+            self._begun.clear()
 
     def _close_file(self) -> None:
         if self._waiting:
@@ -210,9 +239,13 @@ class TableWriter:
         self._writer = None
 
     def discard(self) -> None:
-        """Forgets what is not in its place, because of the exception that is being handled."""
-        with self._session.writing_lock, contextlib.suppress(Exception):
-            self._opened.__exit__(*sys.exc_info())
+        """Removes what is not sealed, because of the exception that is being handled."""
+        with self._tables.lock:
+            with contextlib.suppress(Exception):
+                self._opened.__exit__(*sys.exc_info())
+            begun, self._begun = self._begun, []
+            # Rows before the schema that describes them.
+            self._tables.remove(reversed(begun), self._place.remove)
 
     def _write(self) -> None:
         """Writes what waits as one group of rows."""
@@ -222,11 +255,10 @@ class TableWriter:
         tables, self._waiting, self._size = self._waiting, [], 0
         with self._storing():
             if self._writer is None:
-                number = self._session.tables[self._name]
-                self._session.tables[self._name] += 1
-                world = self._session.context
-                path = store.join(self._folder, file_of(world.attempt, world.rank, number))
-                file = self._opened.enter_context(self._open_write(path))
+                number = self._tables.files[self._name]
+                self._tables.files[self._name] += 1
+                path = store.join(self._folder, file_of(self._world.attempt, self._world.rank, number))
+                file = self._opened.enter_context(self._open(path))
                 self._writer = self._opened.enter_context(pq.ParquetWriter(file, _stored(self._schema)))
             self._writer.write_table(pa.concat_tables(tables).select(_stored(self._schema).names))
 
