@@ -330,12 +330,12 @@ def _other_columns(first: dict[str, Any], second: dict[str, Any]) -> Table:
     ("first", "second", "expected"),
     [
         ({"a": [1, 2]}, {"a": [3], "b": ["x"]}, [(1, None), (2, None), (3, "x")]),
-        ({"a": [1, 2]}, {"a": [1.5]}, [(1.0,), (2.0,), (1.5,)]),
+        ({"a": torch.tensor([1, 2], dtype=torch.int32)}, {"a": [1.5]}, [(1.0,), (2.0,), (1.5,)]),
         ({"a": torch.tensor([1], dtype=torch.int32)}, {"a": torch.tensor([1 << 40])}, [(1,), (1 << 40,)]),
         ({"a": torch.tensor([0.5])}, {"a": torch.tensor([0.1], dtype=torch.float64)}, [(0.5,), (0.1,)]),
         ({"a": [None, None]}, {"a": ["x"]}, [(None,), (None,), ("x",)]),
         ({"a": [1], "b": [None]}, {"a": [2], "b": [None]}, [(1, None), (2, None)]),
-        ({"a": [{"x": 1}]}, {"a": [{"x": 1.5}]}, [({"x": 1.0},), ({"x": 1.5},)]),
+        ({"a": {"x": torch.ones(1)}}, {"a": [{"x": 0.1}]}, [({"x": 1.0},), ({"x": 0.1},)]),
     ],
 )
 def test_ranks_with_other_columns_write_one_table(
@@ -362,7 +362,8 @@ def test_the_rank_whose_columns_do_not_fit_gets_the_error(launcher: Launcher) ->
 
 
 def test_calls_and_batches_with_other_columns_write_one_table() -> None:
-    rt.write_rows([{"a": [None]}, {"a": [1]}, {"a": [None]}, {"a": [0.5], "b": ["x"]}, {"b": ["y"]}], "calls")
+    first = torch.ones(1, dtype=torch.int32)
+    rt.write_rows([{"a": [None]}, {"a": first}, {"a": [None]}, {"a": [0.5], "b": ["x"]}, {"b": ["y"]}], "calls")
     table = rt.write_rows({"c": [True]}, "calls")
     found = sorted(map(repr, table.to_arrow().to_table().select(["a", "b", "c"]).to_pylist()))
     values = [(None, None, None), (None, None, None), (1.0, None, None), (0.5, "x", None), (None, "y", None)]

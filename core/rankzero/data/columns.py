@@ -13,6 +13,9 @@ from rankzero.errors import InvalidJobError
 
 _DENSE = 1
 
+MAX_VALUES = (1 << 31) - 1
+"""Values of a column of arrays in one batch: Arrow counts them with 32 bits."""
+
 
 class Ragged(NamedTuple):
     """Arrays of several lengths, one after the other.

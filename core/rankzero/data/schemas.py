@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import IO, Any
 
 from rankzero import store
+from rankzero.data import widening
 from rankzero.data.files import filesystem_of
 
 PREFIX = "_schema-"
@@ -24,8 +25,13 @@ _DIGITS = 16
 OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
 
 
-def unify(schemas: Iterable[Any]) -> Any:
+def unify(schemas: Iterable[Any], *, exact: bool = False) -> Any:
     """Returns the schema with the columns of all schemas, each of a type that holds the values of all.
+
+    Args:
+        schemas: The schemas.
+        exact: Refuse a type that holds some values only approximately, such as that of integers of 64 bits and floats,
+            and columns whose names differ only in case. Tables that earlier versions wrote are read without it.
 
     Raises:
         pyarrow.ArrowException: two types of a column have no such type.
@@ -36,7 +42,37 @@ def unify(schemas: Iterable[Any]) -> Any:
     for schema in schemas:
         if not any(schema.equals(other) for other in distinct):
             distinct.append(schema)
-    return pa.unify_schemas(distinct, promote_options="permissive")
+    found = pa.unify_schemas(distinct, promote_options="permissive")
+    if exact:
+        for schema in distinct:
+            _check_exact(found, schema)
+        _check_case(found, "columns")
+    return found
+
+
+def _check_exact(wide: Any, schema: Any) -> None:
+    import pyarrow as pa
+
+    for field in schema:
+        kind = wide.field(field.name).type
+        if not widening.holds(kind, field.type):
+            raise pa.ArrowTypeError(
+                f"column {field.name!r} has several types, and not every {field.type} is exactly a {kind}: write it "
+                'with one type in all batches and on all ranks (pandas: dtype "Int64" keeps integers beside missing '
+                "values)"
+            )
+
+
+def _check_case(fields: Iterable[Any], what: str) -> None:
+    """Raises an error for names that are the same to Spark, which then reads none of them."""
+    import pyarrow as pa
+
+    names: dict[str, str] = {}
+    for field in fields:
+        if (other := names.setdefault(field.name.lower(), field.name)) != field.name:
+            raise pa.ArrowTypeError(f"{what} {other!r} and {field.name!r} differ only in case, and Spark reads neither")
+        for kind in widening.structs(field.type):
+            _check_case(kind, f"column {field.name!r}: fields")
 
 
 def fit(table: Any, schema: Any) -> Any:
@@ -77,12 +113,22 @@ def _portable(kind: Any) -> Any:
     types = pa.types
     if types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz)
-    if types.is_time64(kind):
+    if types.is_time(kind):
         return pa.time64("us")
+    if types.is_duration(kind):
+        return pa.duration("us")
+    if types.is_date(kind):
+        return pa.date32()
     if types.is_float16(kind):
         return pa.float32()
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_portable(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(_portable(kind.key_type), _portable(kind.item_type), kind.keys_sorted)
     if types.is_fixed_size_list(kind):
         return pa.list_(_portable(kind.value_type), kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(_portable(kind.value_type))
     return pa.list_(_portable(kind.value_type)) if types.is_list(kind) else kind
 
 
@@ -113,7 +159,7 @@ def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_wri
         pyarrow.ArrowException: the schema does not fit to another rank's.
         OSError: the store failed.
     """
-    found = unify([*published(folder).values(), schema])
+    found = unify([*published(folder).values(), schema], exact=True)
     data = found.serialize().to_pybytes()
     path = store.join(folder, f"{PREFIX}{hashlib.sha256(data).hexdigest()[:_DIGITS]}-")
     if any(each.startswith(path) for each in own):
@@ -121,7 +167,7 @@ def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_wri
     with open_write(f"{path}{owner}.arrow") as file:
         file.write(data)
     # Another rank may have published between the first listing and the write.
-    return unify([*published(folder).values(), found])
+    return unify([*published(folder).values(), found], exact=True)
 
 
 def published(folder: str) -> dict[str, Any]:

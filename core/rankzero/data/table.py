@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rankzero import store
 from rankzero.data import schemas
 from rankzero.data.files import filesystem_of
+from rankzero.data.widening import widened
 from rankzero.errors import ResultError
 
 if TYPE_CHECKING:
@@ -116,9 +117,9 @@ class Table:
             files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
         uri = self.uri.replace("s3://", "s3a://", 1) if self.uri.startswith("s3://") else self.uri
         read: Any = session.read
-        # Spark reads each type of a column by itself, and its union widens them as `to_arrow` does.
+        # Spark reads files of one type of each column at a time.
         frames = [
-            read.parquet(*(store.join(uri, name) for name in names)).drop(*schemas.nulls(schema))
+            widened(read.parquet(*(store.join(uri, name) for name in names)).drop(*schemas.nulls(schema)), table.schema)
             for schema, names in files.items()
         ]
         frame = functools.reduce(
@@ -127,7 +128,3 @@ class Table:
         missing = {name: F.lit(None) for name in table.schema.names if name not in frame.columns}
         found: DataFrame = frame.withColumns(missing).select([f"`{name}`" for name in table.schema.names])
         return found
-
-
-def _union(one: Any, other: Any) -> Any:
-    return one.unionByName(other, allowMissingColumns=True)

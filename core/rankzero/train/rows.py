@@ -42,8 +42,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
         batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
             ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. Of a generator 64 MiB are held at a time. A
             tensor of two dimensions is a column of arrays of one length. Batches and ranks may have different columns:
-            the table has all of them, each of the widest type, with nulls where a batch has none. Times are stored in
-            microseconds and half precision as float32, since Spark reads nothing else.
+            the table has all of them, each of the widest type, with nulls where a batch has none; no number is
+            rounded. Times are stored in microseconds and half precision as float32, since Spark reads nothing else.
         name: Of the table.
 
     Returns:
@@ -55,7 +55,8 @@ def write_rows(batches: Any, name: str = "rows") -> Table:
             not take the rows (a full disk) or does not remove those of a call that raised; or the table lacks rows of
             before the checkpoint, or has some that this rank would write again, since it has not called
             `get_checkpoint`.
-        TypeError: a batch is of another kind, or a column has two types, in batches or on ranks, that no type unites.
+        TypeError: a batch is of another kind, a column has two types, in batches or on ranks, of which no type holds
+            every value exactly, or two columns differ only in case.
         Exception: whatever the iterable raises; of its rows and columns only those of before the last checkpoint are in
             the table.
 
@@ -200,7 +201,7 @@ class TableWriter:
         import pyarrow as pa
 
         try:
-            wanted = schemas.unify([self._schema or table.schema, table.schema])
+            wanted = schemas.unify([self._schema or table.schema, table.schema], exact=True)
             if self._schema is None or not wanted.equals(self._schema):
                 self._close_file()
                 self._schema = self._published(wanted)
@@ -321,9 +322,12 @@ def _array(column: Any) -> Any:
     import pyarrow as pa
     import torch
 
-    from rankzero.data.columns import Ragged
+    from rankzero.data import columns
 
-    if isinstance(column, Ragged):
+    if isinstance(column, columns.Ragged):
+        if len(column.offsets) and int(column.offsets[-1]) > columns.MAX_VALUES:
+            count = int(column.offsets[-1])
+            raise TypeError(f"a column of arrays has {count} values in one batch, too many: write smaller batches")
         return pa.ListArray.from_arrays(_array(column.offsets.int()), _array(column.values))
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu()
