@@ -238,6 +238,28 @@ def test_it_goes_on_in_the_middle_of_an_epoch(as_rank: Any, world_before: int, w
     assert set(seen) == set(range(ROWS))
 
 
+@pytest.mark.parametrize("kind", [DataLoader, Stateful])
+def test_a_state_that_was_loaded_is_kept_until_the_first_batch(as_rank: Any, kind: Any) -> None:
+    as_rank(0, 1)
+
+    def loader(state: Any = None) -> Any:
+        made = rt.prepare_data_loader(kind(Numbers(), 3, shuffle=True))
+        if state:
+            made.load_state_dict(state)
+        return made
+
+    first = loader()
+    batches = iter(first)
+    next(batches)
+    state = first.state_dict()
+    rest = [int(row) for batch in batches for row in batch]
+    # A training that is preempted before its first batch, twice.
+    again = loader(loader(loader(state).state_dict()).state_dict())
+    assert (again.state_dict(), rows_of(again), again.epoch) == (state, rest, 1)
+    assert again.state_dict()["batches"] == 0
+    assert len(rows_of(again)) == ROWS
+
+
 def test_a_drawn_order_is_the_same_when_it_goes_on(as_rank: Any) -> None:
     as_rank(0, 1)
 

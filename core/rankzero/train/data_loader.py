@@ -40,6 +40,7 @@ class PreparedDataLoader:
         self._skipped = 0
         self._start = 0
         self._done = 0
+        self._loaded: Any = None
         self._resume: list[Stretch] = []
         self._consumed: list[Stretch] = []
         self._sampled = getattr(loader.sampler, "epoch", None)
@@ -65,6 +66,7 @@ class PreparedDataLoader:
         self._next = epoch + 1
         self._done, self._start = self._start, 0
         self._skipped, self._skip = self._skip, 0
+        self._loaded = None
         self._consumed, self._resume = self._resume, []
         for part in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.loader.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -96,7 +98,9 @@ class PreparedDataLoader:
         if isinstance(data := self.loader.dataset, BatchDataset):
             return data.state(self.epoch, self._consumed, self._done) | current().tables.cursor()
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
-        if self._is_stateful() and not self._skipped:
+        if self._loaded is not None:
+            state["loader"] = self._loaded
+        elif self._is_stateful() and not self._skipped:
             # The loader itself does not know of what was skipped.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
@@ -120,9 +124,13 @@ class PreparedDataLoader:
         self.set_epoch(state["epoch"])
         world_size = get_context().world_size
         self._start = self._skip = state["batches"] * state["world_size"] // world_size
+        self._loaded = None
         if "loader" in state and self._is_stateful() and state["world_size"] == world_size:
             self._skip = 0
+            self._loaded = state["loader"]
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        # Until the first batch, this is the state that a checkpoint gets.
+        self._done, self._skipped = self._start, self._skip
 
 
 def prepare_data_loader(
