@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankzero.train.context import get_context
-from rankzero.train.process_group import broadcast_object, ensure_process_group
+from rankzero.train.process_group import ensure_process_group
 
 if TYPE_CHECKING:
     import torch
@@ -175,24 +175,7 @@ def full_state_dict(model: nn.Module) -> State:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return _on_rank_zero(get_model_state_dict(model, options=_options()))
-
-
-def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The whole state of an optimizer on rank 0's CPU, by the names of the plain module's parameters.
-
-    Called by every rank.
-
-    Args:
-        model: Whose parameters it trains.
-        optimizer: Made after `prepare_model`.
-
-    Returns:
-        ``{"state": ..., "param_groups": ...}``; empty on other ranks.
-    """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    return _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options()))
+    return kept_on_rank_zero(get_model_state_dict(model, options=state_options()))
 
 
 def load_full_state_dict(model: nn.Module, state: State) -> None:
@@ -206,75 +189,11 @@ def load_full_state_dict(model: nn.Module, state: State) -> None:
 
     ensure_process_group()
     # torch renames the keys of the dict that it is given, and expects them on rank 0 alone.
-    set_model_state_dict(model, _on_rank_zero(dict(state)), options=_options(loading=True))
+    set_model_state_dict(model, kept_on_rank_zero(dict(state)), options=state_options(loading=True))
 
 
-def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Sets the state of an optimizer from what `full_optimizer_state_dict` returned. Every rank must call it.
-
-    Gradients are kept. A parameter that never had a gradient has no state, neither in the dict nor after the call.
-
-    Args:
-        model: The model whose parameters the optimizer trains.
-        optimizer: Made after `prepare_model`. Its previous state is discarded.
-        state: The optimizer's state. Only rank 0's is used: the other ranks may pass the same dict or an empty one.
-
-    Raises:
-        KeyError: the optimizer has a parameter that the dict does not contain.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-    ensure_process_group()
-    names = _names(model, optimizer)
-    # Plain SGD has settings and no tensors, of which torch would distribute the shards.
-    settings, known, stated = broadcast_object(_summary_of(state))
-    if missing := [each[0] for each in names.values() if known.isdisjoint(each)]:
-        raise KeyError(f"the optimizer's state does not contain the parameters {missing}")
-    optimizer.state.clear()
-    with _without_gradients(optimizer):
-        if settings is None:
-            options = _options(loading=True)
-            options.strict = False
-            set_optimizer_state_dict(model, optimizer, _on_rank_zero(state), options=options)
-        else:
-            set_optimizer_state_dict(model, optimizer, settings, options=StateDictOptions())
-    # torch makes a state for every parameter before it loads.
-    for parameter, each in names.items():
-        if stated.isdisjoint(each):
-            optimizer.state.pop(parameter, None)
-
-
-def _summary_of(state: State) -> tuple[State | None, set[str], set[str]]:
-    """Returns the state if it has no tensors, the names of its parameters, and those that have a state."""
-    states = state.get("state", {})
-    known = {name for group in state.get("param_groups", ()) for name in group["params"]}
-    return None if any(states.values()) else state, known, {name for name in states if states[name]}
-
-
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, list[str]]:
-    """Returns the names of each trained parameter in the plain module; a shared one has several."""
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, parameter in unwrap_model(model).named_parameters(remove_duplicate=False):
-        if parameter in trained and parameter.requires_grad:
-            names.setdefault(parameter, []).append(name.replace("_orig_mod.", ""))
-    return names
-
-
-@contextlib.contextmanager
-def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """For torch makes the tensors that it loads into by a step without any, and where there are some it makes none."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    optimizer.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-
-def _options(*, loading: bool = False) -> Any:
+def state_options(*, loading: bool = False) -> Any:
+    """Returns torch's options for whole states, which are on rank 0's CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     if loading:
@@ -282,7 +201,8 @@ def _options(*, loading: bool = False) -> Any:
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def _on_rank_zero(state: State) -> State:
+def kept_on_rank_zero(state: State) -> State:
+    """Returns a state on rank 0, and an empty one on every other rank."""
     return state if get_context().rank == 0 else {}
 
 
