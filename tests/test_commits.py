@@ -17,7 +17,7 @@ from rankzero.run.directory import RunDirectory
 class Commits:
     """A committer whose store fails once, and what came of what it was given."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> None:
         self.directory = directory
         self.committed: list[int] = []
         self.lost: list[int] = []
@@ -36,17 +36,18 @@ class Commits:
             self.committed.append(manifest.index)
 
         self._gate = threading.Event()
-        self.committer = Committer(self._run, 0, 1, CheckpointConfig(), 0, note, self.lost.append)
+        self.committer = Committer(self._run, 0, world_size, CheckpointConfig(), 0, note, self.lost.append)
         # Everything else waits behind it.
         self.committer.do(self._gate.wait)
 
-    def add(self, index: int) -> None:
+    def add(self, index: int, rank: int = 0, *, sharded: bool = False) -> None:
         folder = Path(self._run.path("checkpoints", f"0000-{index:06d}"))
-        folder.mkdir(parents=True)
-        (folder / "rank-0.json").write_text("{}")
-        part: dict[str, Any] = {"file": "rank-0.json", "format": "json", "size": 2, "sha256": ""}
-        facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": False}
-        self.committer.add(0, facts | part)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"rank-{rank}.json"
+        file.write_text("{}")
+        part: dict[str, Any] = {"file": file.name, "format": "json", "size": 2, "sha256": ""}
+        facts = {"id": folder.name, "index": index, "time": 0.0, "metrics": {}, "sharded": sharded}
+        self.committer.add(rank, facts | part)
 
     def open(self) -> None:
         self._gate.set()
@@ -67,6 +68,17 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commits:
 def test_the_last_checkpoint_is_tried_again_whatever_else_waits(work: Commits) -> None:
     work.add(0)
     work.committer.sweep()
+    work.finish()
+    assert (work.committed, work.lost) == ([0], [])
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 0]])
+def test_a_whole_checkpoint_is_committed_whatever_another_rank_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]
+) -> None:
+    work = Commits(tmp_path, monkeypatch, world_size=2)
+    for rank in ranks:
+        work.add(0, rank, sharded=rank == 1)
     work.finish()
     assert (work.committed, work.lost) == ([0], [])
 

@@ -125,6 +125,9 @@ class Committer:
         """
         parts = self._incoming.setdefault(part["index"], {})
         parts[rank] = part
+        if not part["sharded"]:
+            # A part of another rank does not belong to it, in whatever order they come.
+            parts = {rank: part}
         if len(parts) == (self._world_size if part["sharded"] else 1):
             for index in sorted(index for index in self._incoming if index < part["index"]):
                 self.drop(index)
