@@ -216,6 +216,13 @@ def test_no_metric_no_best(tmp_path: Path) -> None:
         # A trial that went to nan or infinity.
         (MedianRule(grace=1, min_trials=2), [0.1, math.inf], [[1.0, 1.0], [2.0, 2.0]], True),
         (SuccessiveHalving(first=2, factor=2), [0.1, math.inf], [[1.0, 1.0]], True),
+        (MedianRule(grace=1, min_trials=1), [1.0, math.inf], [[1.0, math.inf]], True),
+        (MedianRule(grace=1, min_trials=3), [1.0, math.inf], [], True),
+        (MedianRule(grace=2, min_trials=1), [1.0, math.inf], [[1.0, 1.0]], False),
+        (SuccessiveHalving(first=2, factor=2), [1.0, math.inf], [], True),
+        (SuccessiveHalving(first=2, factor=2), [1.0, math.inf], [[1.0, math.inf]], True),
+        (SuccessiveHalving(first=2, factor=3), [0.1, 0.1, math.inf], [[1.0, 1.0]], True),
+        (SuccessiveHalving(first=2, factor=2), [math.inf], [[1.0, 1.0]], False),
         # A rung that it has passed is not judged again.
         (SuccessiveHalving(first=1, factor=2), [5.0, 1.0, 0.5], [[4.0, 2.0]], False),
     ],

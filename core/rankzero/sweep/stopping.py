@@ -20,9 +20,14 @@ def loss_of(value: float) -> float:
     return float(value) if is_number(value) else math.inf
 
 
+def _has_diverged(values: Sequence[float]) -> bool:
+    """Returns True for a trial whose last value is nan or infinity."""
+    return bool(values) and math.isinf(values[-1])
+
+
 def _best(values: Sequence[float]) -> float:
     """Returns the best value of a trial so far; a diverged trial has none."""
-    return math.inf if math.isinf(values[-1]) else min(values)
+    return math.inf if _has_diverged(values) else min(values)
 
 
 class StopRule(Protocol):
@@ -41,7 +46,8 @@ class StopRule(Protocol):
 class MedianRule:
     """Stops a trial whose best value so far is worse than the median of the others' means up to the same report.
 
-    After Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.2.
+    A trial that reports nan or infinity after its `grace` is stopped, whatever the others report. After Golovin et al.,
+    "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.2.
 
     Attributes:
         grace: Reports that every trial may make.
@@ -62,6 +68,8 @@ class MedianRule:
     def stops(self, trial: int, curves: Curves) -> bool:
         """See `StopRule`."""
         own = curves[trial]
+        if _has_diverged(own) and len(own) > self.grace:
+            return True
         others = [values[: len(own)] for other, values in curves.items() if other != trial and len(values) >= len(own)]
         if len(own) <= self.grace or len(others) < self.min_trials:
             return False
@@ -73,8 +81,9 @@ class SuccessiveHalving:
     """Lets only the best part of the trials go beyond each rung; asynchronous, so nobody waits for the others.
 
     The rungs are at ``first``, ``first * factor``, ``first * factor**2``, ... reports. At each, a trial goes on if it
-    is among the best 1/``factor`` of those that have reached it so far; the first to come always goes on. After Li et
-    al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020 (ASHA).
+    is among the best 1/``factor`` of those that have reached it so far; the first to come always goes on. A trial that
+    reports nan or infinity at the first rung or later is stopped, also between rungs. After Li et al., "A System for
+    Massively Parallel Hyperparameter Tuning", MLSys 2020 (ASHA).
 
     Attributes:
         first: Reports of the first rung.
@@ -95,6 +104,8 @@ class SuccessiveHalving:
     def stops(self, trial: int, curves: Curves) -> bool:
         """See `StopRule`."""
         rung, reports = self.first, len(curves[trial])
+        if _has_diverged(curves[trial]) and reports >= self.first:
+            return True
         while rung < reports:
             rung *= self.factor
         if rung != reports:
