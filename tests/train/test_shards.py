@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import rankzero.train as rt
 from rankzero import ResultError
+from rankzero.testing import run_inline
 from rankzero.values import shards
 from rankzero.values.resharding import ShardedState
 
@@ -69,3 +71,23 @@ def test_what_cannot_be_loaded_elsewhere_is_a_result_error(tmp_path: Path, monke
     monkeypatch.delitem(sys.modules, "only_there")
     with pytest.raises(ResultError, match="what rank 0 wrote is whole, but cannot be loaded here: ModuleNotFoundError"):
         read(written, tmp_path)
+
+
+def test_tensors_that_a_checkpoint_lacks_are_named_and_nothing_is_filled() -> None:
+    def train() -> None:
+        checkpoint = rt.get_checkpoint()
+        assert checkpoint
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        before = model[0].weight.clone()
+        with pytest.raises(ResultError, match=r"lacks 2 of the 4 tensors.*: 'model\.1\.weight', 'model\.1\.bias'"):
+            checkpoint.load(into={"model": model.state_dict()})
+        with pytest.raises(ResultError, match="lacks 1 of the 1 tensors.*: 'ema'"):
+            checkpoint.load(into={"ema": torch.zeros(2)})
+        assert torch.equal(model[0].weight, before)
+        # What the checkpoint has beside them is no error, and neither are values that are not filled.
+        filled = checkpoint.load(into={"model": model[:1].state_dict(), "steps": 0})
+        assert torch.equal(model[0].weight, torch.ones(2, 2))
+        assert filled["epoch"] == 3
+
+    weights = {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}
+    run_inline(train, checkpoint={"model": weights, "epoch": 3})

@@ -56,7 +56,8 @@ class Checkpoint:
 
         Raises:
             ResultError: the file is damaged or not within reach, or a directory was given; ranks of another world size
-                wrote parts that cannot be cut anew; ``into`` has not what the checkpoint has.
+                wrote parts that cannot be cut anew; ``into`` has not what the checkpoint has, or has tensors that the
+                checkpoint lacks.
 
         Example:
             >>> import torch

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _Bytes = TypeVar("_Bytes", bytes, bytearray)
 
+_SHOWN = 5
+"""Names of tensors in one error."""
+
 Copy = Callable[[Any, list[int], Any], None]
 
 
@@ -178,9 +181,17 @@ def fill(target: Any, state: Any, copy: Copy | None = None) -> Any:
         copy: Fills a local tensor from one that was saved sharded; its offsets in the whole one are between the two.
 
     Raises:
-        ResultError: a tensor that was saved sharded is not in ``target``, or has another shape.
+        ResultError: a tensor of ``target`` was not saved, and nothing is filled; or a tensor that was saved sharded is
+            not in ``target``, or has another shape.
     """
     tensors = {path: value for path, value in _leaves(target) if _is_tensor(value)}
+    saved = {path for path, _ in _leaves(state)}
+    if missing := [name_of(path) for path in tensors if path not in saved]:
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+        raise ResultError(
+            f"the checkpoint lacks {len(missing)} of the {len(tensors)} tensors that are to be filled: {shown}. Give a "
+            "state without them, or load() what there is"
+        )
     skipped: set[Any] = set()
 
     def place(path: Path, value: Any) -> Any:
