@@ -1,4 +1,4 @@
-.PHONY: demo test setup lint types unit bench faults soak crash-points test-matrix test-python test-frameworks locks reference docs clean
+.PHONY: demo test test-fast durations setup lint types unit bench faults soak crash-points test-matrix test-python test-frameworks locks reference docs clean
 
 LOCK = constraints/$(shell .venv/bin/python -c 'import sys; print("{}.{}".format(*sys.version_info))').txt
 
@@ -21,6 +21,14 @@ types: setup
 
 unit: setup
 	.venv/bin/python -m pytest -n 3
+
+# Lint, types, and the tests that start no JVM and no deployment.
+test-fast: lint types
+	.venv/bin/python -m pytest -n 3 --fast
+
+# tests/durations.json, by which the longest files come first and the fast ones are known.
+durations: setup
+	.venv/bin/python -m pytest -n 3 --measure
 
 # Side by side with TorchDistributor, torchrun, Ray Train (where it installs) and the floor: benchmarks/results.md,
 # results.json, docs/launch.svg.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
+pytest_plugins = ("tests.durations",)
+
 # Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
@@ -52,32 +54,6 @@ LOOK = 0.02
 T = TypeVar("T")
 
 
-LONGEST = (
-    "tests/airflow/deployed/",
-    "tests/dagster/test_dagster_terminate.py",
-    "tests/engines/test_spark.py",
-    "tests/airflow/test_operator.py",
-    "tests/dagster/test_dagster_digits.py",
-    "tests/engines/test_spark_cluster.py",
-    "tests/data/test_dataframe.py",
-    "tests/faults/test_matrix.py",
-    "tests/airflow/test_examples.py",
-    "tests/airflow/test_airflow_tries_table.py",
-    "tests/dagster/test_dagster_terminal.py",
-    "tests/faults/test_durability.py",
-    "tests/airflow/test_example_dag.py",
-    "tests/faults/two_hosts/",
-    "tests/dagster/test_dagster_durable.py",
-    "tests/faults/test_hangs.py",
-    "tests/airflow/test_xcom_backend.py",
-    "tests/faults/test_restarts.py",
-    "tests/dagster/test_dagster_tries_table.py",
-    "tests/compat/test_torch_distributor.py",
-    "tests/airflow/test_templates.py",
-)
-"""Files and directories of which each takes half a minute or more, longest first, by `--durations`."""
-
-
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The tests of a file share a process, and so what its fixtures start; so do all those of one whole Airflow.
 
@@ -96,15 +72,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Soak tests run only when asked for (`make faults`). With several processes the longest files come first."""
+    """Soak tests run only when asked for (`make faults`)."""
     if "soak" not in config.getoption("-m"):
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m soak"))
-    if hasattr(config, "workerinput"):
-        items.sort(
-            key=lambda item: next((n for n, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
-        )
 
 
 TEMPORARY = ("rankzero-", "pymp-", "spark-")

@@ -1,0 +1,105 @@
+"""How long each file of tests takes: which come first, which are fast, and how much is left.
+
+A pytest plugin, which `tests/conftest.py` loads. ``make durations`` measures the files anew, with the whole suite.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).with_suffix(".json")
+
+FAST = 5.0
+"""Seconds that a file may take to belong to ``make test-fast``: less than a JVM or a deployment needs to start."""
+
+SHOWN_EVERY = 60.0
+"""Seconds between two lines that say how much is left."""
+
+
+def known() -> dict[str, float]:
+    """Returns the seconds of each file that has been measured."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}  # type: ignore[no-any-return]
+
+
+def file_of(nodeid: str) -> str:
+    """Returns the path of the file that a test is in."""
+    return nodeid.partition("::")[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options."""
+    group = parser.getgroup("durations of rankzero's suite")
+    group.addoption("--fast", action="store_true", help=f"only files that take less than {FAST:g} s")
+    group.addoption("--measure", action="store_true", help=f"write {FILE.name}, which orders the files")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves slow files out where asked to, and puts the longest first where several processes share them."""
+    seconds = known()
+    if config.getoption("--fast"):
+        slow = [item for item in items if seconds.get(file_of(item.nodeid), 0.0) >= FAST]
+        config.hook.pytest_deselected(items=slow)
+        left_out = set(map(id, slow))
+        items[:] = [item for item in items if id(item) not in left_out]
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+class Progress:
+    """Sums the durations of tests by file, and shows how much is left."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Begins; `config` is that of the process that starts the others."""
+        self._config = config
+        self._seconds: Counter[str] = Counter()
+        self._expected: dict[str, float] = {}
+        self._began = self._shown = time.monotonic()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Takes note of the files that will run."""
+        self.expect({file_of(item.nodeid) for item in session.items})
+
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """Does the same where other processes collect."""
+        self.expect(set(map(file_of, ids)))
+
+    def expect(self, files: set[str]) -> None:
+        """Takes note of the files that will run."""
+        seconds = known()
+        self._expected = {path: seconds.get(path, 0.0) for path in files}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Counts a test, and shows how much is left once a minute."""
+        self._seconds[file_of(report.nodeid)] += report.duration
+        now = time.monotonic()
+        if now - self._shown >= SHOWN_EVERY and (left := self.left(now)):
+            self._shown = now
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            if reporter:
+                reporter.write_line(f" {(now - self._began) / 60:.0f} min, about {left / 60:.1f} min left")
+
+    def left(self, now: float) -> float | None:
+        """Returns the seconds that are left, at the pace so far; None while that is unknown."""
+        done = sum(min(self._seconds[path], seconds) for path, seconds in self._expected.items())
+        if not done:
+            return None
+        return (now - self._began) * (sum(self._expected.values()) - done) / done
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the durations where asked to."""
+        if self._config.getoption("--measure"):
+            measured = {**known(), **{path: round(seconds, 1) for path, seconds in self._seconds.items()}}
+            there = {path: seconds for path, seconds in sorted(measured.items()) if (FILE.parents[1] / path).exists()}
+            FILE.write_text(json.dumps(there, indent=0) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts in the process that starts the others."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config), "rankzero-progress")
