@@ -202,6 +202,8 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     marker = f"suite-{os.getpid()}"
     os.environ["RANKZERO_TEST_SUITE"] = marker
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
+    base = tmp_path_factory.getbasetemp()
+    os.environ["RANKZERO_TEST_SHARED"] = str(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
     # Drivers and JVMs of the suite come and go by the hundred: one of them need not load torch for itself.
     os.environ[OWNER] = str(os.getpid())
     # A JVM that was killed leaves its files where pytest removes them.

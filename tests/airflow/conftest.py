@@ -6,8 +6,6 @@ other rooms' tests never import it.
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
+from tests.airflow.database import migrate
 from tests.conftest import ROOT, restore_signal_handlers, signal_handlers
 
 EXAMPLES = ROOT / "example_dags"
@@ -53,7 +52,7 @@ def airflows_signal_handlers(same_signal_handlers: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def airflow_home() -> Path:
     """An initialized metadata database."""
-    subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], check=True, capture_output=True)
+    migrate(os.environ)
     return Path(HOME)
 
 

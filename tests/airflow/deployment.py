@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import servers
+from tests.airflow.database import migrate
 from tests.conftest import free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
@@ -56,8 +57,7 @@ class Deployment:
         self.postgres = Postgres(programs) if programs else None
         self._env = self._environment()
         try:
-            migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
-            subprocess.run(migrate, env=self._env, check=True, capture_output=True, timeout=START_TIMEOUT)
+            migrate(self._env)
             for name in COMPONENTS:
                 self.start(name)
         except BaseException:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.airflow import versions
+from tests.airflow.database import migrate
 from tests.conftest import ROOT
 from tests.postgres import Postgres, find_programs
 
@@ -37,7 +38,7 @@ def test_every_value_that_is_pushed_is_pulled_unchanged(database: str, tmp_path:
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": database,
         "PYTHONPATH": str(ROOT),
     }
-    subprocess.run([sys.executable, "-m", "airflow", "db", "migrate"], env=env, check=True, capture_output=True)
+    migrate(env)
     program = Path(__file__).with_name("xcom_round_trip.py")
     done = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
