@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 
 from rankzero import Launcher
+from rankzero.task import hold
 from rankzero.task.start import OWNER
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ TEMPORARY = ("rankzero-", "pymp-", "spark-")
 SHARED = ("rankzero-warm-", "rankzero-gpus")
 """Beginnings of the names of those that stay for later runs."""
 
+ABANDONED = ("rankzero-agent-", "rankzero-driver-")
+"""Beginnings of the names of those that the next run of the host removes."""
+
 _before = pytest.StashKey[set[str]]()
 
 
@@ -105,6 +109,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails the suite if temporary directories are left; beside another suite, which has its own, it is not known."""
     if hasattr(session.config, "workerinput") or processes_with("RANKZERO_TEST_SUITE=suite-"):
         return
+    # Tests kill processes, and the next run of the host would remove what these left. None is being made now.
+    hold.NEW = 0.0
+    for prefix in ABANDONED:
+        hold.remove_abandoned(tempfile.gettempdir(), prefix)
     deadline = time.monotonic() + ORPHAN_TIMEOUT
     while (left := temporary_files() - session.config.stash[_before]) and time.monotonic() < deadline:
         time.sleep(LOOK)

@@ -722,5 +722,5 @@ def test_no_run_ends_because_its_lines_cannot_be_shown(
 
     monkeypatch.setattr(sys, "stdout", stream)
     assert launcher.options(num_processes=1).run(train) == "trained"
-    words = [record for record in caplog.records if "cannot be written to standard output" in record.message]
+    words = [record for record in caplog.records if "cannot be written to standard output" in record.getMessage()]
     assert len(words) == (stream is not None)

@@ -49,12 +49,18 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
         # A template that is rendered as a native object makes a number of what looks like one.
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int, float)):
             continue
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            # No password, and Python may refuse to write it.
+            continue
         text = str(value)
         if is_secret(name) and not (_NUMBER.fullmatch(text) and _counts(name)):
             found.append(text)
         else:
             found += credentials_in(text)
     return [text for text in found if not _NO_SECRET.fullmatch(text)]
+
+
+_MOST_BITS = 1024
 
 
 def is_secret(name: str) -> bool:

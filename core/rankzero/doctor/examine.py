@@ -26,6 +26,9 @@ REDUCED = 32
 CALL_TIMEOUT = 2.0
 """Seconds for one address of a rank to answer."""
 
+DRIVER_TIMEOUT = 15.0
+"""Seconds for the driver of the examination's run to write the rest, before the run is removed."""
+
 HANG_TIMEOUT = 60.0
 """Seconds for ranks that have started to get on with it: somebody waits for them."""
 
@@ -114,7 +117,8 @@ def examine(
             with contextlib.suppress(Exception):
                 for rank in range(num_processes):
                     stores.remove(f"{url}/.doctor-{nonce}-{rank}")
-    # Whoever examines wants no run.
+    # An examination leaves no run. Its driver, which writes the report last, would write it into the removed directory.
+    handle.await_driver(DRIVER_TIMEOUT)
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)
