@@ -47,7 +47,8 @@ soak: setup
 	.venv/bin/python -m tests.faults.soak --faults $(or $(FAULTS),200) --minutes $(or $(MINUTES),30) \
 		$(if $(SEED),--seed $(SEED))
 
-# Kills a process at each operation of each scenario: POINTS="--scenario run --sample 100", POINTS="--store s3".
+# Kills a process at each operation of each scenario: POINTS="--scenario run --sample 100", POINTS="--store s3"; or answers
+# requests to an S3 server wrongly: POINTS="--answers".
 crash-points: setup
 	.venv/bin/python -m tests.faults.crash $(POINTS)
 
