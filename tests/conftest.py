@@ -90,6 +90,7 @@ ABANDONED = ("rankzero-agent-", "rankzero-driver-")
 """Beginnings of the names of those that the next run of the host removes."""
 
 _before = pytest.StashKey[set[str]]()
+_left = pytest.StashKey[list[str]]()
 
 
 def temporary_files() -> set[str]:
@@ -117,8 +118,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     while (left := temporary_files() - session.config.stash[_before]) and time.monotonic() < deadline:
         time.sleep(LOOK)
     if left:
-        print(f"\nthe suite left temporary directories in {tempfile.gettempdir()}: {', '.join(sorted(left))}")
+        session.config.stash[_left] = sorted(left)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Names the temporary directories that the suite has left, and what is in them, below the failed tests."""
+    for name in config.stash.get(_left, []):
+        files = [str(path) for path in Path(tempfile.gettempdir(), name).rglob("*")]
+        terminalreporter.write_line(f"LEFT {tempfile.gettempdir()}/{name}: {files[:5]}")
 
 
 def until(look: Callable[[], T | None], bound: float, what: str, pause: float = LOOK) -> T:
