@@ -286,6 +286,15 @@ def same_signal_handlers_of_fixtures() -> Iterator[None]:
     assert restore_signal_handlers(before) == {}, "handlers of signals are others after the tests of this file"
 
 
+@pytest.fixture(autouse=True)
+def no_rank() -> Iterator[None]:
+    """Makes the process forget what a test reported to `rankzero.train` outside of a run."""
+    yield
+    context = sys.modules.get("rankzero.train.context")
+    if context is not None:
+        context._session = None
+
+
 @pytest.fixture
 def hangups() -> Iterator[None]:
     """Lets processes that the test starts get SIGHUP, even where the suite itself runs under nohup."""
