@@ -15,6 +15,7 @@ setup:
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/python scripts/check_prose.py
 
 types: setup
 	.venv/bin/mypy
