@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rankzero.engines.base import Engine
 
 
-_CHOICES = {"engine": ("spark", "local"), "deploy_mode": ("client", "cluster", "job")}
+_CHOICES = {"engine": ("spark", "local"), "deploy_mode": ("client", "cluster")}
 # Of fields that are texts for Dagster: those with a choice cannot be an EnvVar.
 
 
@@ -51,8 +51,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     deploy_mode: str = Field(
         default="client",
         description="client: the driver of a run is a process beside the step's. cluster: it runs on the Spark cluster "
-        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees. job: "
-        "the same as a Kubernetes Job, which starts another pod when one is lost.",
+        "(spark://..., yarn, k8s://...) and outlives the step's pod; the store must be one that the cluster sees.",
     )
     connect: str | None = Field(
         default=None,
@@ -266,4 +265,4 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
 
         if self.deploy_mode == "client":
             return SparkEngine(master=self.master, conf=self.spark_conf)
-        return SparkSubmitEngine(master=self.master, conf=self.spark_conf, deploy_mode=self.deploy_mode)
+        return SparkSubmitEngine(master=self.master, conf=self.spark_conf)

@@ -27,7 +27,7 @@ CODE = {"python", "console", "bash", "yaml", "ini", "dockerfile"}
 """Languages of what can be run; everything else is output or a diagram."""
 
 NOT_RUN = {
-    "a cluster": 3,
+    "a cluster": 4,
     "an installation": 4,
     "a server": 2,
     "Optuna": 1,

@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as spark-submit and the official client ask for: it keeps what it is given."""
+"""The part of a Kubernetes API server that spark-submit and the official client use. It records what it is given."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 
 class KubernetesApi(ThreadingHTTPServer):
-    """Objects by the path they were made at; ``refused`` are kinds that it takes none of, ``unanswered`` those that it
-    takes without a word."""
+    """Holds objects by the path at which they were created, and refuses the kinds in ``refused``."""
 
     daemon_threads = True
 
@@ -21,7 +19,6 @@ class KubernetesApi(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, dict[str, Any]] = {}
         self.refused: set[str] = set()
-        self.unanswered: set[str] = set()
 
     @property
     def master(self) -> str:
@@ -66,18 +63,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = f"{self._path()}/{body['metadata']['name']}"
         body["metadata"]["uid"] = f"uid-{len(self.server.objects)}"
         self.server.objects[path] = body
-        if self._path().split("/")[-1] in self.server.unanswered:
-            self._answer(504, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 504})
-            return
         self._answer(201, body)
 
     def do_GET(self) -> None:
         found = self.server.objects.get(self._path())
-        if selector := parse_qs(urlsplit(self.path).query).get("labelSelector"):
-            inside = [each for path, each in self.server.objects.items() if path.rpartition("/")[0] == self._path()]
-            items = [each for each in inside if _selects(selector[0], each["metadata"].get("labels", {}))]
-            self._answer(200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
-        elif found is None:
+        if found is None:
             self._missing()
         else:
             self._answer(200, found)
@@ -98,14 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
 
 
-def _selects(selector: str, labels: dict[str, str]) -> bool:
-    """As Kubernetes reads ``a=1,b=2``."""
-    return all(labels.get(part.partition("=")[0]) == part.partition("=")[2] for part in selector.split(","))
-
-
 @contextlib.contextmanager
 def kubernetes_api() -> Iterator[KubernetesApi]:
-    """One that serves until the block ends."""
+    """Yields an API server that serves until the block ends."""
     server = KubernetesApi()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

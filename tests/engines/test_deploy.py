@@ -87,7 +87,6 @@ def test_more_than_a_variable_holds_is_refused() -> None:
         ({"master": None}, "is no cluster"),
         ({"master": "local[2]"}, "is no cluster"),
         ({"master": "local-cluster[1,1,1024]"}, "is no cluster"),
-        ({"master": "yarn", "deploy_mode": "client"}, "deploy_mode is 'client'"),
         ({"master": "yarn", "session": object()}, "a session"),
         ({"master": "mesos://x"}, "master is 'mesos://x'"),
     ],

@@ -13,7 +13,6 @@ LOCAL = "local"
 
 CLIENT = "client"
 CLUSTER = "cluster"
-JOB = "job"
 
 CONN_FIELDS: dict[str, dict[str, Any]] = {
     "engine": {
@@ -29,8 +28,8 @@ CONN_FIELDS: dict[str, dict[str, Any]] = {
     "deploy_mode": {
         "label": "Deploy mode",
         "description": "client: the driver of a training runs beside the Airflow task. cluster: on the Spark cluster, "
-        "where it outlives the task's pod; the store must be one that the cluster sees. job: a Kubernetes Job there.",
-        "schema": {"type": "string", "enum": [CLIENT, CLUSTER, JOB], "default": CLIENT},
+        "where it outlives the task's pod; the store must be one that the cluster sees.",
+        "schema": {"type": "string", "enum": [CLIENT, CLUSTER], "default": CLIENT},
     },
     "use_gpu": {
         "label": "Use GPUs",

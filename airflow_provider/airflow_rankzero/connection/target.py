@@ -13,7 +13,6 @@ from airflow_rankzero.connection.fields import (
     CLIENT,
     CLUSTER,
     CONN_FIELDS,
-    JOB,
     LOCAL,
     SPARK,
     read_count,
@@ -58,7 +57,6 @@ class Target:
         use_gpu: One GPU for each rank, where the task says nothing.
         processes_per_task: Ranks in one Spark task, where the task says nothing; None leaves it at one.
         deploy_mode: ``"client"``: a training's driver runs beside the Airflow task. ``"cluster"``: on the cluster.
-            ``"job"``: as a Kubernetes Job there.
         parameters: The end of a Spark Connect server's URL: user, token. May hold credentials.
     """
 
@@ -142,7 +140,7 @@ class Target:
         mask_secrets(merged)
         if self.deploy_mode == CLIENT:
             return SparkEngine(master=self.master, conf=merged)
-        return SparkSubmitEngine(master=self.master, conf=merged, deploy_mode=self.deploy_mode)
+        return SparkSubmitEngine(master=self.master, conf=merged)
 
     @property
     def is_connect(self) -> bool:
@@ -193,8 +191,8 @@ def _of_spark(connection: Connection, where: str) -> Target:
 
 
 def _deploy_mode(where: str, value: object) -> str:
-    if value not in (None, "", CLIENT, CLUSTER, JOB):
-        raise InvalidJobError(f"{where} has deploy mode {value!r}; choose {CLIENT!r}, {CLUSTER!r} or {JOB!r}")
+    if value not in (None, "", CLIENT, CLUSTER):
+        raise InvalidJobError(f"{where} has deploy mode {value!r}; choose {CLIENT!r} or {CLUSTER!r}")
     return str(value or CLIENT)
 
 

@@ -69,10 +69,10 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 )
 @click.option(
     "--deploy-mode",
-    type=click.Choice(["client", "cluster", "job"]),
+    type=click.Choice(["client", "cluster"]),
     default="client",
     show_default=True,
-    help="Where the driver of the run is: here, on the Spark cluster, or there as a Kubernetes Job.",
+    help="Where the driver of the run is: here, or on the Spark cluster.",
 )
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("--env", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Variables for the ranks.")
@@ -210,7 +210,7 @@ def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> A
     from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
 
     if deploy_mode != "client":
-        return SparkSubmitEngine(master=name, conf=conf, deploy_mode=deploy_mode)
+        return SparkSubmitEngine(master=name, conf=conf)
 
     if name == "local":
         if conf:

@@ -28,7 +28,6 @@ def main() -> None:
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
     parser.add_argument("--private", required=True, help="where what is secret is: env:NAME, conf:NAME or file:PATH")
-    parser.add_argument("--replaceable", action="store_true", help="another one is started unless this exits with 0")
     arguments = parser.parse_args()
     settle_signals()
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
@@ -49,7 +48,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=log)
     _end_with(parent)
     try:
-        drive(run, arguments.submission, lambda: private, replaceable=arguments.replaceable)
+        drive(run, arguments.submission, lambda: private)
     except RunNotFoundError as error:
         sys.exit(str(error))
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.driver import policy, succession
+from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
 from rankzero.driver.handover import LOOK_AGAIN, DrivenElsewhere, Handover, Unseen
 from rankzero.driver.places import CLOSE_TIMEOUT, Places
-from rankzero.driver.policy import HostRecord, Placement, Restarts
+from rankzero.driver.policy import HostRecord, Placement, Restarts, Start, spent
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.reporter import Reporter
-from rankzero.driver.succession import Start
 from rankzero.driver.tables import Tables, remove_computed
 from rankzero.driver.trackers import Trackers
 from rankzero.driver.watch import Inbox, Watch
@@ -66,14 +64,15 @@ class Driver:
             engine: Where.
             env: The user's environment for the ranks.
             leased: True if the run ends when nobody follows it (`Job.orphan_timeout`), and outlives its caller.
-            start: Of a driver that another process follows should this one die; None for one that stands alone.
+            start: The attempt and the budget that a driver in its run's own stage begins with; the process that
+                submitted the stage has the run again if this driver dies. None for every other driver.
             trackers: What `rankzero.submit.trackers.pack` has made, or None.
         """
         self._run = run
         self._job = run.job()
         self._env = env
         self._mask = Mask(secrets_of(env) + secrets_of(engine.to_spec()[1].get("conf", {})))
-        self._start = start
+        self._is_in_stage = start is not None
         self._number = start.attempt if start else self._job.first_attempt
         self._budget = start.budget if start else Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
@@ -96,7 +95,12 @@ class Driver:
     def _take_over(self, before: RunStatus | None) -> None:
         """From now on this process writes the run directory; another driver of the submission has left that status."""
         self._recorder = Recorder(
-            self._run, self._job.submission, self._number, self._mask, self._start, self._job.nonce
+            self._run,
+            self._job.submission,
+            self._number,
+            self._mask,
+            is_in_stage=self._is_in_stage,
+            nonce=self._job.nonce,
         )
         self._watch = Watch(self._run, self._job, self._recorder, self.inbox, leased=self._leased)
         if before:
@@ -163,8 +167,6 @@ class Driver:
     def _attempt_until_done(self) -> Attempt:
         """One attempt after the other, until one succeeds or nothing more may be tried."""
         hosts = HostRecord()
-        if self._start and self._start.lost:
-            self._note_restart(self._number, self._start.lost, 0.0)
         try:
             while True:
                 attempt: Attempt | None = None
@@ -192,7 +194,6 @@ class Driver:
                     if attempt and attempt.outcome:
                         # Success was certain before whatever came then.
                         return attempt
-                    self._leave_if_replaced()
                     after = self._budget.after(_restart_cause(error))
                     if after is None:
                         raise
@@ -234,7 +235,7 @@ class Driver:
                 status = handover.last_status()
                 if status:
                     self._number = max(self._number, status.attempt)
-                    self._budget = succession.spent(self._job, status)
+                    self._budget = spent(self._job, status)
                 self._take_over(status)
             raise
 
@@ -249,12 +250,6 @@ class Driver:
         self._places.pause(pause)
         if self._places.is_broken():
             self._places.close()
-
-    def _leave_if_replaced(self) -> None:
-        """Ends this process if its session has, as that of a pod which is shut down: the next one has another."""
-        if self._start and self._start.number is not None and self._places.is_broken():
-            logger.warning("the SparkContext of this driver has ended, and so does this driver")
-            os._exit(1)
 
     def _check(self) -> None:
         """Raises the typed error if the run is to end while no attempt of it runs."""

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rankzero.driver import succession
 from rankzero.driver.driver import Driver
 from rankzero.driver.watch import Inbox
 from rankzero.host import descendants
@@ -29,9 +28,6 @@ logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """Of a driver's own log."""
-
-_SIGNALLED = 128
-"""And the number of a signal: the exit code of a process that it has ended."""
 
 OWNER_INTERVAL = 1.0
 """Seconds between two looks at an owner that cannot be watched."""
@@ -88,12 +84,7 @@ def main() -> None:
 
 
 def drive(
-    run: RunDirectory,
-    submission: int,
-    read_private: Callable[[], Mapping[str, Any]],
-    owner: int | None = None,
-    *,
-    replaceable: bool = False,
+    run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
 ) -> NoReturn:
     """Drives a submission, as the only one, and ends this process.
 
@@ -102,8 +93,6 @@ def drive(
         submission: Which one.
         read_private: Gives `Request.private`.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
-        replaceable: Another process is started with the same arguments unless this one exits with 0. Then a signal
-            ends this one alone, and not the run.
     """
     from rankzero.engines.specs import engine_from_spec
 
@@ -113,24 +102,17 @@ def drive(
     job = run.job()
     if job.submission != submission:
         sys.exit(f"{run.directory} was submitted again before this driver started")
-    start = succession.first(job) if replaceable else None
     if not run.claim_driver(job.submission):
-        if not replaceable:
-            sys.exit(f"{run.directory} has a driver already")
-        start = succession.take_place(run, job)
-        if start is None:
-            sys.exit()
+        sys.exit(f"{run.directory} has a driver already")
     allow_open_files()
     private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
     trackers = private.get("trackers")
     # Where the modules of their classes are.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
-    driver = Driver(run, engine, private["env"], leased=owner is None, start=start, trackers=trackers)
+    driver = Driver(run, engine, private["env"], leased=owner is None, trackers=trackers)
 
     def on_signal(number: int, _: object) -> None:
-        if replaceable:
-            os._exit(_SIGNALLED + number)
         driver.inbox.interrupt(f"the driver got {signal.Signals(number).name}")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

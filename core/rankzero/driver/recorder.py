@@ -16,7 +16,6 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import DRIVER_DEAD_AFTER, HEARTBEAT_INTERVAL, LOG_TAIL, LOG_TAIL_WIDTH, STORE_OUTAGE
 from rankzero.driver.status import StatusWriter
-from rankzero.driver.succession import Start
 from rankzero.errors import ResultError
 from rankzero.host.processes import process_namespace, process_start, this_thread
 from rankzero.masking import Mask
@@ -50,7 +49,8 @@ class Recorder:
         submission: int,
         attempt: int,
         mask: Mask | None = None,
-        start: Start | None = None,
+        *,
+        is_in_stage: bool = False,
         nonce: str = "",
     ) -> None:
         """Writes nothing yet.
@@ -60,7 +60,8 @@ class Recorder:
             submission: Whose driver this is.
             attempt: The first one.
             mask: Of secrets.
-            start: Of a driver that another process follows if it dies, so readers go by the heartbeat alone.
+            is_in_stage: True for a driver in its run's own stage. Its death may not be the end of the run, so readers
+                go by the heartbeat alone.
             nonce: `Job.nonce` of the submission.
         """
         self._run = run
@@ -80,12 +81,10 @@ class Recorder:
                 nonce=nonce,
                 driver_host=socket.gethostname(),
                 driver_pid=os.getpid(),
-                driver_namespace=None if start else process_namespace(),
+                driver_namespace=None if is_in_stage else process_namespace(),
                 driver_start=process_start(os.getpid()),
                 interval=pace(0.0) if run.is_remote else HEARTBEAT_INTERVAL,
-                patience=start.patience if start else 0.0,
             ),
-            start.number if start else None,
         )
         self._started = time.monotonic()
         self._flusher = threading.Thread(target=self._flush, name="rankzero-flush", daemon=True)

@@ -19,8 +19,7 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.auth import new_secret
 from rankzero.driver.driver import Driver
 from rankzero.driver.handover import LOOK_AGAIN
-from rankzero.driver.policy import Restarts
-from rankzero.driver.succession import Start
+from rankzero.driver.policy import Restarts, Start
 from rankzero.engines.base import within
 from rankzero.engines.staged import StageEngine
 from rankzero.errors import EngineError

@@ -30,16 +30,14 @@ class StatusWriter:
     tried again with the next heartbeat.
     """
 
-    def __init__(self, run: RunDirectory, status: RunStatus, number: int | None = None) -> None:
+    def __init__(self, run: RunDirectory, status: RunStatus) -> None:
         """Nothing is written before the first `change`.
 
         Args:
             run: The run.
-            status: To begin with.
-            number: Which driver of its submission this is, where others may follow.
+            status: The first status.
         """
         self._run = run
-        self._number = number
         self._changed = threading.Condition()
         self._wanted = self._tried = self._written = 0
         self._stopped = False
@@ -47,7 +45,7 @@ class StatusWriter:
         self._thread = threading.Thread(target=self._work, name="rankzero-heartbeat", daemon=True)
         self.status = status
         self.superseded = False
-        """Another submission or driver took this run over: this driver has lost the right to write."""
+        """True if another submission has this run now: this driver has lost the right to write."""
         self.problem: Exception | None = None
         """Why the last write failed."""
 
@@ -130,5 +128,4 @@ class StatusWriter:
 
     def _check_superseded(self) -> None:
         """Finds out whether others declared this driver dead, or gave its directory to another run, meanwhile."""
-        heir = self._number is not None and self._run.has_driver(self.status.submission, self._number + 1)
-        self.superseded = heir or not owns(self._run, self.status.submission, self.status.nonce)
+        self.superseded = not owns(self._run, self.status.submission, self.status.nonce)

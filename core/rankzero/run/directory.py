@@ -8,7 +8,7 @@
         job.json      what it asked for
         identity.json what its training is, by parts; see `rankzero.run.identity`
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
-        driver        whose driver this is;  driver-1, driver-2, ...  those that took its place, one after the other
+        driver        whose driver this is
         stage-K/      where a driver in its own stage meets its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
@@ -77,8 +77,8 @@ class RunStatus:
         nonce: `Job.nonce` of the submission whose driver, or submitter, has written this.
         heartbeat: Unix time at which the driver last wrote.
         interval: Seconds after which it writes again.
-        patience: Seconds without a heartbeat before its driver counts as dead, where a cluster is yet to start one, or
-            starts another when it is lost; 0: as the interval says.
+        patience: Seconds without a heartbeat before its driver counts as dead, while a cluster has not started it yet;
+            0: the interval decides.
         written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
         driver_host: Host of the driver, or None before it started.
         driver_pid: Its process id.
@@ -243,16 +243,13 @@ class RunDirectory:
         """Gives a claim back, and what was written for it. Raises OSError."""
         store.remove(self.submission_path(submission))
 
-    def claim_driver(self, submission: int, number: int = 0) -> bool:
-        """True for the one driver of this submission; with a number, for the one that takes the place of lost ones."""
-        return store.create(self._driver_path(submission, number), secrets.token_hex(8).encode())
+    def claim_driver(self, submission: int) -> bool:
+        """Returns True to the first driver that claims this submission, and False to every other one."""
+        return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
 
-    def has_driver(self, submission: int, number: int = 0) -> bool:
-        """True if a driver has claimed this submission."""
-        return store.exists(self._driver_path(submission, number))
-
-    def _driver_path(self, submission: int, number: int) -> str:
-        return self.submission_path(submission, f"driver-{number}" if number else "driver")
+    def has_driver(self, submission: int) -> bool:
+        """Returns True if a driver has claimed this submission."""
+        return store.exists(self.submission_path(submission, "driver"))
 
     def newest_claim(self) -> int:
         """Number of the newest submission that somebody claimed; -1 if there is none."""

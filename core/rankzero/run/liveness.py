@@ -69,7 +69,7 @@ _MISSED = 3
 def dead_after(status: RunStatus) -> float:
     """Seconds without a heartbeat after which the driver counts as dead that wrote this status.
 
-    Of one that a cluster is yet to start, or would start again, there is none for longer.
+    A driver that a cluster has not started yet is given `RunStatus.patience` for its first one.
     """
     return max(DRIVER_DEAD_AFTER, _MISSED * status.interval, status.patience)
 

@@ -119,7 +119,7 @@ class SparkEngine(Engine):
             require_local_gpus(job.least_processes)
         elif job.use_gpu:
             require_task_gpus(job, conf.get(TASK_GPUS))
-        if self._needs_java and not jvm.find_java():
+        if not jvm.find_java():
             raise EngineError(
                 "Spark needs Java 17 or newer and none was found (JAVA_HOME, PATH): install a JRE, for "
                 "example `apt-get install openjdk-17-jre-headless`"
@@ -163,11 +163,6 @@ class SparkEngine(Engine):
         """Where the ranks will run in this very Python, torch is loaded while the JVM starts."""
         if job.warm_start and (embedded := self._embedded(job)):
             start_ahead({"env": dict(env), **embedded.config(job, env)})
-
-    @property
-    def _needs_java(self) -> bool:
-        """True if a JVM is started on this machine."""
-        return True
 
     def _embedded(self, job: Job) -> Embedded | None:
         if self.session is not None:

@@ -1,4 +1,4 @@
-"""What is made on Kubernetes for a driver: the Secret with its program, rankzero and what is private; its Job."""
+"""`Secret`: the Kubernetes Secret that holds a driver's program, rankzero itself and the private configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rankzero.errors import EngineError, InvalidJobError
@@ -25,22 +25,22 @@ _LONGEST_STEM = 40
 
 
 def require_client() -> None:
-    """Raises InvalidJobError without the package ``kubernetes``."""
+    """Raises InvalidJobError if the package ``kubernetes`` is not installed."""
     if importlib.util.find_spec("kubernetes") is None:
         raise InvalidJobError(
-            "a driver on Kubernetes gets what is secret by a Secret, which needs the package kubernetes here: "
+            "a driver on Kubernetes gets its secrets in a Secret, and creating one needs the package kubernetes here: "
             "pip install 'rankzero[kubernetes]'"
         )
 
 
 def name_of(run_id: str) -> str:
-    """A name for the driver's pod and its Secret, as Kubernetes allows them."""
+    """Returns a new name for the driver's pod and its Secret, in the characters that Kubernetes allows."""
     stem = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:_LONGEST_STEM].strip("-")
     return f"rankzero-{stem}-{secrets.token_hex(4)}"
 
 
 class Secret:
-    """A Secret of the driver's namespace, which ends with the driver's pod, or its Job."""
+    """A Secret in the driver's namespace, which Kubernetes removes with the driver's pod."""
 
     def __init__(self, master: str, conf: Mapping[str, str], name: str) -> None:
         self._name = name
@@ -50,11 +50,14 @@ class Secret:
 
     @contextlib.contextmanager
     def created(self, data: Mapping[str, bytes]) -> Iterator[None]:
-        """Makes it, and removes it if the block raises.
+        """Creates the Secret, and deletes it if the block raises.
+
+        Args:
+            data: The content of each file, by name.
 
         Raises:
-            EngineError: the API server does not take it.
-            InvalidJobError: it is larger than a Secret may be.
+            EngineError: the API server refuses the Secret.
+            InvalidJobError: the data exceed the size limit of a Secret.
         """
         if (size := sum(map(len, data.values()))) > _LONGEST_SECRET:
             raise InvalidJobError(f"env and conf make a Secret of {size} bytes; Kubernetes takes {_LONGEST_SECRET}")
@@ -70,8 +73,8 @@ class Secret:
             self._api.create_namespaced_secret(self._namespace, body, _request_timeout=REQUEST_TIMEOUT)
         except Exception as error:
             raise EngineError(
-                f"the Secret {self._name} cannot be made in namespace {self._namespace!r}: {_reason(error)}: whoever "
-                "submits needs the rights to create Secrets and pods there"
+                f"the Secret {self._name} cannot be created in namespace {self._namespace!r}: {_reason(error)}: the "
+                "account that submits needs the rights to create Secrets and pods there"
             ) from error
         try:
             yield
@@ -81,83 +84,26 @@ class Secret:
             raise
 
     def leave_to_pod(self) -> None:
-        """Makes the driver's pod its owner, so that Kubernetes removes it with the pod."""
+        """Makes the driver's pod the owner of the Secret, so that Kubernetes removes both together."""
         try:
             pod = self._api.read_namespaced_pod(self._name, self._namespace, _request_timeout=REQUEST_TIMEOUT)
         except Exception as error:
-            self._stays(error)
-        else:
-            self._leave_to({"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": pod.metadata.uid})
-
-    def leave_to_job(
-        self, manifest: Mapping[str, Any], of_run: str, is_earlier: Callable[[Mapping[str, str]], bool]
-    ) -> None:
-        """Makes the Job of the driver, which becomes its owner; Jobs that came before it end.
-
-        Args:
-            manifest: The Job's, which has the name of the Secret.
-            of_run: A selector of the labels of all Jobs of the run.
-            is_earlier: True for the labels of one of before: whatever that still does is in vain.
-
-        Raises:
-            EngineError: the API server does not take the Job.
-        """
-        api = _kubernetes().client.BatchV1Api(self._client)
-        self._delete_jobs(api, of_run, is_earlier)
-        try:
-            job = api.create_namespaced_job(self._namespace, dict(manifest), _request_timeout=REQUEST_TIMEOUT)
-        except Exception as error:
-            # It may be there, if the answer alone was lost: its pod would wait for the Secret, and hold its place.
-            with contextlib.suppress(Exception):
-                self._delete_job(api, self._name)
-            raise EngineError(
-                f"the Job {self._name} cannot be made in namespace {self._namespace!r}: {_reason(error)}"
-            ) from error
-        self._leave_to({"apiVersion": "batch/v1", "kind": "Job", "name": self._name, "uid": job.metadata.uid})
-
-    def _delete_jobs(self, api: Any, selector: str, is_earlier: Callable[[Mapping[str, str]], bool]) -> None:
-        try:
-            found = api.list_namespaced_job(self._namespace, label_selector=selector, _request_timeout=REQUEST_TIMEOUT)
-            for job in found.items:
-                if is_earlier(job.metadata.labels):
-                    self._delete_job(api, job.metadata.name)
-        except Exception as error:
-            logger.warning("Jobs of earlier submissions end by themselves; they cannot be deleted: %s", _reason(error))
-
-    def _delete_job(self, api: Any, name: str) -> None:
-        api.delete_namespaced_job(
-            name, self._namespace, propagation_policy="Background", _request_timeout=REQUEST_TIMEOUT
-        )
-
-    def _leave_to(self, owner: Mapping[str, str]) -> None:
-        body = {"metadata": {"ownerReferences": [dict(owner)]}}
+            self._warn_of_leftover(error)
+            return
+        owner = {"apiVersion": "v1", "kind": "Pod", "name": self._name, "uid": pod.metadata.uid}
+        body = {"metadata": {"ownerReferences": [owner]}}
         try:
             self._api.patch_namespaced_secret(self._name, self._namespace, body, _request_timeout=REQUEST_TIMEOUT)
         except Exception as error:
-            self._stays(error)
+            self._warn_of_leftover(error)
 
-    def _stays(self, error: Exception) -> None:
-        logger.warning("the Secret %s stays until somebody deletes it: %s", self._name, _reason(error))
+    def _warn_of_leftover(self, error: Exception) -> None:
+        logger.warning("the Secret %s stays until it is deleted by hand: %s", self._name, _reason(error))
 
 
 def _namespace_of(conf: Mapping[str, str]) -> str:
-    """Where Spark makes its pods."""
+    """Returns the namespace in which Spark creates its pods."""
     return conf.get("spark.kubernetes.namespace", "default")
-
-
-def read_template(path: str | None) -> dict[str, Any]:
-    """The pod of a pod template file. Raises InvalidJobError if there is none in it."""
-    if path is None:
-        return {}
-    yaml: Any = importlib.import_module("yaml")
-    try:
-        with open(path) as file:
-            found = yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InvalidJobError(f"the pod template {path!r} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidJobError(f"the pod template {path!r} holds no pod: give metadata and spec of one, as YAML")
-    return found
 
 
 def _kubernetes() -> Any:
@@ -165,14 +111,14 @@ def _kubernetes() -> Any:
 
 
 def _connect(master: str, conf: Mapping[str, str]) -> Any:
-    """The API server of a master, as Spark itself would reach it."""
+    """Returns a client of the master's API server, with the credentials that Spark itself would use."""
     kubernetes = _kubernetes()
     settings = kubernetes.client.Configuration()
     config = kubernetes.config
     try:
         config.load_kube_config(context=conf.get("spark.kubernetes.context"), client_configuration=settings)
     except config.ConfigException:
-        # In a pod; anywhere else the settings below must do.
+        # In a pod this finds the service account. Elsewhere the settings below are all there is.
         with contextlib.suppress(config.ConfigException):
             config.load_incluster_config(client_configuration=settings)
     address = master.removeprefix("k8s://")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -12,17 +11,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.engines.spark import deploy, kubernetes_job
+from rankzero.engines.spark import deploy
 from rankzero.engines.spark.conf import is_kubernetes, is_standalone, spark_defaults, spark_home
 from rankzero.engines.spark.context import zipped_packages
 from rankzero.engines.spark.deploy import CODE, PRIVATE, PROGRAM, Deployment, Submitted
 from rankzero.engines.spark.engine import SparkEngine
 from rankzero.engines.spark.jvm import find_java
-from rankzero.engines.spark.kubernetes_job import JobOf
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.job import Job
 
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
     from rankzero.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-
-CLUSTER, JOB = "cluster", "job"
 
 SUBMIT_TIMEOUT = 180.0
 """Seconds for ``spark-submit`` to deliver a driver to its cluster: a JVM, an upload."""
@@ -56,12 +51,9 @@ class SparkSubmitEngine(SparkEngine):
         master: ``spark://host:port``, ``yarn`` or ``k8s://...``.
         conf: Spark configuration. What may hold credentials travels apart from the rest: see docs/clusters.md.
         session: Must be None: the session is the driver's.
-        deploy_mode: ``"cluster"``: `spark-submit` brings the driver there. ``"job"``: a Kubernetes Job, which needs no
-            Java here, and starts another pod if one is lost: the run goes on from its last checkpoint, as often as
-            ``max_restarts`` says. With the driver beside the caller: `SparkEngine`.
 
     Raises:
-        InvalidJobError: another master, another mode, or conf that is not strings.
+        InvalidJobError: another master, or conf that is not strings.
 
     Example:
         >>> from rankzero import Launcher, SparkSubmitEngine
@@ -69,23 +61,14 @@ class SparkSubmitEngine(SparkEngine):
         >>> handle = Launcher(8, engine=engine, store="/shared/runs").submit(train)    # doctest: +SKIP
     """
 
-    deploy_mode: str = CLUSTER
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.deploy_mode not in (CLUSTER, JOB):
-            raise InvalidJobError(
-                f"deploy_mode is {self.deploy_mode!r}; it must be {CLUSTER!r} or {JOB!r}. SparkEngine(master=...) has "
-                "its driver beside the caller"
-            )
         if self.session is not None:
             raise InvalidJobError("a driver in the cluster has a session of its own: give master= and conf=")
         if self.master is None or self.master.startswith("local"):
             raise InvalidJobError(
                 f"master {self.master!r} is no cluster that could run a driver: use spark://host:port, yarn or k8s://..."
             )
-        if self.deploy_mode == JOB and not is_kubernetes(self.master):
-            raise InvalidJobError(f"deploy_mode {JOB!r} is for masters k8s://...; {self.master!r} has no Jobs")
 
     @property
     def drives_elsewhere(self) -> bool:
@@ -93,9 +76,9 @@ class SparkSubmitEngine(SparkEngine):
         return True
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As a `SparkEngine`, which it is for its driver."""
+        """Returns the specification of a `SparkEngine` whose driver a cluster starts."""
         shown, private = super().to_spec()
-        return {**shown, "deploy_mode": self.deploy_mode}, private
+        return {**shown, "deploy_mode": "cluster"}, private
 
     def check(self, job: Job) -> None:
         """Refuses what a `SparkEngine` refuses, and a cluster that cannot be submitted to from here."""
@@ -112,9 +95,6 @@ class SparkSubmitEngine(SparkEngine):
                 raise InvalidJobError(
                     "conf has no spark.kubernetes.container.image: name an image with Spark and torch"
                 )
-            if self.deploy_mode == JOB:
-                self._manifest("", Submitted("", 0, job.name), job)
-                self._files_of_job()
 
     def check_store(self, root: str) -> None:
         """Refuses a store that the cluster cannot see."""
@@ -133,9 +113,6 @@ class SparkSubmitEngine(SparkEngine):
         files = {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}
         bound = min(SUBMIT_TIMEOUT, job.start_timeout)
         private = {**private, "token": run.token()}
-        if self.deploy_mode == JOB:
-            self._start_job(run, what, files, private)
-            return
         word = deploy.pack(private)
         if is_kubernetes(master):
             from rankzero.engines.spark import kubernetes
@@ -151,52 +128,16 @@ class SparkSubmitEngine(SparkEngine):
             deployment = deploy.deployment(master, self._settings(), what, directory, word)
             self._spark_submit(run, what, deployment, bound)
 
-    @property
-    def _needs_java(self) -> bool:
-        return self.deploy_mode != JOB
-
     def _settings(self) -> dict[str, str]:
         return {**spark_defaults(), **self.conf}
-
-    def _start_job(
-        self, run: RunDirectory, what: Submitted, files: Mapping[str, bytes], private: Mapping[str, Any]
-    ) -> None:
-        from rankzero.engines.spark import kubernetes
-
-        job, settings = run.job(), self._settings()
-        name = kubernetes.name_of(job.run_id)
-        conf = {**private["engine"]["conf"], **kubernetes_job.inside(settings)}
-        word = deploy.pack({**private, "engine": {**private["engine"], "conf": conf}})
-        secret = kubernetes.Secret(self.master or "", settings, name)
-        with secret.created({**files, PRIVATE: word.encode(), **self._files_of_job()}):
-            secret.leave_to_job(
-                self._manifest(name, what, job),
-                kubernetes_job.selector_of(what),
-                functools.partial(kubernetes_job.is_earlier, what),
-            )
-
-    def _manifest(self, name: str, what: Submitted, job: Job) -> dict[str, Any]:
-        from rankzero.engines.spark.kubernetes import read_template
-
-        template = read_template(self._settings().get(kubernetes_job.TEMPLATE))
-        return kubernetes_job.manifest(JobOf(name, what, job.max_restarts), self._settings(), template)
-
-    def _files_of_job(self) -> dict[str, bytes]:
-        """What spark-submit would take along: settings, and the pod template of executors."""
-        settings, files = self._settings(), {}
-        if path := settings.get(kubernetes_job.EXECUTOR_TEMPLATE):
-            try:
-                files[kubernetes_job.EXECUTORS] = Path(path).read_bytes()
-            except OSError as error:
-                raise InvalidJobError(f"the pod template of executors cannot be read: {error}") from error
-        return {**files, kubernetes_job.PROPERTIES: _lines(kubernetes_job.properties(settings)).encode()}
 
     def _spark_submit(self, run: RunDirectory, what: Submitted, deployment: Deployment, bound: float) -> None:
         with tempfile.NamedTemporaryFile("w", prefix="rankzero-", suffix=".conf") as properties, _log_of(run) as log:
             properties.write(_lines(deployment.conf))
             properties.flush()
-            command = [*_submit_command(bare=deployment.bare), "--master", self.master or "", "--deploy-mode", CLUSTER]
-            command += ["--name", what.name, "--properties-file", properties.name, *deployment.arguments]
+            command = [*_submit_command(bare=deployment.bare), "--master", self.master or ""]
+            command += ["--deploy-mode", "cluster", "--name", what.name, "--properties-file", properties.name]
+            command += deployment.arguments
             env = {**({} if deployment.bare else os.environ), **deployment.env}
             start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)

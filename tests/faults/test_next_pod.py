@@ -1,0 +1,142 @@
+"""A Kubernetes Job that submits a run under a fixed run id: its pods are process namespaces of this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.conftest import ROOT, until
+
+from rankzero.cli.run import run
+from rankzero.run.directory import RunDirectory
+
+on_namespaces = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="pods are made of Linux namespaces, which need root"
+)
+
+WAIT = 60.0
+
+SCRIPT = """
+import os, sys, time
+import rankzero.train as rt
+
+before = rt.get_checkpoint()
+if before is None:
+    rt.report({"step": 1}, checkpoint={"step": 1})
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+print("resumed from", before and before.load()["step"], flush=True)
+"""
+
+# Fifteen seconds without a heartbeat are for clusters; one second may pass on a busy machine.
+PROGRAM = """
+from rankzero.driver import recorder
+from rankzero.run import liveness
+recorder.HEARTBEAT_INTERVAL = 0.5
+liveness.DRIVER_DEAD_AFTER, liveness._MISSED = 3.0, 1.0
+from rankzero.cli import main
+main()
+"""
+
+
+class Pod:
+    """One container, whose first process is the submitting program."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self._output = directory / f"pod-{number}.log"
+        unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", PROGRAM]
+        arguments = ["run", "--store", str(directory / "store"), "--run-id", "nightly"]
+        command = [*unshare, *arguments, str(directory / "train.py"), str(directory / "go")]
+        with open(self._output, "wb") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
+
+    @property
+    def lines(self) -> str:
+        return self._output.read_text()
+
+    def kill(self) -> None:
+        """Ends the container as a kubelet does whose node is lost: no process of it gets a signal to handle."""
+        self._process.kill()
+        self._process.wait(WAIT)
+
+    def terminate(self) -> None:
+        """Ends the container as a drain of its node does."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        os.kill(int(children.read_text()), signal.SIGTERM)
+
+    def wait(self) -> int:
+        return self._process.wait(WAIT)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], Pod]]:
+    pods: list[Pod] = []
+
+    def start() -> Pod:
+        pods.append(Pod(tmp_path, len(pods)))
+        return pods[-1]
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    yield start
+    for pod in pods:
+        pod.kill()
+
+
+def await_checkpoint(directory: Path) -> None:
+    run = RunDirectory(str(directory / "store" / "nightly"))
+    until(lambda: (directory / "store" / "nightly" / "status.json").exists() and run.status().checkpoint, WAIT, "one")
+
+
+@on_namespaces
+def test_the_next_pod_resumes_the_run_of_a_pod_that_was_lost(start: Callable[[], Pod], tmp_path: Path) -> None:
+    lost = start()
+    await_checkpoint(tmp_path)
+    lost.kill()
+    (tmp_path / "go").touch()
+    following = start()
+    assert following.wait() == 0, following.lines
+    assert "resumed from 1" in following.lines
+
+
+@on_namespaces
+def test_a_drained_pod_does_not_exit_with_success_and_the_next_one_resumes(
+    start: Callable[[], Pod], tmp_path: Path
+) -> None:
+    drained = start()
+    await_checkpoint(tmp_path)
+    drained.terminate()
+    assert drained.wait() != 0, "Kubernetes starts no other pod after an exit code of 0"
+    (tmp_path / "go").touch()
+    following = start()
+    assert following.wait() == 0, following.lines
+    assert "resumed from 1" in following.lines
+
+
+@on_namespaces
+def test_a_pod_that_starts_while_the_one_before_trains_is_refused(start: Callable[[], Pod], tmp_path: Path) -> None:
+    training = start()
+    await_checkpoint(tmp_path)
+    second = start()
+    assert second.wait() == 2
+    assert "'nightly' is running" in second.lines
+    (tmp_path / "go").touch()
+    assert training.wait() == 0, training.lines
+
+
+def test_the_manifest_of_the_documentation_is_a_command_that_exists() -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    [text] = re.findall("```yaml\n(apiVersion: batch/v1\n.*?)```", page, re.DOTALL)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["restartPolicy"] == "OnFailure"
+    program, command, *arguments = [*container["command"], *container["args"]]
+    assert (program, command) == ("rankzero", "run")
+    context = run.make_context("run", arguments)
+    assert context.params["script"] == "/app/train.py"
+    assert (context.params["run_id"], context.params["store"]) == ("train-nightly", "s3://bucket/runs")
+    assert context.params["conf"]["spark.driver.host"] == "$(POD_IP)"
