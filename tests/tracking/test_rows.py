@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rankzero.tracking.outcomes import Attempt, Outcomes
+from rankzero.tracking.opentelemetry import Attempt, Outcomes
 from rankzero.tracking.rows import Row, Rows
 
 

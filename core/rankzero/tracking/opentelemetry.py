@@ -1,14 +1,13 @@
-"""`OpenTelemetry`: a trace of each run, and metrics of all."""
+"""`OpenTelemetry`: a trace of each run, and metrics of its attempts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.errors import InvalidJobError
 from rankzero.run.directory import RunDirectory
-from rankzero.tracking.outcomes import Attempt, Outcomes
 from rankzero.tracking.tracker import Tracker, require
 
 if TYPE_CHECKING:
@@ -24,6 +23,63 @@ EXPORT_INTERVAL = 60.0
 _HOUR = 3600.0
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that has ended.
+
+    Attributes:
+        number: Its number, from 0.
+        began: Unix time at which the driver began to start it.
+        started: Unix time at which every rank had started; None if that never happened.
+        ended: Unix time of its end.
+        cause: ``"succeeded"``, ``"cancelled"``, ``"failed"``, or the reason for a restart, such as ``"lost"``,
+            ``"hang"`` or ``"killed"``.
+        what: The display message of a failure; otherwise empty.
+    """
+
+    number: int
+    began: float
+    started: float | None
+    ended: float
+    cause: str
+    what: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds for which its ranks held their slots."""
+        return 0.0 if self.started is None else self.ended - self.started
+
+
+class Outcomes:
+    """Collects attempts from the events of one driver."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._began: float | None = None
+        self._started: float | None = None
+        self._what = ""
+
+    def of(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Attempt]:
+        """Yields the attempts that ended in the next events."""
+        for event in events:
+            kind, now = event["type"], event["time"]
+            if kind == "failure" and not self._what:
+                self._what = str(event.get("what", ""))
+            elif kind == "restart":
+                yield from self._end(now, str(event.get("cause") or "failed"), str(event.get("what", "")))
+            elif kind == "state" and event["state"] == "starting":
+                self._number, self._began, self._started, self._what = event["attempt"], now, None, ""
+            elif kind == "state" and event["state"] == "running":
+                self._started = now
+            elif kind == "state":
+                yield from self._end(now, event["state"], self._what if event["state"] == "failed" else "")
+
+    def _end(self, now: float, cause: str, what: str) -> Iterator[Attempt]:
+        if self._began is not None:
+            yield Attempt(self._number, self._began, self._started, now, cause, what)
+        self._began = self._started = None
+
+
 @dataclass(eq=False)
 class OpenTelemetry(Tracker):
     """Sends a trace of each run and metrics of its attempts to a collector, by OTLP over HTTP.
@@ -34,10 +90,11 @@ class OpenTelemetry(Tracker):
     ``rankzero.run.duration`` in seconds, ``rankzero.rank.hours``, and ``rankzero.gpu.hours`` of runs with GPUs.
 
     Attributes:
-        endpoint: Of the collector, such as ``http://collector:4318``. None: ``$OTEL_EXPORTER_OTLP_ENDPOINT`` where the
-            run is driven; the other variables of OpenTelemetry's exporters hold, too.
-        headers: Of each request, to log in.
-        attributes: Of the resource, beside ``service.name``, ``rankzero``.
+        endpoint: The address of the collector, such as ``http://collector:4318``. None uses
+            ``$OTEL_EXPORTER_OTLP_ENDPOINT`` of the process that drives the run. The other variables of OpenTelemetry's
+            exporters apply in both cases.
+        headers: Headers of each request, such as those that authenticate it.
+        attributes: Attributes of the resource, in addition to ``service.name``, which is ``rankzero``.
 
     Example:
         >>> from rankzero import Launcher
@@ -60,7 +117,7 @@ class OpenTelemetry(Tracker):
             ) from None
 
     def begin(self, run: RunHandle[Any]) -> None:
-        """Makes providers of its own: those of this process stay as they are."""
+        """Creates providers for this run. The providers that the process has set up stay unchanged."""
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.metrics import MeterProvider
@@ -106,7 +163,7 @@ class OpenTelemetry(Tracker):
         self._gpu_hours = meter.create_counter("rankzero.gpu.hours", "h", "GPUs times hours")
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
-        """Counts, and makes spans of attempts that have ended."""
+        """Counts attempts, and creates a span for each one that has ended."""
         for event in events:
             if event["type"] == "state" and event["state"] == "starting":
                 self._starts.add(1)
@@ -142,7 +199,7 @@ class OpenTelemetry(Tracker):
             self._gpu_hours.add(hours)
 
     def end(self, run: RunHandle[Any], status: RunStatus) -> None:
-        """Sends what is left."""
+        """Ends the span of the run and sends everything that is still buffered."""
         from opentelemetry.trace import Status, StatusCode
 
         if status.final:
