@@ -16,6 +16,7 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python scripts/check_prose.py
+	.venv/bin/python scripts/check_test_imports.py
 
 types: setup
 	.venv/bin/mypy

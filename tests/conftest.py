@@ -19,8 +19,7 @@ import hypothesis
 import pytest
 
 from rankzero import Launcher
-from rankzero.task import hold
-from rankzero.task.start import OWNER
+from rankzero.task import OWNER, hold
 
 if TYPE_CHECKING:
     from tests.engines.connect_server import ConnectServer

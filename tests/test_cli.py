@@ -16,11 +16,10 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.conftest import until
 
-from rankzero import Launcher, RunHandle
+from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.cli import main
-from rankzero.errors import RunNotFoundError
 from rankzero.report import pages
-from rankzero.run.directory import RunDirectory
+from rankzero.run import RunDirectory
 
 MONTH = 30 * 86400.0
 

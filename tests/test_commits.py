@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import store
-from rankzero.driver import commits
-from rankzero.driver.commits import Committer
-from rankzero.run.checkpoints import CheckpointConfig, Manifest
-from rankzero.run.directory import RunDirectory
+from rankzero import CheckpointConfig, store
+from rankzero.driver import Committer, commits
+from rankzero.run import Manifest, RunDirectory
 
 
 class Commits:

@@ -10,8 +10,7 @@ import pytest
 
 from rankzero import Launcher
 from rankzero.submit import payload
-from rankzero.values import envelope
-from rankzero.values.envelope import LARGE, beside, pack
+from rankzero.values import LARGE, beside, envelope, pack
 
 
 def opened(path: Path) -> Any:

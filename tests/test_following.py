@@ -8,9 +8,8 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import Launcher
-from rankzero.run import growing, reports
+from rankzero.run import Position, growing, reports
 from rankzero.run import handle as runs
-from rankzero.run.growing import Position
 
 PATIENCE = 30.0
 

@@ -1,8 +1,7 @@
 """When a run counts as hung, and what is known of it then."""
 
 from rankzero.bounds import MEET_TIMEOUT
-from rankzero.driver import policy
-from rankzero.driver.hang import HangWatch
+from rankzero.driver import HangWatch, policy
 
 BOUND = 10.0
 

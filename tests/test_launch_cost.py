@@ -19,9 +19,8 @@ from tests.conftest import restore_signal_handlers, signal_handlers
 
 import rankzero
 from rankzero import Launcher, SparkEngine
-from rankzero.engines.spark.context import known
-from rankzero.engines.spark.stage import make_task
-from rankzero.warm.server import PRELOADED_LATER
+from rankzero.engines import known, make_task
+from rankzero.warm import PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_warm_servers")
 

@@ -34,9 +34,9 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from rankzero.engines.local import LocalSession
+from rankzero.engines import LocalSession
 from rankzero.job import Job
-from rankzero.values.digest import digest_of_file
+from rankzero.values import digest_of_file
 
 WAIT = 60.0
 
@@ -434,7 +434,7 @@ def test_a_reference_that_is_gone_is_refused_before_anything_starts(launcher: La
 @pytest.mark.soak
 def test_an_agent_that_cannot_work_says_why(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankzero import EngineError
-    from rankzero.engines.local import LocalSession
+    from rankzero.engines import LocalSession
 
     monkeypatch.setattr(LocalSession, "driver_host", "no-such-host.invalid")
     with pytest.raises(

@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 
+from rankzero import ResultError, ResultRef
 from rankzero.bounds import LOG_TAIL_WIDTH
-from rankzero.driver import failure, policy
-from rankzero.driver.outcome import Outcome, Reason
-from rankzero.driver.roster import Member
-from rankzero.errors import ResultError
-from rankzero.values.ref import ResultRef
+from rankzero.driver import Member, Outcome, Reason, failure, policy
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 

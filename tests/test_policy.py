@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from rankzero import errors
-from rankzero.driver import failure, policy
-from rankzero.driver.failure import Failure
-from rankzero.run import liveness
-from rankzero.run.directory import RunStatus
+from rankzero.driver import Failure, failure, policy
+from rankzero.run import RunStatus, liveness
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
 ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from rankzero.bounds import RETURNED_HANG, RETURNED_NOTICE
-from rankzero.driver.remaining import RemainingWatch, describe, is_waiting
+from rankzero.driver import RemainingWatch, describe, is_waiting
 
 SITE = "/venv/lib/python3.12/site-packages/torch"
 USER = '  File "/home/me/train.py", line 12 in train'

@@ -8,14 +8,11 @@ from tests.conftest import until
 from tests.s3 import S3Server
 
 from rankzero import RunHandle
+from rankzero.driver import Inbox, Recorder, Watch
 from rankzero.driver import recorder as recorders
-from rankzero.driver.recorder import Recorder
-from rankzero.driver.watch import Inbox, Watch
 from rankzero.job import Job
-from rankzero.run.cursor import LogCursor
-from rankzero.run.directory import RunDirectory
-from rankzero.run.pace import LONGEST_PACE, pace
-from rankzero.run.renewal import INTERVAL_REMOTE
+from rankzero.run import INTERVAL_REMOTE, LONGEST_PACE, LogCursor, RunDirectory
+from rankzero.run.pace import pace
 
 RANKS = 64
 DAY = 86400.0

@@ -12,10 +12,20 @@ import pytest
 
 from rankzero import InvalidJobError, store
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.identity import Asked, Identity
-from rankzero.run.retention import ABANDONED, CLAIM_PATIENCE, HALF_REMOVED, HIDDEN, Age, collect, is_due
-from rankzero.submit.submission import submit
+from rankzero.run import (
+    ABANDONED,
+    CLAIM_PATIENCE,
+    HALF_REMOVED,
+    HIDDEN,
+    Age,
+    Asked,
+    Identity,
+    RunDirectory,
+    RunStatus,
+    collect,
+    is_due,
+)
+from rankzero.submit import submit
 
 DAY = 86400.0
 MONTH = 30 * DAY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -103,3 +104,15 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 def test_every_room_says_what_lives_there() -> None:
     assert all(ast.get_docstring(ast.parse(path.read_text())) for path in CORE.rglob("__init__.py"))
+
+
+def test_imports_of_a_file_inside_a_room_are_counted() -> None:
+    check = runpy.run_path(str(ROOT / "scripts" / "check_test_imports.py"))
+    code = "from rankzero.run.retention import Age\nfrom rankzero.driver import policy\nimport dagster_rankzero.step"
+    assert [module for _, module in check["internal_imports"](code)] == [
+        "rankzero.run.retention",
+        "rankzero.driver.policy",
+        "dagster_rankzero.step",
+    ]
+    rooms = "import rankzero.train as rt\nfrom rankzero.run import Age\nfrom rankzero import Launcher\nimport os.path"
+    assert check["internal_imports"](rooms + "\nfrom rankzero.errors import EngineError") == []

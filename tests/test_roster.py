@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.driver.roster import Member, Roster
+from rankzero.driver import Member, Roster
 
 
 def join(host: str, workers: int = 1, **changes: Any) -> dict[str, Any]:

@@ -12,9 +12,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher
-from rankzero.driver.scratch import Scratch
-from rankzero.task.hold import NEW, remove_abandoned
-from rankzero.task.start import OWNER
+from rankzero.driver import Scratch
+from rankzero.task import NEW, OWNER, remove_abandoned
 
 DRIVER = """
 import sys

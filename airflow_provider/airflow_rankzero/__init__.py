@@ -9,8 +9,9 @@ a name is used, since Airflow imports it while it configures itself.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from rankzero import lazy_names
 
 if TYPE_CHECKING:
     from airflow_rankzero.decorators import torch_distributor
@@ -18,20 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDistributorOperator", "torch_distributor"]
 
-_HOMES = {"TorchDistributorOperator": "operators", "torch_distributor": "decorators"}
+_load = lazy_names(
+    __name__,
+    "_compat.AirflowFailException _compat.AirflowRescheduleException _compat.TaskDeferred arguments.TaskArguments "
+    "arguments.TrainingArguments call.keyword call.positional connection.fields.CONN_FIELDS connection.target.Target "
+    "decorators.torch_distributor links.DIRECTORY_KEY links.push_links links.ReportLink links.RunDirectoryLink "
+    "links.SparkUILink links.web_address openlineage.lineage.facets openlineage.lineage.Inputs "
+    "openlineage.lineage.inputs_of openlineage.lineage.RunFacts openlineage.lineage.spark_properties "
+    "operators.TorchDistributorOperator outlets.fill_outlets paths.dataset_beside plugin.RankZeroPlugin "
+    "provider_info.get_provider_info run_id.run_id_of tries.TaskTry triggers.RunTrigger",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'airflow_rankzero' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"airflow_rankzero.{_HOMES[name]}"), name)
+        return _load(name)
     except ModuleNotFoundError as error:
         if error.name not in ("airflow", "airflow.sdk"):
             raise
         raise ImportError(f"{name} needs Airflow 3.1 or newer: pip install 'rankzero[airflow]'") from error
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

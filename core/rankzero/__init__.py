@@ -7,11 +7,14 @@ package imports neither torch nor pyspark nor numpy; public names are loaded whe
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankzero.compat.torch_distributor import TorchDistributor
     from rankzero.data.table import Table
     from rankzero.engines.connect.engine import SparkConnectEngine
@@ -62,26 +65,38 @@ __all__ = [
     "WorkerFailedError",
 ]
 
-_HOMES = {
-    "CheckpointConfig": "run.checkpoints",
-    "Launcher": "launcher",
-    "LocalEngine": "engines.local",
-    "ResultRef": "values.ref",
-    "RunHandle": "run.handle",
-    "SparkConnectEngine": "engines.connect.engine",
-    "SparkEngine": "engines.spark.engine",
-    "SparkSubmitEngine": "engines.spark.submit",
-    "Table": "data.table",
-    "TorchDistributor": "compat.torch_distributor",
-}
+
+def lazy_names(package: str, names: str) -> Callable[[str], Any]:
+    """Adds names of a package's modules to the package; each module is imported when a name of it is used.
+
+    Args:
+        package: The name of the package.
+        names: Paths below the package, separated by spaces: ``"directory.RunDirectory directory.RunStatus"``.
+
+    Returns:
+        The package's ``__getattr__``.
+    """
+    homes = {name: home for home, _, name in (path.rpartition(".") for path in names.split())}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    # Set rather than defined, so that type checkers still know a wrong name.
+    vars(sys.modules[package])["__getattr__"] = load
+    return load
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'rankzero' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rankzero.{_HOMES.get(name, 'errors')}"), name)
-    globals()[name] = value
-    return value
+lazy_names(
+    __name__,
+    "compat.torch_distributor.TorchDistributor data.table.Table engines.connect.engine.SparkConnectEngine "
+    "engines.local.LocalEngine engines.spark.engine.SparkEngine engines.spark.submit.SparkSubmitEngine "
+    "errors.EngineError errors.HangError errors.InsufficientSlotsError errors.InvalidJobError errors.RankZeroError "
+    "errors.ResultError errors.RetryableError errors.RunCancelledError errors.RunNotFoundError errors.RunTimeoutError "
+    "errors.StartTimeoutError errors.WorkerFailedError launcher.Launcher run.checkpoints.CheckpointConfig "
+    "run.handle.RunHandle values.ref.ResultRef",
+)
 
 
 def __dir__() -> list[str]:

@@ -14,12 +14,12 @@ May not live here: anything that runs inside ranks, and imports of torch or pysp
 imported. A name is loaded when it is used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dagster_shared.libraries import DagsterLibraryRegistry
 
 from rankzero import __version__ as __version__
+from rankzero import lazy_names
 
 if TYPE_CHECKING:
     from dagster_rankzero.checks import build_champion_check as build_champion_check
@@ -42,27 +42,18 @@ __all__ = [
     "torch_multi_asset",
 ]
 
-_HOMES = {
-    "RankZeroIOManager": "io_manager.io_manager",
-    "TorchDistributorResource": "resource",
-    "TorchTrainingComponent": "component",
-    "build_champion_check": "checks",
-    "build_metric_bounds_checks": "checks",
-    "torch_asset": "decorators.asset",
-    "torch_distributor_op": "decorators.op",
-    "torch_multi_asset": "decorators.multi_asset",
-}
-
 # Without the flag Dagster warns that our version is not one of its own.
 DagsterLibraryRegistry.register("dagster-rankzero", __version__, is_dagster_package=False)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dagster_rankzero' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"dagster_rankzero.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+lazy_names(
+    __name__,
+    "_compat.Calls _compat.DELEGATED _compat.IN_PROCESS _compat.MULTIPROCESS _compat.signal_of "
+    "checks.build_champion_check checks.build_metric_bounds_checks component.TorchTrainingComponent "
+    "decorators.asset.torch_asset decorators.multi_asset.torch_multi_asset decorators.op.torch_distributor_op "
+    "failure.as_failure io_manager.io_manager.RankZeroIOManager metadata.describe.CURVE_POINTS "
+    "metadata.describe.describe_run metadata.describe.TABLE_ROWS resource.TorchDistributorResource step.lease "
+    "step.run_id_of step.Step step_run.open_run",
+)
 
 
 def __dir__() -> list[str]:

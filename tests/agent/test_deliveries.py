@@ -15,9 +15,9 @@ import rankzero.train as rt
 from rankzero import Launcher
 from rankzero.agent import output
 from rankzero.channel import frames, pace
-from rankzero.driver.recorder import Recorder
+from rankzero.driver import Recorder
+from rankzero.worker import Control
 from rankzero.worker import control as controls
-from rankzero.worker.control import Control
 
 LINES = 100
 PAUSE = 0.01

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankzero.host import network
-from rankzero.host.network import first_reachable, interface_of, socket_environment
+from rankzero.host import first_reachable, interface_of, network, socket_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are listed as Linux does")
 

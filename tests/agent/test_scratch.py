@@ -17,9 +17,7 @@ from tests.conftest import ROOT, until
 
 import rankzero
 from rankzero import Launcher
-from rankzero.channel.auth import new_secret
-from rankzero.channel.driver_end.server import ChannelServer
-from rankzero.channel.sockets import listen
+from rankzero.channel import ChannelServer, listen, new_secret
 
 BOUND = 60.0
 

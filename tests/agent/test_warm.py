@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from rankzero import EngineError, InvalidJobError, Launcher
-from rankzero.engines.local import LocalGroup
-from rankzero.task.start import OWNER, start_time
+from rankzero.engines import LocalGroup
+from rankzero.task import OWNER, start_time
 
 SERVER = "rankzero.warm.server import main"
 ENDED = 8.0

@@ -22,7 +22,7 @@ from tests.conftest import free_port, processes_with, until
 from tests.postgres import Postgres, find_programs
 from tests.servers import STOP_TIMEOUT
 
-from airflow_rankzero.run_id import run_id_of
+from airflow_rankzero import run_id_of
 from rankzero import RunHandle
 
 DAGS = Path(__file__).parent / "dags"

@@ -142,7 +142,7 @@ class Airflow:
         from airflow.models.xcom import XComModel
         from sqlalchemy import select
 
-        from airflow_rankzero.links import DIRECTORY_KEY
+        from airflow_rankzero import DIRECTORY_KEY
 
         with session_of_airflow() as session:
             noted = select(XComModel.timestamp).where(XComModel.dag_id == self.dag_id, XComModel.key == DIRECTORY_KEY)

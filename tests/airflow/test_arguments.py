@@ -54,7 +54,7 @@ def test_the_operator_takes_what_the_launcher_takes() -> None:
 
 
 def test_the_decorator_s_types_are_those_of_the_operator() -> None:
-    from airflow_rankzero.arguments import TaskArguments, TrainingArguments
+    from airflow_rankzero import TaskArguments, TrainingArguments
 
     hints = TrainingArguments.__annotations__
     own = {name: hints[name].__forward_arg__ for name in set(hints) - set(TaskArguments.__annotations__)}
@@ -71,8 +71,7 @@ def test_a_connection_and_a_master_at_once_are_refused(dag: Any) -> None:
 
 
 def test_a_master_without_a_connection(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero._compat import AirflowFailException
+    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
 
     def train() -> int:
         import rankzero.train as rt
@@ -125,7 +124,7 @@ def test_other_objects_of_airflow_are_refused_by_name_before_the_submission() ->
     import jinja2
     from airflow.sdk import Asset
 
-    from airflow_rankzero.call import keyword, positional
+    from airflow_rankzero import keyword, positional
     from rankzero import InvalidJobError
 
     with pytest.raises(InvalidJobError, match=r"op_kwargs\['model'\]\[0\] is a Asset of Airflow"):

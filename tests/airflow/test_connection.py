@@ -13,7 +13,7 @@ from rankzero import InvalidJobError, LocalEngine, SparkConnectEngine, SparkEngi
 def target(**fields: Any) -> Any:
     from airflow.sdk import Connection
 
-    from airflow_rankzero.connection.target import Target
+    from airflow_rankzero import Target
 
     return Target.from_connection(Connection(conn_id="cluster", **{"conn_type": "spark", **fields}))
 
@@ -43,7 +43,7 @@ def test_host_and_port_become_the_master(host: str, port: int | None, master: st
 def test_master_of_a_connection_uri() -> None:
     from airflow.sdk import Connection
 
-    from airflow_rankzero.connection.target import Target
+    from airflow_rankzero import Target
 
     connection = Connection.from_uri("spark://head:7078", conn_id="cluster")
     assert Target.from_connection(connection).master == "spark://head:7078"
@@ -78,7 +78,7 @@ def rankzero(**extra: Any) -> Any:
 
 
 def test_every_field_of_the_form_is_read() -> None:
-    from airflow_rankzero.connection.fields import CONN_FIELDS
+    from airflow_rankzero import CONN_FIELDS
 
     given = {
         "engine": "spark",
@@ -111,7 +111,7 @@ def test_a_connection_says_the_same_as_a_uri(host: str) -> None:
     """Airflow's own test of a connection hands it on as one."""
     from airflow.sdk import Connection
 
-    from airflow_rankzero.connection.target import Target
+    from airflow_rankzero import Target
 
     extra = json.dumps({"use_gpu": True, "processes_per_task": 2, "conf": {"spark.executor.memory": "8g"}})
     connection = Connection(conn_id="cluster", conn_type="rankzero", host=host, extra=extra)
@@ -122,7 +122,7 @@ def test_a_connection_says_the_same_as_a_uri(host: str) -> None:
 def test_words_of_a_uri_are_read_as_what_they_mean() -> None:
     from airflow.sdk import Connection
 
-    from airflow_rankzero.connection.target import Target
+    from airflow_rankzero import Target
 
     uri = "rankzero://head:7078/?use_gpu=true&processes_per_task=2&conf=%7B%22spark.executor.memory%22%3A+%228g%22%7D"
     found = Target.from_connection(Connection.from_uri(uri, conn_id="cluster"))

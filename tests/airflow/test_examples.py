@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT, restore_signal_handlers, signal_handlers, until
 
 from rankzero import Launcher, ResultRef
-from rankzero.run.directory import RunDirectory
+from rankzero.run import RunDirectory
 
 EXAMPLES = ROOT / "example_dags"
 DAY = 86400.0

@@ -50,7 +50,7 @@ def switch_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_provider_nothing_changes(absent: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero.openlineage.lineage import RunFacts, facets, spark_properties
+    from airflow_rankzero import RunFacts, facets, spark_properties
 
     switch_on(monkeypatch)
     assert spark_properties({"a": "b"}, {}) == {"a": "b"}  # type: ignore[typeddict-item]
@@ -58,7 +58,7 @@ def test_without_the_provider_nothing_changes(absent: None, monkeypatch: pytest.
 
 
 def test_nothing_is_injected_unless_asked_for(present: ModuleType) -> None:
-    from airflow_rankzero.openlineage.lineage import spark_properties
+    from airflow_rankzero import spark_properties
 
     given = {"a": "b"}
     found = spark_properties(given, {})  # type: ignore[typeddict-item]
@@ -67,7 +67,7 @@ def test_nothing_is_injected_unless_asked_for(present: ModuleType) -> None:
 
 
 def test_parent_job_is_injected_when_asked_for(present: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero.openlineage.lineage import spark_properties
+    from airflow_rankzero import spark_properties
 
     switch_on(monkeypatch)
     assert spark_properties({"a": "b"}, {}) == {"a": "b", **PARENT}  # type: ignore[typeddict-item]
@@ -76,7 +76,7 @@ def test_parent_job_is_injected_when_asked_for(present: ModuleType, monkeypatch:
 def test_trouble_with_lineage_stops_no_task(
     present: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from airflow_rankzero.openlineage.lineage import RunFacts, facets, spark_properties
+    from airflow_rankzero import RunFacts, facets, spark_properties
 
     def fail(properties: Any, context: Any) -> Any:
         raise RuntimeError("no run id")
@@ -94,7 +94,7 @@ def test_facets_describe_the_run() -> None:
     from openlineage.client.event_v2 import Dataset
     from openlineage.client.serde import Serde
 
-    from airflow_rankzero.openlineage.lineage import Inputs, RunFacts, facets
+    from airflow_rankzero import Inputs, RunFacts, facets
     from rankzero import WorkerFailedError
 
     found = facets(
@@ -114,7 +114,7 @@ def test_facets_describe_the_run() -> None:
 
 
 def test_inputs_are_refs_paths_tables_and_queries(tmp_path: Path) -> None:
-    from airflow_rankzero.openlineage.lineage import Inputs, inputs_of
+    from airflow_rankzero import Inputs, inputs_of
     from rankzero import ResultRef, Table
 
     ref, other = ResultRef("s3://bucket/a/value", "json", "", 0), ResultRef("/runs/b/value", "json", "", 0)
@@ -142,7 +142,7 @@ def test_inputs_are_refs_paths_tables_and_queries(tmp_path: Path) -> None:
 
 @with_provider
 def test_tables_and_queries_have_names_as_openlineage_has_them() -> None:
-    from airflow_rankzero.openlineage.lineage import Inputs, RunFacts, facets
+    from airflow_rankzero import Inputs, RunFacts, facets
 
     query = "select a from db.left join db.right using (id)"
     inputs = Inputs(("s3a://bucket/rows",), ("`db`.rows", query), "thrift://metastore:9083")
@@ -159,7 +159,7 @@ def test_tables_and_queries_have_names_as_openlineage_has_them() -> None:
 
 @with_provider
 def test_what_is_not_known_yet_is_left_out() -> None:
-    from airflow_rankzero.openlineage.lineage import RunFacts, facets
+    from airflow_rankzero import RunFacts, facets
 
     found = facets(RunFacts(4))
     assert found.inputs == []
@@ -171,7 +171,7 @@ def test_what_is_not_known_yet_is_left_out() -> None:
 def test_airflow_collects_the_facets_of_the_operator() -> None:
     from airflow.providers.openlineage.extractors.base import DefaultExtractor
 
-    from airflow_rankzero.openlineage.lineage import RunFacts, facets
+    from airflow_rankzero import RunFacts, facets
 
     class Operator:
         task_type = "Operator"
@@ -192,7 +192,7 @@ def test_airflow_collects_the_facets_of_the_operator() -> None:
 def test_spark_learns_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import UTC, datetime
 
-    from airflow_rankzero.openlineage.lineage import spark_properties
+    from airflow_rankzero import spark_properties
 
     switch_on(monkeypatch)
     run = SimpleNamespace(logical_date=datetime(2026, 1, 1, tzinfo=UTC), conf={}, clear_number=0)

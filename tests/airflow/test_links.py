@@ -17,7 +17,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> None:
 def linking_operator(**addresses: str | None) -> Any:
     from airflow.sdk import BaseOperator
 
-    from airflow_rankzero.links import ReportLink, RunDirectoryLink, SparkUILink, push_links
+    from airflow_rankzero import ReportLink, RunDirectoryLink, SparkUILink, push_links
 
     class Linking(BaseOperator):
         operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
@@ -31,7 +31,7 @@ def linking_operator(**addresses: str | None) -> Any:
 def test_links_are_there_while_and_after_the_task_runs(run_dag: Callable[..., Any]) -> None:
     from airflow.sdk import DAG
 
-    from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink
+    from airflow_rankzero import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink
 
     with DAG("links") as dag:
         linking_operator(spark_ui="http://head:4040", directory="gs://bucket/runs/a b")
@@ -48,7 +48,7 @@ def test_links_are_there_while_and_after_the_task_runs(run_dag: Callable[..., An
 def test_a_link_that_was_not_pushed_is_empty(run_dag: Callable[..., Any], tmp_path: Path) -> None:
     from airflow.sdk import DAG
 
-    from airflow_rankzero.links import RunDirectoryLink, SparkUILink
+    from airflow_rankzero import RunDirectoryLink, SparkUILink
 
     with DAG("no-links") as dag:
         linking_operator(directory=str(tmp_path))
@@ -61,7 +61,7 @@ def test_a_link_that_was_not_pushed_is_empty(run_dag: Callable[..., Any], tmp_pa
 def test_links_that_cannot_be_pushed_cost_no_training(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from airflow_rankzero.links import push_links
+    from airflow_rankzero import push_links
 
     class Broken:
         task = SimpleNamespace()
@@ -77,7 +77,7 @@ def test_links_that_cannot_be_pushed_cost_no_training(
 
 
 def test_a_web_page_shows_the_store_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow_rankzero.links import web_address
+    from airflow_rankzero import web_address
 
     assert web_address("s3://bucket/runs/a") == "https://s3.console.aws.amazon.com/s3/buckets/bucket?prefix=runs/a/"
     # Airflow's page shows no button for these.

@@ -43,8 +43,7 @@ def test_a_mark_ends_a_training_that_nobody_follows(
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
-    from airflow_rankzero import marks
-    from airflow_rankzero.plugin import RankZeroPlugin
+    from airflow_rankzero import RankZeroPlugin, marks
 
     settle = marks_settle(monkeypatch)
 

@@ -247,8 +247,7 @@ def test_connection_without_enough_slots_is_refused(
 def test_bad_input_fails_for_good_before_anything_starts(
     dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero._compat import AirflowFailException
+    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
     from rankzero import InvalidJobError
 
     def train() -> None:
@@ -330,8 +329,7 @@ def test_assets_say_what_was_made_and_links_where(dag: Any, run_dag: RunDag, tmp
     from airflow.sdk import Asset
     from airflow.utils.session import create_session
 
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero.links import DIRECTORY_KEY
+    from airflow_rankzero import DIRECTORY_KEY, TorchDistributorOperator
 
     def train() -> float:
         import rankzero.train as rt
@@ -465,8 +463,7 @@ def test_an_operator_may_be_copied_and_listed(dag: Any) -> None:
 
 def test_what_may_be_there_at_the_next_try_is_left_to_it(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
     """A secrets backend that does not answer says the same as one without the connection; a store may be full."""
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero._compat import AirflowFailException
+    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
     from rankzero import InvalidJobError
 
     (tmp_path / "file").touch()

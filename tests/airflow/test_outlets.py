@@ -88,7 +88,7 @@ def test_a_result_that_cannot_be_an_asset_fails_no_training(caplog: pytest.LogCa
     from airflow.sdk import AssetAlias
     from airflow.sdk.execution_time.context import OutletEventAccessors
 
-    from airflow_rankzero.outlets import fill_outlets
+    from airflow_rankzero import fill_outlets
 
     alias = AssetAlias("models")
     context: Any = {"outlets": [alias], "outlet_events": OutletEventAccessors()}

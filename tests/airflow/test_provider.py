@@ -27,7 +27,7 @@ def schema(name: str) -> Any:
 def test_provider_description_is_valid() -> None:
     import jsonschema
 
-    from airflow_rankzero.provider_info import get_provider_info
+    from airflow_rankzero import get_provider_info
 
     info = get_provider_info()
     jsonschema.validate(info, schema("provider_info.schema.json"))
@@ -39,7 +39,7 @@ def test_provider_description_is_valid() -> None:
 def test_what_the_provider_names_is_there() -> None:
     import importlib
 
-    from airflow_rankzero.provider_info import get_provider_info
+    from airflow_rankzero import get_provider_info
 
     info = get_provider_info()
     modules = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from airflow_rankzero.run_id import run_id_of
+from airflow_rankzero import run_id_of
 from rankzero.job import check_run_id
 
 

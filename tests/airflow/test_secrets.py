@@ -92,7 +92,7 @@ def test_they_are_masked_before_the_fields_are_stored(
 
 def test_the_trigger_masks_what_the_worker_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that has never seen the task: what it registers is what Airflow replaces."""
-    from airflow_rankzero.triggers import RunTrigger
+    from airflow_rankzero import RunTrigger
     from rankzero import Launcher
 
     extra = {"engine": "local", "conf": {"spark.hadoop.fs.s3a.secret.key": CONNECTION_KEY}}

@@ -112,8 +112,7 @@ def test_an_elastic_world_and_restart_on_may_be_templates(dag: Any, run_dag: Run
 def test_what_renders_to_nonsense_fails_for_good(
     dag: Any, run_dag: RunDag, tmp_path: Path, arguments: dict[str, Any], words: str
 ) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero._compat import AirflowFailException
+    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
     from rankzero import InvalidJobError
 
     TorchDistributorOperator(task_id="train", train=print, store=str(tmp_path), retries=3, **arguments)
@@ -127,8 +126,7 @@ def test_what_renders_to_nonsense_fails_for_good(
 
 
 def test_a_mapped_value_that_is_wrong_fails_its_task_for_good(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
-    from airflow_rankzero import TorchDistributorOperator
-    from airflow_rankzero._compat import AirflowFailException
+    from airflow_rankzero import AirflowFailException, TorchDistributorOperator
     from rankzero import InvalidJobError
 
     made = TorchDistributorOperator.partial(task_id="train", train=print, store=str(tmp_path), retries=3)
@@ -211,7 +209,7 @@ def test_relative_paths_begin_beside_the_dag_file(
 
 
 def test_the_path_of_a_dataset_begins_beside_the_dag_file(tmp_path: Path) -> None:
-    from airflow_rankzero.paths import dataset_beside
+    from airflow_rankzero import dataset_beside
 
     (tmp_path / "rows").mkdir()
     given = {"a": "rows", "b": "data/more", "c": "catalog.rows", "d": "SELECT 1", "e": "s3://b/x", "f": Path("rows")}

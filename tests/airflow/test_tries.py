@@ -56,7 +56,7 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
     ],
 )
 def test_what_a_user_did_is_told_from_everything_else(answer: Any, ended: bool) -> None:
-    from airflow_rankzero.tries import TaskTry
+    from airflow_rankzero import TaskTry
 
     asked: list[dict[str, Any]] = []
 
@@ -86,8 +86,7 @@ def test_a_retry_policy_may_make_the_next_try_wait_longer() -> None:
 
 
 def test_what_interrupts_a_try_and_leaves_its_training() -> None:
-    from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred
-    from airflow_rankzero.tries import TaskTry
+    from airflow_rankzero import AirflowRescheduleException, TaskDeferred, TaskTry
 
     _, retried = make(1, 1)
     _, last = make(2, 1)

@@ -11,7 +11,7 @@ import pytest
 
 from rankzero import Launcher
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run import RunDirectory, RunStatus
 from rankzero.store import files
 
 
@@ -28,7 +28,7 @@ def train(folder: str) -> int:
 
 def make_trigger(directory: str, submission: int = 0) -> Any:
     """As the triggerer makes it: from what was stored in the database."""
-    from airflow_rankzero.triggers import RunTrigger
+    from airflow_rankzero import RunTrigger
 
     path, arguments = RunTrigger(directory, submission, {"0": [0, 0]}).serialize()
     module, _, name = path.rpartition(".")

@@ -19,9 +19,9 @@ from hypothesis import strategies
 from pydantic import TypeAdapter
 from sqlalchemy import event, text
 
-from airflow_rankzero.plugin import RankZeroPlugin
+from airflow_rankzero import RankZeroPlugin
 from rankzero import ResultRef
-from rankzero.values.plain import find_unstorable
+from rankzero.values import find_unstorable
 
 DAG_ID, RUN_ID, TASK_ID = "round_trip", "run", "train"
 

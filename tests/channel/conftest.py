@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import auth, limits
-from rankzero.channel.agent_end.client import ChannelClient
-from rankzero.channel.driver_end.server import ChannelServer
-from rankzero.channel.driver_end.tls import Identity, make_identity
-from rankzero.channel.frames import Message
-from rankzero.channel.sockets import listen
+from rankzero.channel import ChannelClient, ChannelServer, Identity, Message, auth, limits, listen, make_identity
 
 TIMEOUT = 20.0
 

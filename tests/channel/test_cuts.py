@@ -12,13 +12,20 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import auth, frames, limits
-from rankzero.channel.agent_end.client import ChannelClosed
-from rankzero.channel.auth import Handshake, Hello
-from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED
-from rankzero.channel.frames import Message
-from rankzero.channel.session import LEFT
-from rankzero.values.digest import digest_of_file
+from rankzero.channel import (
+    DISCONNECTED,
+    LEFT,
+    LOST,
+    RECONNECTED,
+    ChannelClosed,
+    Handshake,
+    Hello,
+    Message,
+    auth,
+    frames,
+    limits,
+)
+from rankzero.values import digest_of_file
 
 Receive = Callable[..., list[Message]]
 

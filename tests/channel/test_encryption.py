@@ -12,9 +12,7 @@ import pytest
 from tests.channel.conftest import Proxy, Serving
 
 from rankzero import EngineError, InvalidJobError, Launcher
-from rankzero.channel.agent_end.client import ChannelClosed
-from rankzero.channel.driver_end.tls import make_identity
-from rankzero.channel.frames import Message
+from rankzero.channel import ChannelClosed, Message, make_identity
 
 WORDS = b"what nobody on the wire may read"
 Receive = Callable[..., list[Message]]

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import frames, limits
-from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
-from rankzero.channel.frames import Message
+from rankzero.channel import ChannelClient, ChannelClosed, Message, frames, limits
 
 Receive = Callable[..., list[Message]]
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.channel import frames
-from rankzero.channel.frames import Decoder, FrameError, Sealer
+from rankzero.channel import Decoder, FrameError, Sealer, frames
 
 KEY = b"k" * 32
 

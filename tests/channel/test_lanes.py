@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero.channel import limits
-from rankzero.channel.frames import Message
+from rankzero.channel import Message, limits
 
 LINE = "x" * 100_000
 

@@ -12,13 +12,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.channel import limits
-from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
-from rankzero.channel.driver_end.server import DISCONNECTED, LOST
-from rankzero.channel.frames import FrameError, Message
-from rankzero.channel.session import LEFT
-from rankzero.channel.sockets import listen
-from rankzero.values.digest import digest_of_file
+from rankzero.channel import DISCONNECTED, LEFT, LOST, ChannelClient, ChannelClosed, FrameError, Message, limits, listen
+from rankzero.values import digest_of_file
 
 Receive = Callable[..., list[Message]]
 
@@ -254,7 +249,7 @@ def test_what_the_channel_makes_up_cannot_be_sent(serving: Any, kind: str) -> No
 
 
 def test_a_driver_that_fails_on_a_message_gets_the_next(serve: Any, tmp_path: Path) -> None:
-    from rankzero.channel.driver_end.server import ChannelServer
+    from rankzero.channel import ChannelServer
 
     seen: list[str] = []
     arrived = threading.Event()

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero.channel import auth, frames, limits
-from rankzero.channel.auth import Handshake, Hello
+from rankzero.channel import Handshake, Hello, auth, frames, limits
 
 
 @contextlib.contextmanager

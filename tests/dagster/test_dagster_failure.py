@@ -7,8 +7,7 @@ import dagster as dg
 import pytest
 from tests.dagster.dagster_events import failure_of
 
-from dagster_rankzero import TorchDistributorResource
-from dagster_rankzero.failure import as_failure
+from dagster_rankzero import TorchDistributorResource, as_failure
 from rankzero import (
     EngineError,
     HangError,

@@ -9,8 +9,7 @@ import pytest
 from tests.dagster.dagster_events import metadata_of
 
 import rankzero.train as rt
-from dagster_rankzero import torch_asset
-from dagster_rankzero.metadata.describe import CURVE_POINTS, TABLE_ROWS, describe_run
+from dagster_rankzero import CURVE_POINTS, TABLE_ROWS, describe_run, torch_asset
 from rankzero import Launcher, LocalEngine
 
 

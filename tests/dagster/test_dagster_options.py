@@ -12,8 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from dagster_rankzero import TorchDistributorResource
-from rankzero import Launcher
-from rankzero.run.checkpoints import CheckpointConfig
+from rankzero import CheckpointConfig, Launcher
 
 OF_THE_LAUNCHER_ALONE = {
     "labels": "the integration's own notes",

@@ -11,8 +11,7 @@ import dagster as dg
 import pytest
 from dagster._utils.interrupts import raise_interrupts_as
 
-from dagster_rankzero._compat import DELEGATED, IN_PROCESS, MULTIPROCESS, Calls, signal_of
-from dagster_rankzero.step import Step, lease, run_id_of
+from dagster_rankzero import DELEGATED, IN_PROCESS, MULTIPROCESS, Calls, Step, lease, run_id_of, signal_of
 
 POLICY = dg.RetryPolicy
 

@@ -12,9 +12,7 @@ import dagster as dg
 import pytest
 from tests.conftest import until
 
-from dagster_rankzero._compat import DELEGATED, MULTIPROCESS
-from dagster_rankzero.step import Step
-from dagster_rankzero.step_run import open_run
+from dagster_rankzero import DELEGATED, MULTIPROCESS, Step, open_run
 from rankzero import Launcher, RunHandle
 from rankzero.run import lease as leases
 

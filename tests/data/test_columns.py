@@ -8,9 +8,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rankzero.data import kinds
-from rankzero.data.columns import Ragged, joined, part, rows_of, tensors
-from rankzero.errors import InvalidJobError
+from rankzero import InvalidJobError
+from rankzero.data import Ragged, joined, kinds, part, rows_of, tensors
 
 UTC = datetime.UTC
 VECTOR = pa.struct(

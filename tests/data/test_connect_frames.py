@@ -7,8 +7,7 @@ import pytest
 from tests.engines.connect_server import ConnectServer
 
 import rankzero.train as rt
-from rankzero import Launcher, SparkConnectEngine
-from rankzero.errors import InvalidJobError
+from rankzero import InvalidJobError, Launcher, SparkConnectEngine
 
 pytestmark = pytest.mark.soak
 

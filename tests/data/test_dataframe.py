@@ -13,15 +13,12 @@ import pytest
 from tests.conftest import until
 
 import rankzero.train as rt
-from rankzero import Launcher, RunHandle, SparkEngine
-from rankzero.data.manifest import Manifest
+from rankzero import EngineError, InvalidJobError, Launcher, RunHandle, SparkEngine
+from rankzero.data import Manifest
+from rankzero.engines import content_of, materialize, row_hash
 from rankzero.engines.spark import action
-from rankzero.engines.spark.checksum import row_hash
-from rankzero.engines.spark.materialize import content_of, materialize
-from rankzero.errors import EngineError, InvalidJobError
-from rankzero.run.directory import RunDirectory
-from rankzero.train.context import TrainContext
-from rankzero.train.dataset import DatasetShard
+from rankzero.run import RunDirectory
+from rankzero.train import DatasetShard, TrainContext
 
 
 @pytest.fixture(scope="module")

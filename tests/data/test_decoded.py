@@ -20,9 +20,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero.data import decoded
-from rankzero.submit.paths import manifest_of_path
-from rankzero.train.context import TrainContext
-from rankzero.train.dataset import DatasetShard
+from rankzero.submit import manifest_of_path
+from rankzero.train import DatasetShard, TrainContext
 
 HOLDER = """
 import fcntl, sys, time

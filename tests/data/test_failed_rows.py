@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher, Table, store
-from rankzero.errors import ResultError, RetryableError
-from rankzero.train.context import await_checkpoint
+from rankzero import Launcher, ResultError, RetryableError, Table, store
+from rankzero.train import await_checkpoint
 
 
 def _flaky(*batches: dict[str, Any]) -> Iterator[dict[str, Any]]:

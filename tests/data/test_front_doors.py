@@ -8,10 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import rankzero.train as rt
-from rankzero import Launcher, TorchDistributor
+from rankzero import InvalidJobError, Launcher, TorchDistributor
 from rankzero.compat.ray_train import ScalingConfig, TorchTrainer, train
 from rankzero.compat.torch_distributor import _get_spark_partition_data_loader
-from rankzero.errors import InvalidJobError
 
 
 @pytest.fixture

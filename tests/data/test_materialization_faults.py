@@ -13,9 +13,8 @@ import pytest
 from tests.conftest import until
 
 import rankzero.train as rt
-from rankzero import Launcher, RunHandle, SparkEngine
-from rankzero.engines.spark.materialize import materialize
-from rankzero.errors import EngineError, RunCancelledError
+from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkEngine
+from rankzero.engines import materialize
 
 WAIT = 120.0
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rankzero.data import order
-from rankzero.data.order import Order
+from rankzero.data import Order, order
 
 
 def rows_of(rows: int, seed: int | None, epoch: int = 0, row_size: int = 8, step: int = 1000) -> list[int]:

@@ -21,18 +21,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import rankzero.train as rt
-from rankzero import Launcher
-from rankzero.data import mapping, order, reader
-from rankzero.data.files import filesystem_of
-from rankzero.data.manifest import Manifest
-from rankzero.data.order import Order
-from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
-from rankzero.submit import paths
-from rankzero.submit.identity import identity_of
-from rankzero.submit.paths import manifest_of_path
-from rankzero.train import batches, context, data_loader
-from rankzero.train.context import TrainContext
-from rankzero.train.dataset import DatasetShard
+from rankzero import InvalidJobError, Launcher, ResultError, WorkerFailedError
+from rankzero.data import Manifest, Order, filesystem_of, mapping, order, reader
+from rankzero.submit import identity_of, manifest_of_path, paths
+from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
 
 
 def table(rows: int, first: int = 0) -> Any:

@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 from tests.faults.kit import SlotsEngine
 
 import rankzero.train as rt
-from rankzero import Launcher, Table, store
-from rankzero.data.columns import Ragged
-from rankzero.data.table import file_of
-from rankzero.driver import policy
-from rankzero.driver.rows import carry_rows, remove_rows
-from rankzero.errors import InvalidJobError, ResultError, WorkerFailedError
-from rankzero.run.directory import RunDirectory
+from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailedError, store
+from rankzero.data import Ragged, file_of
+from rankzero.driver import carry_rows, policy, remove_rows
+from rankzero.run import RunDirectory
 from rankzero.train import rows
 
 

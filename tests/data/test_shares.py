@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.data.shares import Batches, Stretch, cut, length, remaining, share, split
+from rankzero.data import Batches, Stretch, cut, length, remaining, share, split
 
 rows = st.integers(0, 300)
 worlds = st.integers(1, 9)

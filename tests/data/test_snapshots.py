@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 
 from rankzero import store
-from rankzero.data.manifest import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
-from rankzero.driver.tables import Tables
+from rankzero.data import ARROW, FILE, File, Manifest, encode_schema, from_bytes, to_bytes
+from rankzero.driver import Tables
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory
+from rankzero.run import RunDirectory
 
 JOB = Job(
     run_id="r",

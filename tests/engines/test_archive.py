@@ -10,8 +10,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher, SparkEngine
+from rankzero.engines import find_java
 from rankzero.engines.spark import archive, dump
-from rankzero.engines.spark.jvm import find_java
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from rankzero import (
     WorkerFailedError,
 )
 from rankzero.doctor.examine import examine
-from rankzero.engines.connect.server import SESSION_WINDOW
+from rankzero.engines import SESSION_WINDOW
 
 WAIT = 90.0
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, SparkSubmitEngine
+from rankzero.engines import Submitted, deployment
 from rankzero.engines.spark import deploy
-from rankzero.engines.spark.deploy import Submitted, deployment
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run import RunDirectory, RunStatus
 
 SECRET = "geheim-4711"
 CONF = {"spark.driver.memory": "2g", "spark.hadoop.fs.s3a.secret.key": SECRET, "spark.authenticate.secret": SECRET}
@@ -132,7 +132,7 @@ def test_a_driver_that_sees_another_directory_says_so(tmp_path: Path, monkeypatc
 
 
 def test_a_driver_that_a_cluster_queues_is_awaited_for_start_timeout(tmp_path: Path) -> None:
-    from rankzero.run.liveness import dead_after
+    from rankzero.run import dead_after
 
     run = RunDirectory(str(tmp_path))
     run.write_status(RunStatus(patience=600.0))

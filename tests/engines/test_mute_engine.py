@@ -10,8 +10,7 @@ from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine
 from rankzero.driver import policy
-from rankzero.engines import base
-from rankzero.engines.base import EngineSession
+from rankzero.engines import EngineSession, base
 from rankzero.job import Job
 
 WAIT = 60.0

@@ -11,9 +11,9 @@ import pytest
 from tests.conftest import restore_signal_handlers, signal_handlers, until
 
 from rankzero import InsufficientSlotsError, InvalidJobError, Launcher, SparkEngine
-from rankzero.engines.spark.resources import TaskResources, task_resources
+from rankzero import Launcher as AnyLauncher
+from rankzero.engines import TaskResources, task_resources
 from rankzero.job import Job
-from rankzero.launcher import Launcher as AnyLauncher
 
 
 def job(**options: Any) -> Job:

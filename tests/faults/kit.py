@@ -16,10 +16,8 @@ from typing import Any
 import psutil
 
 import rankzero
-from rankzero import LocalEngine, RunHandle
-from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
-from rankzero.engines.local import LOOPBACK, LocalGroup, LocalSession
-from rankzero.errors import RankZeroError
+from rankzero import LocalEngine, RankZeroError, RunHandle
+from rankzero.engines import LOOPBACK, AgentConfig, AgentGroup, LocalGroup, LocalSession, OnEnd
 from rankzero.job import Job
 from rankzero.values import formats
 

@@ -12,7 +12,7 @@ from tests.conftest import until, wait_until_gone
 from tests.faults.kit import TasksEngine
 
 from rankzero import Launcher, LocalEngine, RunCancelledError, RunHandle
-from rankzero.engines.base import Engine
+from rankzero.engines import Engine
 
 WAIT = 30.0
 

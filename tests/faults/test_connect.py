@@ -17,7 +17,7 @@ from tests.engines.connect_server import ConnectServer, Link, connect_server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine
 from rankzero.doctor.examine import examine
-from rankzero.run.directory import RunStatus
+from rankzero.run import RunStatus
 
 WAIT = 120.0
 

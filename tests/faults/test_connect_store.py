@@ -20,7 +20,7 @@ from tests.faults.test_connect import WAIT, driver_of, lose_the_driver
 from tests.s3 import S3Server
 
 from rankzero import EngineError, Launcher, RunCancelledError, RunHandle, SparkConnectEngine, WorkerFailedError, store
-from rankzero.run.directory import RunDirectory
+from rankzero.run import RunDirectory
 from rankzero.task import staged
 
 

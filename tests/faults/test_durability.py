@@ -18,9 +18,8 @@ from tests.faults import kit
 from rankzero import EngineError, InvalidJobError, Launcher, RunCancelledError, RunHandle
 from rankzero.bounds import DRIVER_DEAD_AFTER
 from rankzero.job import Job
-from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.submit import submission
-from rankzero.submit.drivers import start_driver
+from rankzero.run import RunDirectory, RunStatus
+from rankzero.submit import start_driver, submission
 
 WAIT = 90.0
 

@@ -26,9 +26,8 @@ from rankzero import (
 from rankzero import job as jobs
 from rankzero.driver import policy
 from rankzero.job import Job
+from rankzero.worker import CommandError, describe
 from rankzero.worker import restarts as worker
-from rankzero.worker.command import CommandError
-from rankzero.worker.failures import describe
 
 WAIT = 60.0
 

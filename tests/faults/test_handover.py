@@ -12,20 +12,12 @@ from typing import Any
 import pytest
 from tests.conftest import until
 
-from rankzero import Launcher, LocalEngine, RunHandle
-from rankzero.driver import handover
-from rankzero.driver.driver import Driver
-from rankzero.driver.handover import DrivenElsewhere, Handover
-from rankzero.driver.policy import Placement, Restarts
-from rankzero.driver.recorder import Recorder
+from rankzero import EngineError, Launcher, LocalEngine, RunHandle
+from rankzero.driver import DrivenElsewhere, Driver, Handover, Inbox, Placement, Recorder, Restarts, Watch, handover
 from rankzero.driver.staged import _await_go as await_go
-from rankzero.driver.watch import Inbox, Watch
-from rankzero.engines.base import AgentConfig, AgentGroup, OnEnd
-from rankzero.engines.local import LocalSession
-from rankzero.errors import EngineError
+from rankzero.engines import AgentConfig, AgentGroup, LocalSession, OnEnd
 from rankzero.job import Job
-from rankzero.run.cursor import LogCursor
-from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus
+from rankzero.run import EVENTS, LINES, LogCursor, RunDirectory, RunStatus
 from rankzero.store import files
 from rankzero.submit.prepare import prepare
 from rankzero.task import staged

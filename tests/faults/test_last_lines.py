@@ -11,12 +11,10 @@ import pytest
 from tests.conftest import until
 
 from rankzero import store
+from rankzero.driver import Recorder
 from rankzero.driver import recorder as recorders
-from rankzero.driver.recorder import Recorder
 from rankzero.job import Job
-from rankzero.run import pieces
-from rankzero.run.directory import EVENTS, LINES, RunDirectory
-from rankzero.run.growing import Position
+from rankzero.run import EVENTS, LINES, Position, RunDirectory, pieces
 
 WAIT = 60.0
 

@@ -40,7 +40,7 @@ from rankzero import (
     SparkEngine,
     WorkerFailedError,
 )
-from rankzero.engines.base import Engine
+from rankzero.engines import Engine
 from rankzero.submit import submission
 
 WAIT = 120.0

@@ -13,10 +13,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher, RunHandle
-from rankzero.host.processes import process_namespace, process_start, this_thread
-from rankzero.run import liveness
-from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.liveness import process_lives
+from rankzero.host import process_namespace, process_start, this_thread
+from rankzero.run import RunDirectory, RunStatus, liveness, process_lives
 from rankzero.submit import owned
 
 WAIT = 60.0

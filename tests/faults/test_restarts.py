@@ -20,7 +20,7 @@ from rankzero import (
     RunHandle,
     WorkerFailedError,
 )
-from rankzero.run.checkpoints import Manifest
+from rankzero.run import Manifest
 
 WAIT = 90.0
 STEPS = 6

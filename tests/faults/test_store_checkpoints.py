@@ -11,7 +11,7 @@ from tests.conftest import until
 from tests.faults.kit import Proxy
 
 from rankzero import Launcher, ResultRef, RunHandle
-from rankzero.channel.driver_end.files import Uploads
+from rankzero.channel import Uploads
 
 if TYPE_CHECKING:
     from tests.s3 import S3Server

@@ -11,7 +11,7 @@ import pytest
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit.paths import manifest_of_path
+from rankzero.submit import manifest_of_path
 
 deltalake = pytest.importorskip("deltalake", reason="make test-frameworks")
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero.run.retention import collect
+from rankzero.run import collect
 
 RUN = "r"
 START_TIMEOUT = 240.0

@@ -6,7 +6,7 @@ import threading
 import time
 
 from rankzero import Launcher, RunHandle
-from rankzero.host.usage import FIRST_SAMPLE, LONGEST_INTERVAL, SHORTEST_INTERVAL, UsageSampler
+from rankzero.host import FIRST_SAMPLE, LONGEST_INTERVAL, SHORTEST_INTERVAL, UsageSampler
 
 
 def test_work_and_memory_show() -> None:

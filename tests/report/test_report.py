@@ -18,14 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import until
 
-from rankzero import Launcher, RunHandle, WorkerFailedError
+from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
-from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
-from rankzero.report import facts, page, pages, series
-from rankzero.report.history import History
-from rankzero.report.server import ReportServer
-from rankzero.run.directory import EVENTS
+from rankzero.report import History, ReportServer, facts, page, pages, series
+from rankzero.run import EVENTS
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
 

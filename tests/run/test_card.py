@@ -11,10 +11,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle
-from rankzero.run import card, cost, notebook
-from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.growing import Position
-from rankzero.run.progress import Progress, RankProgress
+from rankzero.run import Position, Progress, RankProgress, RunDirectory, RunStatus, card, cost, notebook
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
 

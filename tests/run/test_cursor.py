@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rankzero import WorkerFailedError
+from rankzero import RunHandle, WorkerFailedError
 from rankzero.job import Job
+from rankzero.run import LogCursor, RunDirectory, RunStatus
 from rankzero.run import cursor as cursors
-from rankzero.run.cursor import LogCursor
-from rankzero.run.directory import RunDirectory, RunStatus
-from rankzero.run.handle import RunHandle
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rankzero import Launcher, RunCancelledError
-from rankzero.run.detach import detaching
+from rankzero.run import detaching
 
 LOG = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import Launcher
-from rankzero.run.checkpoints import list_committed
-from rankzero.run.directory import RunDirectory
-from rankzero.run.retention import EARLIER, collect
+from rankzero.run import EARLIER, RunDirectory, collect, list_committed
 
 DAY = 86400.0
 

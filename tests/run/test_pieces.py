@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from rankzero import store
-from rankzero.run import pieces
-from rankzero.run.growing import Position
-from rankzero.run.pieces import PieceWriter
+from rankzero.run import PieceWriter, Position, pieces
 from rankzero.store import files
 
 WAIT = 30.0

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from rankzero.run.lease import lease, longest_delay, power
-from rankzero.run.reconcile import Decision, decide
+from rankzero.run import Decision, decide, longest_delay, power
+from rankzero.run.lease import lease
 
 ATTACH, DELIVER, RESUME, FRESH = Decision
 

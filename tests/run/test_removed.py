@@ -11,8 +11,7 @@ from tests.conftest import until, wait_until_gone
 
 from rankzero import Launcher, RunHandle, RunNotFoundError
 from rankzero.job import Job
-from rankzero.run.current import CurrentStatus, owns
-from rankzero.run.directory import RunDirectory, RunStatus
+from rankzero.run import CurrentStatus, RunDirectory, RunStatus, owns
 
 
 def train(folder: str, name: str) -> str:

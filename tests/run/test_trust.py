@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankzero import InvalidJobError, Launcher, store
-from rankzero.store.trust import TRUSTED_OWNERS, why_untrusted
+from rankzero.store import TRUSTED_OWNERS, why_untrusted
 
 NOBODY = 65534
 

@@ -15,8 +15,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import Launcher, RunCancelledError, RunHandle
-from rankzero.host.processes import describe_process
-from rankzero.run.directory import RunDirectory
+from rankzero.host import describe_process
+from rankzero.run import RunDirectory
 
 LOG = logging.getLogger(__name__)
 

@@ -22,11 +22,8 @@ import torch
 from tests.conftest import ROOT
 
 from rankzero import ResultRef
-from rankzero.run.identity import Comparison, compare, describe
-from rankzero.submit import payload
-from rankzero.submit.content import digest_of
-from rankzero.submit.identity import identity_of
-from rankzero.submit.imports import imports_of_code
+from rankzero.run import Comparison, compare, describe
+from rankzero.submit import digest_of, identity_of, imports_of_code, payload
 
 
 def test_it_is_the_same_in_every_process() -> None:

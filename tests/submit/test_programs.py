@@ -17,11 +17,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
-from rankzero.run.identity import Identity
-from rankzero.submit.identity import identity_of
-from rankzero.submit.payload import Payload, build
-from rankzero.worker.command import CommandError
-from rankzero.worker.failures import describe
+from rankzero.run import Identity
+from rankzero.submit import Payload, build, identity_of
+from rankzero.worker import CommandError, describe
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher, WorkerFailedError
-from rankzero.submit import payload
-from rankzero.submit.identity import identity_of
+from rankzero.submit import identity_of, payload
 
 
 @pytest.fixture

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from rankzero import InvalidJobError, Launcher
-from rankzero.submit import user_code
-from rankzero.submit.user_code import UserCode
-from rankzero.values import formats
-from rankzero.values.unpacking import unpack
+from rankzero.submit import UserCode, user_code
+from rankzero.values import formats, unpack
 
 
 def write(root: Path, **files: str) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle, WorkerFailedError
-from rankzero.run.listing import list_runs
+from rankzero.run import list_runs
 from rankzero.sweep import MedianRule, SuccessiveHalving, Sweep
 
 

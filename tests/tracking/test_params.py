@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rankzero.submit.params import MAX_PARAMS, MAX_TEXT, params_of
+from rankzero.submit import MAX_PARAMS, MAX_TEXT, params_of
 
 
 def train(lr: float, *layers: int, model: dict[str, Any] | None = None, **more: Any) -> None: ...

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rankzero.tracking.opentelemetry import Attempt, Outcomes
-from rankzero.tracking.rows import Row, Rows
+from rankzero.tracking import Attempt, Outcomes, Row, Rows
 
 
 def metric(rank: int, **metrics: Any) -> dict[str, Any]:

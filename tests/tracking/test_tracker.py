@@ -13,10 +13,9 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, LocalEngine, RunHandle, WorkerFailedError
-from rankzero.driver.reporter import Reporter
-from rankzero.driver.trackers import Trackers
-from rankzero.run.directory import EVENTS, RunDirectory, RunStatus
-from rankzero.submit.trackers import pack
+from rankzero.driver import Reporter, Trackers
+from rankzero.run import EVENTS, RunDirectory, RunStatus
+from rankzero.submit import pack
 from rankzero.tracking import Tracker
 
 SECRET = "geheim-4711"

@@ -18,9 +18,8 @@ WRITERS = 2
 def checkpoint_of(directory: str) -> Any:
     """The newest checkpoint of another run, as a rank of this one would get it."""
     import rankzero.train as rt
-    from rankzero.run.checkpoints import Manifest
-    from rankzero.train.parts import Parts
-    from rankzero.train.writer import CheckpointWriter
+    from rankzero.run import Manifest
+    from rankzero.train import CheckpointWriter, Parts
 
     context = rt.get_context()
     manifest = max(Path(directory, "checkpoints").glob("*/checkpoint.json"))
@@ -132,7 +131,7 @@ def test_a_state_of_two_ranks_is_read_by_any_number(
 
 
 def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any]]) -> None:
-    from rankzero.values.resharding import ShardedState
+    from rankzero.values import ShardedState
 
     handle, _ = written
     (manifest,) = handle.checkpoints()
@@ -145,7 +144,7 @@ def test_each_piece_is_written_once(written: tuple[RunHandle[Any], dict[str, Any
 def test_a_damaged_piece_is_no_tensor(written: tuple[RunHandle[Any], dict[str, Any]], tmp_path: Path) -> None:
     import io
 
-    from rankzero.values.resharding import ShardedState
+    from rankzero.values import ShardedState
 
     handle, _ = written
     (manifest,) = handle.checkpoints()

@@ -12,8 +12,7 @@ import torch
 import rankzero.train as rt
 from rankzero import ResultError
 from rankzero.testing import run_inline
-from rankzero.values import shards
-from rankzero.values.resharding import ShardedState
+from rankzero.values import ShardedState, shards
 
 
 def write(state: Any) -> tuple[bytes, dict[str, Any]]:

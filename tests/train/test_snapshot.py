@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from rankzero import ResultError
-from rankzero.train import snapshot
-from rankzero.train.parts import Parts
-from rankzero.train.writer import CheckpointWriter
+from rankzero.train import CheckpointWriter, Parts, snapshot
 from rankzero.values import formats
 
 

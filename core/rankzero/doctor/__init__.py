@@ -4,3 +4,7 @@ Lives here: what can be seen without starting anything (`before`), a training th
 what that means (`findings`, pure functions), and the two together (`examine`). May not live here: another way to start
 ranks: the probe is a training like any other, so what it meets every training meets.
 """
+
+from rankzero import lazy_names
+
+lazy_names(__name__, "findings.judge findings.OK findings.PROBLEM findings.WARNING")

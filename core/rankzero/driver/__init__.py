@@ -2,3 +2,13 @@
 
 What ranks, agents or readers need lives elsewhere; decisions are pure functions in `policy` and `verdict`.
 """
+
+from rankzero import lazy_names
+
+lazy_names(
+    __name__,
+    "commits.Committer driver.Driver failure.Failure handover.DrivenElsewhere handover.Handover hang.HangWatch "
+    "outcome.Outcome outcome.Reason policy.Placement policy.Restarts recorder.Recorder remaining.describe "
+    "remaining.is_waiting remaining.RemainingWatch reporter.Reporter roster.Member roster.Roster rows.carry_rows "
+    "rows.remove_rows scratch.Scratch tables.Tables trackers.Trackers watch.Inbox watch.Watch",
+)

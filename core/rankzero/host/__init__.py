@@ -2,3 +2,12 @@
 
 Standard library only; knows nothing of runs.
 """
+
+from rankzero import lazy_names
+
+lazy_names(
+    __name__,
+    "network.first_reachable network.interface_of network.socket_environment processes.describe_process "
+    "processes.OPEN_FILES processes.process_namespace processes.process_start processes.process_state "
+    "processes.this_thread usage.FIRST_SAMPLE usage.LONGEST_INTERVAL usage.SHORTEST_INTERVAL usage.UsageSampler",
+)

@@ -32,9 +32,10 @@ from rankzero.store.files import (
 from rankzero.store.location import is_absolute, is_url, join, normalize
 from rankzero.store.patience import patiently
 from rankzero.store.proof import prove
-from rankzero.store.trust import why_untrusted
+from rankzero.store.trust import TRUSTED_OWNERS, why_untrusted
 
 __all__ = [
+    "TRUSTED_OWNERS",
     "abort_uploads",
     "atomic_file",
     "copy_within",

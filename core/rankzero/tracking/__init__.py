@@ -4,6 +4,7 @@ This package has `Tracker` and the trackers for MLflow, TensorBoard and the like
 are used. `rankzero.driver.trackers` calls them. Nothing here decides about a run.
 """
 
+from rankzero import lazy_names
 from rankzero.tracking.mlflow import MLflow
 from rankzero.tracking.opentelemetry import OpenTelemetry
 from rankzero.tracking.registry import ModelVersion, load_model, register_model
@@ -21,3 +22,5 @@ __all__ = [
     "load_model",
     "register_model",
 ]
+
+lazy_names(__name__, "opentelemetry.Attempt opentelemetry.Outcomes rows.Row rows.Rows")

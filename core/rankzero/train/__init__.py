@@ -7,8 +7,9 @@ one of a single rank, so that a training function can be tried and tested withou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rankzero import lazy_names
 from rankzero.train.checkpoint import Checkpoint
 from rankzero.train.context import TrainContext, get_checkpoint, get_context, report, set_result
 from rankzero.train.dataset import DatasetShard, dataset_names, get_dataset_shard
@@ -69,10 +70,8 @@ __all__ = [
     "write_rows",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("PreparedDataLoader", "prepare_data_loader"):
-        from rankzero.train import data_loader
-
-        return getattr(data_loader, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+lazy_names(
+    __name__,
+    "context.accelerator context.await_checkpoint data_loader.prepare_data_loader data_loader.PreparedDataLoader "
+    "parts.ListedParts parts.Parts writer.CheckpointWriter",
+)

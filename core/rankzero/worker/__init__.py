@@ -2,3 +2,7 @@
 
 Imports the standard library, torch, and what pyspark bundles.
 """
+
+from rankzero import lazy_names
+
+lazy_names(__name__, "command.CommandError control.Control failures.describe")

@@ -23,9 +23,8 @@ from tests.faults.crash.program import RUN, STEPS
 
 from rankzero import RunHandle, RunNotFoundError, store
 from rankzero.bounds import UNFINISHED_AFTER
-from rankzero.run import delivery
-from rankzero.run.directory import RunStatus
-from rankzero.task.start import OWNER
+from rankzero.run import RunStatus, delivery
+from rankzero.task import OWNER
 
 FOLDER = Path(__file__).parent
 

@@ -19,7 +19,7 @@ import rankzero.driver.driver
 import rankzero.engines.local
 import rankzero.submit.owned  # noqa: F401
 from rankzero import Launcher, RankZeroError, RunHandle
-from rankzero.run.retention import collect
+from rankzero.run import collect
 
 STEPS = 3
 RUN = "r"

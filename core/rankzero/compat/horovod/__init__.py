@@ -3,8 +3,9 @@
 `rankzero.compat.horovod.torch` is ``horovod.torch``, on torch.distributed. There is no second launch path.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rankzero import lazy_names
 from rankzero.compat.horovod.install import answer_here, install
 
 if TYPE_CHECKING:
@@ -16,12 +17,5 @@ __version__ = "0.28.1"
 """The version of Horovod whose names these are."""
 
 answer_here()
-
-
-def __getattr__(name: str) -> Any:
-    # A rank imports this package, and launches nothing.
-    if name in ("HorovodRunner", "log_to_driver", "run"):
-        from rankzero.compat.horovod import runner
-
-        return getattr(runner, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# A rank imports this package, and launches nothing.
+lazy_names(__name__, "runner.HorovodRunner runner.log_to_driver runner.run")
