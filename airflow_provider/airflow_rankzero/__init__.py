@@ -1,10 +1,9 @@
-"""Airflow provider of rankzero: run PyTorch training as a task, get rank 0's result through XCom.
+"""Airflow provider of rankzero: runs PyTorch training as a task and passes rank 0's result on through XCom.
 
-Lives here: what Airflow needs to know, as thin layers over core. May not live here: anything that
-launches, follows or ends a run; that is core's. Rooms: `hooks`, `connection` (where a training runs),
-`openlineage`; beside them the operator with its parts, the decorator, the trigger, links, options
-(`config`) and the plugin. Importing this package imports no torch, no pyspark, and Airflow only when
-a name is used, since Airflow imports it while it configures itself.
+The modules are thin layers over core, which launches, follows and ends runs. `hooks`, `connection` (the target of a
+training) and `openlineage` are packages; beside them are the operator with its parts, the decorator, the trigger,
+links, options (`config`) and the plugin. Importing this package imports neither torch nor pyspark, and Airflow only
+when a name is used, since Airflow imports the package while it configures itself.
 """
 
 from __future__ import annotations

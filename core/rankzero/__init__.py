@@ -1,7 +1,7 @@
-"""rankzero: distributed PyTorch as barrier Spark jobs, rank 0's result to the next pipeline step.
+"""rankzero runs distributed PyTorch as barrier Spark jobs and gives rank 0's result to the next pipeline step.
 
-Lives here: the core launcher. May not live here: anything of Airflow or Dagster. Importing this
-package imports neither torch nor pyspark nor numpy; public names are loaded when they are used.
+This package holds the launcher; code that needs Airflow or Dagster belongs in their packages. Importing it imports
+neither torch nor pyspark nor numpy, since a public name is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def lazy_names(package: str, names: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
-    # Set rather than defined, so that type checkers still know a wrong name.
+    # Assigned at run time, since a type checker that sees a `__getattr__` accepts every name.
     vars(sys.modules[package])["__getattr__"] = load
     return load
 

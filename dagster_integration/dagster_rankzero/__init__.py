@@ -1,17 +1,17 @@
 """Dagster integration of rankzero: distributed PyTorch as assets and ops.
 
-From the front down, and none imports back up:
+Each line imports only from the lines below it:
 
     component                        a training as a folder with a YAML file
     decorators/                      functions that become assets and ops
     resource  launcher_fields        runs a training for a step; its options
-    step  step_run  failure  pipes   one try of a step, its run, what its errors mean
-    output  io_manager/              what a step delivers, and where it is stored
-    arguments/  metadata/  checks    what ranks get; what the UI shows; checks of it
-    fields  _compat                  names of fields; all of Dagster's inside
+    step  step_run  failure  pipes   one try of a step, its run, the meaning of its errors
+    output  io_manager/              the output of a step, and its storage
+    arguments/  metadata/  checks    arguments of ranks; metadata for the UI; asset checks
+    fields  _compat                  names of fields; every use of Dagster's private interfaces
 
-May not live here: anything that runs inside ranks, and imports of torch or pyspark; only Dagster and the core are
-imported. A name is loaded when it is used.
+This package runs outside of ranks. It imports Dagster and core, and neither torch nor pyspark. A name is loaded when
+it is used.
 """
 
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ __all__ = [
     "torch_multi_asset",
 ]
 
-# Without the flag Dagster warns that our version is not one of its own.
+# Without the flag Dagster warns that this version differs from its own.
 DagsterLibraryRegistry.register("dagster-rankzero", __version__, is_dagster_package=False)
 
 lazy_names(

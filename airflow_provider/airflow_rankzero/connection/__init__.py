@@ -1,6 +1,6 @@
-"""A connection of Airflow as the place where trainings run.
+"""An Airflow connection describes where trainings run.
 
-Lives here: the form's fields, what they mean (`target.Target`), the Spark configuration with its secrets, what would
-stop a training there. May not live here: operators, tasks and runs; nothing here knows of them. Reading a DAG file
-loads this room, so engines are imported when they are asked for.
+Modules here define the fields of the form, translate them (`target.Target`), build the Spark configuration with its
+secrets, and examine the target for problems. They do not depend on operators, tasks or runs. Airflow imports this
+package when it reads a DAG file, so an engine is imported only when it is used.
 """

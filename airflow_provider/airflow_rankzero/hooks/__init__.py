@@ -1,5 +1,5 @@
-"""Hooks: what Airflow and users' own code ask for a connection of ours.
+"""Hooks give Airflow and users' code access to rankzero's connections.
 
-Lives here: one file for each hook, a thin class over `airflow_rankzero.connection`. May not live here: how a connection
-is read or tested, which needs no hook, and anything about a task.
+Each file holds one hook, a thin class over `airflow_rankzero.connection`. Code that reads or tests a connection belongs
+there, and code that concerns a task belongs in the operator.
 """

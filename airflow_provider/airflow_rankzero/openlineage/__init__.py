@@ -1,5 +1,5 @@
-"""What OpenLineage learns of a training, and what Spark's own listener learns of the task.
+"""Lineage of a training for OpenLineage, and properties that name the task to Spark's own listener.
 
-Lives here: all that imports the OpenLineage provider or its client, which need not be installed (`facet` is imported
-only where they are). May not live here: anything that a task needs to succeed.
+Only this package imports the OpenLineage provider or its client; both are optional, and `facet` is imported only if
+they are installed. A task succeeds without this package.
 """

@@ -1,6 +1,6 @@
-"""The agent: the process in one task that starts its ranks, watches them, forwards what they write, and ends them.
+"""The agent is the process in one task that starts its ranks, watches them, forwards their output, and ends them.
 
-Imports the standard library and what pyspark bundles.
+Modules here import only the standard library and what pyspark bundles.
 """
 
 from rankzero import lazy_names

@@ -1,8 +1,8 @@
 """The authenticated connection between the driver and its agents.
 
-`frames` and the proof of the run's secret (`auth`) at the bottom; above them `session`, which outlives cut
-connections; then `driver_end` and `agent_end`. Every bound is in `limits`. Nothing here knows what a rank or a result
-is, and nothing here unpickles.
+The layers, from the lowest: `frames` and `auth` (the proof of the run's secret); `session`, which outlives cut
+connections; `driver_end` and `agent_end`. Every size and time limit is in `limits`. The channel does not interpret
+ranks or results, and never unpickles.
 """
 
 from rankzero import lazy_names

@@ -1,7 +1,7 @@
-"""The `rankzero` command: start runs, look at them, end them, remove old ones. Everything it does, a library call does.
+"""The `rankzero` command starts runs, shows them, ends them, and removes old ones, each by a call of the library.
 
-A file for what a person wants: ``run`` starts, ``look``, ``show`` and ``doctor`` look, ``end`` ends. Shell completion
-is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
+Each module holds the commands for one purpose: `run` starts runs, `look`, `show` and `doctor` inspect them, and `end`
+ends them. Shell completion is click's: ``eval "$(_RANKZERO_COMPLETE=bash_source rankzero)"``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Commands(click.Group):
     """Commands whose expected errors are one line on standard error and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command."""
+        """Runs a command, and turns an expected error into a `click.ClickException`."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # `rankzero logs ... | head`: click knows what to do.
+            # A closed pipe, as in `rankzero logs ... | head`, is handled by click.
             raise
         except (RankZeroError, OSError, ImportError, ValueError) as error:
             first_line = (str(error) or "no reason given").splitlines()[0]
@@ -37,7 +37,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rankzero")
 def main() -> None:
-    """Start runs of rankzero, look at them, end them, and remove old ones.
+    """Start runs of rankzero, show them, end them, and remove old ones.
 
     A DIRECTORY is a run directory, a STORE holds run directories; both are local paths or fsspec URLs.
     """

@@ -1,5 +1,4 @@
-"""Front doors that look like other launchers', so that code moves over by changing its imports.
+"""Drop-in replacements for other launchers, so that code moves to rankzero by changing its imports.
 
-Lives here: `torch_distributor`. A front door translates names and nothing else; what it cannot
-translate it refuses with a clear error.
+A replacement translates names and arguments only. An argument that has no equivalent raises an error that names it.
 """

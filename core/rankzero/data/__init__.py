@@ -1,8 +1,8 @@
-"""Rows of a table as ranks read and write them: manifests, even shares, the order of an epoch, columns as tensors.
+"""Table rows as ranks read and write them: manifests, even shares, the order of an epoch, columns as tensors.
 
-Runs on executors, so only the standard library, torch and pyarrow (which Spark needs there, too) may be imported here.
-Who makes a manifest of a DataFrame is in `rankzero.engines.spark`, of a path in `rankzero.submit`; what training code
-calls is in `rankzero.train`.
+Executors import this package, so it may import only the standard library, torch and pyarrow, which Spark needs there
+as well. `rankzero.engines.spark` makes the manifest of a DataFrame, and `rankzero.submit` that of a path. Training code
+calls `rankzero.train`.
 """
 
 from rankzero import lazy_names

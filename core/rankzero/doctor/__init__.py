@@ -1,8 +1,8 @@
-"""What would stop a training on an engine, found out before it does, and how to mend it.
+"""Finds problems that would stop a training on an engine before it starts, and names a fix for each.
 
-Lives here: what can be seen without starting anything (`before`), a training that looks around on the ranks (`probe`),
-what that means (`findings`, pure functions), and the two together (`examine`). May not live here: another way to start
-ranks: the probe is a training like any other, so what it meets every training meets.
+`before` checks everything that can be checked without starting a process. `probe` is a training that examines the
+machines of its ranks. `findings` judges both with pure functions, and `examine` runs all of it. The probe is launched
+like any other training, so it meets the same problems.
 """
 
 from rankzero import lazy_names

@@ -1,6 +1,7 @@
-"""The driver: opens an engine, decides about attempts, writes the outcome. In the caller's process or in its own.
+"""The driver opens an engine, decides about attempts, and writes the outcome, in the caller's process or its own.
 
-What ranks, agents or readers need lives elsewhere; decisions are pure functions in `policy` and `verdict`.
+Code that ranks, agents or readers need belongs in other packages. Decisions are pure functions in `policy` and
+`verdict`.
 """
 
 from rankzero import lazy_names

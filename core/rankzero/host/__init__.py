@@ -1,6 +1,6 @@
-"""What any process asks of the machine it runs on: processes and their descendants, forks, addresses.
+"""Queries about the machine that a process runs on: processes and their descendants, forks, addresses.
 
-Standard library only; knows nothing of runs.
+Modules here import only the standard library and know nothing of runs.
 """
 
 from rankzero import lazy_names

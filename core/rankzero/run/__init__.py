@@ -1,6 +1,6 @@
-"""The run directory and whoever reads it: what lies where, following, delivery, what an existing run means, removal.
+"""The run directory and its readers: its files, following, delivery, decisions about an existing run, removal.
 
-A submitter, a driver and a reader on another host meet only here. Nothing in here starts a process.
+Submitters, drivers and readers on different hosts share only the code of this package. It starts no process.
 """
 
 from rankzero import lazy_names

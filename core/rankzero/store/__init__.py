@@ -1,8 +1,9 @@
 """Atomic reads and writes below a root that is a local path or a URL of an object store.
 
-A reader sees the old bytes or the new ones, never half: locally by a temporary file and ``os.replace``, on an object
-store because a single PUT is atomic. Of two callers of `create` one wins. A scheme that does not promise both is
-refused by `normalize`, and `prove` tries what a scheme's driver and server do in truth. Only this room imports fsspec.
+A reader sees either the old bytes or the new ones. Locally this is done with a temporary file and ``os.replace``; on
+an object store, a single PUT is atomic. If two callers `create` the same file, one of them succeeds. `normalize`
+rejects a scheme that does not promise both, and `prove` tests whether the scheme's driver and server keep the promise.
+Only this package imports fsspec.
 """
 
 from rankzero.store.files import (

@@ -1,6 +1,6 @@
-"""The submitter's process: checks a job, packs function, arguments and modules, names the training, starts a driver.
+"""The submitter's process checks a job, packs function, arguments and modules, names the training, starts a driver.
 
-Nothing in here runs where ranks are, and nobody below (drivers, agents, workers) imports it.
+Ranks do not run this code, and drivers, agents and workers do not import it.
 """
 
 from rankzero import lazy_names

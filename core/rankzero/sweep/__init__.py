@@ -1,7 +1,7 @@
-"""Sweeps: one training with many sets of arguments, on one engine, and the best of them.
+"""Sweeps run one training with many sets of arguments on one engine and find the best of them.
 
-`trials` starts and follows the runs, `stopping` decides as pure functions which of them are not worth going on,
-`search` asks somebody else for the next arguments. A trial is an ordinary run, with its run directory.
+`trials` starts and follows the runs. `stopping` decides with pure functions which trials end early. `search` gets the
+next arguments from an optimizer such as Optuna. A trial is an ordinary run with its own run directory.
 """
 
 from rankzero.sweep.search import OptunaSearch, Search

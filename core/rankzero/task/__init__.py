@@ -1,6 +1,6 @@
-"""What runs in Spark's Python worker, or in the driver for a local engine: it starts the agent and holds it.
+"""Code that runs in Spark's Python worker, or in the driver for a local engine: it starts the agent and watches it.
 
-Pickled by value, so it imports the standard library only, and nothing of rankzero from another room.
+The task function is pickled by value, so modules here import only the standard library and each other.
 """
 
 from rankzero import lazy_names

@@ -1,8 +1,8 @@
-"""For tests of your own: training functions under a debugger, and trainings in tests of pipelines.
+"""Tools for users' tests: a training function under a debugger, and trainings in tests of pipelines.
 
-`run_inline` calls a training function with rank 0 in this very thread. ``pytest_plugins =
-["rankzero.testing.fixtures"]`` gives `local_trainings` and `fake_trainings`, with which operators, resources and assets
-run as they are, on this machine.
+`run_inline` calls a training function as rank 0 in the calling thread. ``pytest_plugins =
+["rankzero.testing.fixtures"]`` adds the fixtures `local_trainings` and `fake_trainings`, which run unchanged operators,
+resources and assets on this machine.
 """
 
 from rankzero.testing.inline import InlineRun, run_inline

@@ -1,8 +1,8 @@
-"""What a training function may call, and a script under ``torchrun`` or plain ``python`` as well.
+"""Functions that training code calls, in a run, in a script under ``torchrun``, or in plain ``python``.
 
-Runs inside workers, so only the standard library and torch may be imported here; torch late, since a pipeline imports
-`rankzero.train` where there is none. Outside of a run the same calls work in the world that ``torchrun`` made, or in
-one of a single rank, so that a training function can be tried and tested without a launcher.
+Workers import this package, so it may import only the standard library and torch. torch is imported late, since a
+pipeline imports `rankzero.train` where torch is not installed. Outside of a run the functions use the world that
+``torchrun`` made, or a world of one rank, so that a training function can be tested without a launcher.
 """
 
 from __future__ import annotations

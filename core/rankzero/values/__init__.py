@@ -1,4 +1,4 @@
-"""Values on their way: formats and handles of results, the envelope of arguments. Standard library and torch only."""
+"""Formats and handles of results, and the envelope of arguments. Imports only the standard library and torch."""
 
 from rankzero import lazy_names
 

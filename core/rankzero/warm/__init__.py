@@ -1,4 +1,4 @@
-"""The warm server: a process beside the executor that has torch loaded and forks agents. Runs no code of a user."""
+"""The warm server is a process beside the executor that has imported torch and forks agents. It runs no user code."""
 
 from rankzero import lazy_names
 

@@ -1,6 +1,6 @@
-"""One rank's process: environment and rendezvous, the call of the user's code, what it reports to its agent.
+"""One rank's process: it sets up environment and rendezvous, calls the user's code, and reports to its agent.
 
-Imports the standard library, torch, and what pyspark bundles.
+Modules here import only the standard library, torch, and what pyspark bundles.
 """
 
 from rankzero import lazy_names

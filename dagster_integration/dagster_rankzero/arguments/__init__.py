@@ -1,4 +1,4 @@
-"""What a training function gets from Dagster: values freed of it, inputs that ranks open, partition keys.
+"""Arguments that Dagster gives to a training function: plain values, inputs that ranks open, partition keys.
 
-May not live here: anything that knows the resource, the decorators or an IO manager; they all build on this.
+The resource, the decorators and the IO manager import this package, and it imports none of them.
 """

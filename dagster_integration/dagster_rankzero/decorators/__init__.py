@@ -1,5 +1,5 @@
-"""Functions that become assets and ops: one decorator in each file, and what they share.
+"""Decorators that make assets and ops of functions, one in each file, and the code that they share.
 
-`compute` makes the step's function, `check_specs` turns reports into check results. May not live here: how a training
-is run, which is the resource's. Only components build on this.
+`compute` makes the function of the step, and `check_specs` turns reports into check results. The resource runs the
+training. Only components import this package.
 """

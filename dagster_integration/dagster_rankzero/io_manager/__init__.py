@@ -1,4 +1,4 @@
-"""`RankZeroIOManager` and the versions that it commits.
+"""`RankZeroIOManager`, and the versions of an asset that it commits.
 
-May not live here: anything that knows of trainings; an asset that was never trained is stored in the same way.
+The IO manager knows nothing of trainings: any other asset is stored in the same way.
 """

@@ -1,4 +1,4 @@
-"""What Dagster's UI shows of a training: the entries of its end, its curve, and observations meanwhile.
+"""Metadata of a training in Dagster's UI: entries at its end, its curve, and observations while it runs.
 
-May not live here: anything that decides; runs and results are only read.
+Modules here read runs and results and decide nothing.
 """

@@ -1,1 +1,1 @@
-"""The agent's end of the channel: finding the driver, keeping the connection, sending and fetching."""
+"""The agent's end of the channel: it finds the driver, keeps the connection, sends messages, and fetches files."""

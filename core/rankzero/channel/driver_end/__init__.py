@@ -1,1 +1,1 @@
-"""The driver's end of the channel: one listener, a connection that must prove the secret, a peer for each agent."""
+"""The driver's end of the channel: one listener, which checks the secret of each connection, and a peer per agent."""

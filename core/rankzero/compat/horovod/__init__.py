@@ -1,6 +1,6 @@
-"""Horovod's front doors, on rankzero's launcher: ``from rankzero.compat.horovod import HorovodRunner``.
+"""Horovod's interface on rankzero's launcher: ``from rankzero.compat.horovod import HorovodRunner``.
 
-`rankzero.compat.horovod.torch` is ``horovod.torch``, on torch.distributed. There is no second launch path.
+`rankzero.compat.horovod.torch` implements ``horovod.torch`` with torch.distributed. Runs start through `Launcher` only.
 """
 
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["HorovodRunner", "install", "log_to_driver", "run"]
 
 __version__ = "0.28.1"
-"""The version of Horovod whose names these are."""
+"""The version of Horovod whose interface this package has."""
 
 answer_here()
-# A rank imports this package, and launches nothing.
+# Loaded lazily, since a rank imports this package and launches no run.
 lazy_names(__name__, "runner.HorovodRunner runner.log_to_driver runner.run")

@@ -1,10 +1,10 @@
-"""Ray Train's names, on rankzero's launcher: a training script moves over by its imports.
+"""Ray Train's interface on rankzero's launcher: a training script moves over by changing its imports.
 
     from ray import train                     ->  from rankzero.compat.ray_train import train
     from ray.air import session, ScalingConfig    from rankzero.compat.ray_train import session, ScalingConfig
     from ray.train.torch import TorchTrainer      from rankzero.compat.ray_train.torch import TorchTrainer
 
-Lives here: translations of names and arguments. There is no second launch path.
+This package only translates names and arguments. Runs start through `Launcher` only.
 """
 
 from rankzero.compat.ray_train import session, train

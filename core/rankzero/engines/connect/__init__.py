@@ -1,4 +1,4 @@
-"""Spark Connect as an engine: a barrier stage on a cluster that this machine knows by one gRPC address. No JVM here.
+"""The Spark Connect engine: a barrier stage on a cluster that is reached by one gRPC address, without a local JVM.
 
-What the tasks do on the executors is `rankzero.engines.spark.stage`, as for a classic session.
+Its tasks run `rankzero.engines.spark.stage` on the executors, like those of a classic session.
 """

@@ -1,4 +1,4 @@
-"""Spark as an engine: the session, the barrier stage, what is asked of a context once, its errors in plain words.
+"""The Spark engine: the session, the barrier stage, properties of a context, and Spark's errors in plain words.
 
-The only room that knows pyspark.
+Only this package imports pyspark.
 """
