@@ -37,6 +37,7 @@ NAMES = [
     "dagster_step",
     "dagster_cancel",
     "failure",
+    "recovery",
     "usage",
 ]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv-matrix"
-LOCK = ROOT / "constraints" / "{}.{}.txt".format(*sys.version_info)
 
 TOOLS = "numpy pandas<3 pyarrow psutil pytest pytest-timeout pytest-xdist hypothesis safetensors scikit-learn mypy s3fs"
 TOOLS += " moto[s3] flask flask-cors hatchling editables setuptools wheel universal-pathlib"
@@ -34,16 +33,20 @@ class Row:
         tests: Files below tests/; none where the package only has to be silent.
         unlocked: What else of the lock does not fit to it, as the beginning of its name.
         date: The other packages are the newest of this day; None takes the lock's.
+        python: The interpreter of the row's venv.
     """
 
     release: str
     tests: tuple[str, ...] = ()
     unlocked: tuple[str, ...] = ()
     date: str | None = None
+    python: str = sys.executable
 
     @property
     def name(self) -> str:
-        """``airflow-3.1.0`` for ``apache-airflow==3.1.0``."""
+        """``airflow-3.1.0`` for ``apache-airflow==3.1.0``; ``system-python`` for the machine's own Python."""
+        if self.python != sys.executable:
+            return "system-python"
         return self.release.removeprefix("apache-").replace("==", "-")
 
 
@@ -55,6 +58,7 @@ _AIRFLOW = _files("airflow/test_{}.py", AIRFLOW)
 _DAGSTER = _files("dagster/test_dagster_{}.py", DAGSTER)
 _SPARK = ("engines/test_spark.py", "engines/test_spark_refusals.py", "compat", "data")
 _TORCH = _files("test_{}.py", "launcher result")
+_PYTHON = ("submit", "agent", "packaging", "test_launcher.py", "test_result.py", "engines/test_spark.py")
 
 ROWS = (
     # Beside it the package is silent.
@@ -67,6 +71,8 @@ ROWS = (
     Row("pyspark==4.0.0", _SPARK, ("pyspark", "py4j")),
     Row("torch==2.4.0", _TORCH, ("torch",)),
     Row("torch==2.15.0", _TORCH, ("torch",)),
+    # Debian 12 has Python 3.11.2, whose tarfile lacks the filters that 3.11.4 has.
+    Row("pyspark", _PYTHON, python="/usr/bin/python3"),
 )
 
 _SILENT = "import sys; from airflow.plugins_manager import ensure_plugins_loaded as load; load()\n"
@@ -78,11 +84,11 @@ def run(row: Row) -> bool:
     print(f"\n== {row.name}", flush=True)
     venv = VENVS / row.name
     python = str(venv / "bin" / "python")
-    _uv("venv", "--allow-existing", "--python", sys.executable, str(venv))
+    _uv("venv", "--allow-existing", "--python", row.python, str(venv))
     install = ("pip", "install", "--python", python)
     own = re.compile("|".join(["uv==", *row.unlocked]))
     lock = venv / "constraints.txt"
-    lock.write_text("".join(line for line in LOCK.open() if not own.match(line) and not row.date))
+    lock.write_text("".join(line for line in _lock_of(python).open() if not own.match(line) and not row.date))
     if row.date:
         _uv(*install, "--exclude-newer", row.date, row.release)
     if not row.tests:
@@ -92,6 +98,13 @@ def run(row: Row) -> bool:
     _uv(*install, "--constraint", str(lock), row.release, "--no-build-isolation", "-e", f"{ROOT}[spark,torch]")
     tests = [f"tests/{name}" for name in row.tests]
     return not subprocess.run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], cwd=ROOT).returncode
+
+
+def _lock_of(python: str) -> Path:
+    """Returns the lock for the version of an interpreter."""
+    version = "import sys; print('{}.{}'.format(*sys.version_info))"
+    found = subprocess.run([python, "-c", version], check=True, capture_output=True, text=True)
+    return ROOT / "constraints" / f"{found.stdout.strip()}.txt"
 
 
 def _is_silent(python: str, venv: Path) -> bool:

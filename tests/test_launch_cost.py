@@ -20,7 +20,7 @@ from tests.conftest import restore_signal_handlers, signal_handlers
 import rankzero
 from rankzero import Launcher, SparkEngine
 from rankzero.engines import known, make_task
-from rankzero.warm import PRELOADED_LATER
+from rankzero.warm import LOAD_AFTER, PRELOADED_LATER
 
 pytestmark = pytest.mark.usefixtures("own_warm_servers")
 
@@ -104,6 +104,26 @@ def test_what_the_first_optimizer_step_imports_is_loaded_in_a_pause(launcher: La
     while launcher.run(loaded, names) != names:
         assert time.monotonic() < deadline
         time.sleep(1.0)
+
+
+def test_a_restart_finds_loaded_what_the_first_optimizer_step_imports(launcher: Launcher) -> None:
+    def loaded(names: list[str], seconds: float) -> list[str]:
+        import os
+        import signal
+        import sys
+        import time
+
+        import rankzero.train as rt
+
+        if rt.get_context().attempt == 0:
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [name for name in names if name in sys.modules]
+
+    names = list(PRELOADED_LATER)
+    # A server of its own, which has had no pause yet. The restart waits for an import that has begun.
+    trained = launcher.options(max_restarts=1, env={"TORCH_OF_THIS_TEST": "1"})
+    assert trained.run(loaded, names, LOAD_AFTER + 1) == names
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,6 @@ def prepare() -> None:
     # The C library keeps variables that were there from the beginning where `_show` writes.
     for name, value in os.environ.items():
         os.environ[name] = value
-    gc.freeze()
 
 
 def _forget_search_path() -> None:

@@ -192,7 +192,7 @@ def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: 
         filesystem, path = _filesystem(location)
         filesystem.pipe_file(path, b"".join(parts))
         return
-    with atomic_file(location) as temporary, open(temporary, "wb") as file:
+    with atomic_file(location) as file:
         file.writelines(parts)
         if durable:
             file.flush()
@@ -274,12 +274,12 @@ def remove_unfinished(directory: str, *, deep: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str) -> Iterator[str]:
-    """A temporary path beside local ``path`` that replaces it if the block ends well."""
+def atomic_file(path: str) -> Iterator[IO[bytes]]:
+    """Opens a temporary file beside local ``path``, for writing, that replaces it if the block ends well."""
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
-    os.close(handle)
     try:
-        yield temporary
+        with open(handle, "wb") as file:
+            yield file
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -300,10 +300,10 @@ def upload(local_path: str, location: str) -> None:
     except OSError:
         import shutil
 
-        with atomic_file(location) as temporary:
-            shutil.copyfile(local_path, temporary)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
+        with open(local_path, "rb") as source, atomic_file(location) as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
+            os.fsync(file.fileno())
     sync_directory(os.path.dirname(location))
 
 

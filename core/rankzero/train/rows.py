@@ -136,7 +136,7 @@ def _place(session: Any) -> _Place:
 def _open_local(path: str) -> Iterator[IO[bytes]]:
     """A file that is there as a whole or not at all."""
     store.make_directory(os.path.dirname(path))
-    with store.atomic_file(path) as temporary, open(temporary, "wb") as file:
+    with store.atomic_file(path) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

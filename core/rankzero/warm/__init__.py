@@ -2,4 +2,4 @@
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "server.PRELOADED_LATER")
+lazy_names(__name__, "server.LOAD_AFTER server.PRELOADED_LATER")

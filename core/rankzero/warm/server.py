@@ -46,6 +46,9 @@ IDLE_TIMEOUT = 300.0
 CHORE_AFTER = 0.5
 """Seconds without a request after which it does what makes later ones cheaper: loads, gathers its memory."""
 
+LOAD_AFTER = 5.0
+"""Seconds after a request when it loads the rest although agents run: else each rank of a restart would load it."""
+
 OWNERLESS_MARGIN = 15.0
 """Seconds beyond their grace after which agents are killed whose server has lost its owner."""
 
@@ -68,7 +71,13 @@ PRELOADED = (
     "rankzero.values.ref",
     "rankzero.train",
 )
-PRELOADED_LATER = ("torch._dynamo",)
+PRELOADED_LATER = (
+    "torch._dynamo",
+    # Imported by most modules that hold a training function: 40 ms or more of processor time in every rank.
+    "rankzero.launcher",
+    "rankzero.engines.local",
+    "rankzero.engines.spark.engine",
+)
 
 _READ = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
@@ -122,7 +131,7 @@ class WarmServer:
         self._agents: dict[int, socket.socket] = {}
         self._bounds: dict[int, float] = {}
         self._kill_at: float | None = None
-        self._idle_since = time.monotonic()
+        self._idle_since = self._served_at = time.monotonic()
         self._chores = [self._load_later, self._gather]
         self._ending = False
         self._selector = selectors.DefaultSelector()
@@ -160,7 +169,10 @@ class WarmServer:
     def _time_left(self) -> float | None:
         if self._kill_at is not None:
             return max(0.0, self._kill_at - time.monotonic())
+        if self._agents and self._chores[:1] == [self._load_later] and not self._ending:
+            return max(0.0, self._served_at + LOAD_AFTER - time.monotonic())
         if self._agents:
+            # To gather memory that forks share would take it twice.
             return None
         if self._chores and not self._ending:
             return CHORE_AFTER
@@ -173,18 +185,18 @@ class WarmServer:
             self.end()
 
     def _load_later(self) -> None:
+        # Agents get their time to end also if the owner exits meanwhile; their ends are reported at once.
+        signal.signal(signal.SIGCHLD, lambda *_: self._collect())
         try:
-            with ending_with(self._owner, self._place):
+            with contextlib.nullcontext() if self._agents else ending_with(self._owner, self._place):
                 load(PRELOADED_LATER)
                 settle_dynamo()
-                # What the imports left lying about.
-                gc.unfreeze()
-                gc.collect()
-                gc.freeze()
         except Exception:
             # Half of it would be in every fork.
             self.end()
             raise
+        finally:
+            signal.signal(signal.SIGCHLD, lambda *_: None)
         if touches_gpu():
             self.end()
 
@@ -226,6 +238,7 @@ class WarmServer:
             connection.close()
             return
         self._place.note_use()
+        self._served_at = time.monotonic()
         self._agents[pid] = connection
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_holder(pid, connection))
         ended = os.pidfd_open(pid)

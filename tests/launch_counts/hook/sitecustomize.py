@@ -50,6 +50,9 @@ def _on_event(event, arguments):
         _show(event, arguments)
     if event == "open":
         path, _, flags = arguments
+        if isinstance(path, int):
+            # A file object for a descriptor opens nothing.
+            return
         if str(path).endswith(_POLLED) or "/rankzero-agent-" in str(path):
             return
         _add("files opened to write" if flags & (os.O_WRONLY | os.O_RDWR) else "files opened to read")
