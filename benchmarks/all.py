@@ -1,6 +1,7 @@
 """Every measurement, one after the other: a table, JSON and a chart. ``python benchmarks/all.py [name ...]``.
 
-Takes more than an hour on two cores, which should have nothing else to do.
+Takes about half an hour on two cores, which should have nothing else to do. Pages of the docs that quote a number are
+written again, too (`quotes.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import quotes
 from measure import RESULTS_VARIABLE, to_markdown
 
 HERE = Path(__file__).parent
@@ -52,14 +55,18 @@ def main() -> None:
         for name in sys.argv[1:] or NAMES:
             print(f"\n# {name}", flush=True)
             environment = {**os.environ, RESULTS_VARIABLE: directory}
+            began = time.monotonic()
             done = subprocess.run([sys.executable, HERE / f"{name}.py"], env=environment)
+            took = time.monotonic() - began
+            print(f"{name} took {took:.0f} s", flush=True)
             if done.returncode:
                 print(f"{name} failed with code {done.returncode}; its last results stay")
                 continue
-            results[name] = json.loads(Path(directory, f"{name}.json").read_text())
+            results[name] = {**json.loads(Path(directory, f"{name}.json").read_text()), "seconds": took}
     table.write_text(json.dumps(results, indent=1) + "\n")
     reports = [results[name] for name in NAMES if name in results]
     (HERE / "results.md").write_text("\n".join(to_markdown(report) for report in reports))
+    quotes.write(results)
     if "launch" in results:
         draw(results["launch"], HERE.parent / "docs" / "launch.svg")
 

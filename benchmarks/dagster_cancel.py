@@ -21,7 +21,7 @@ from tests.conftest import processes_with, until  # noqa: E402
 from tests.dagster.deployment import Deployment  # noqa: E402
 from tests.dagster.durable_training import FOLDER_TAG  # noqa: E402
 
-CANCELS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 20
+CANCELS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 10
 STUBBORN = 3
 JOBS = {
     "fragile_job": ("ends with its step", CANCELS // 2),

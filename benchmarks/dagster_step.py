@@ -17,7 +17,7 @@ from measure import Report
 
 from dagster_rankzero import RankZeroIOManager, TorchDistributorResource
 
-RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 10
+RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 6
 MEGABYTES = 500
 OBSERVATIONS = 200
 

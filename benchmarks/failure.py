@@ -16,8 +16,8 @@ from measure import Report
 from rankzero import Launcher, RunHandle, WorkerFailedError
 
 RANKS = 2
-KILLS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 50
-CANCELS = int(sys.argv[2]) if len(sys.argv) > 2 else 20
+KILLS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 20
+CANCELS = int(sys.argv[2]) if len(sys.argv) > 2 else 10
 LOOK = 0.01
 WAIT = 120.0
 

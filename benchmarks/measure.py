@@ -6,9 +6,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 RESULTS_VARIABLE = "RANKZERO_BENCHMARK_RESULTS"
@@ -23,6 +26,23 @@ def timed(action: Callable[[], object], runs: int = 1) -> list[float]:
         action()
         seconds.append(time.perf_counter() - started)
     return seconds
+
+
+def machine() -> str:
+    """Names the processor, the cores, the memory and the kernel."""
+    models = [
+        line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    processor = models[0] if models else platform.machine()
+    return f"{os.cpu_count()} cores, {processor}, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+
+
+def commit() -> str:
+    """Names the commit that is measured, with a plus sign if files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 @dataclass
@@ -60,6 +80,9 @@ class Report:
         return {
             "name": self.name,
             "title": self.title,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+            "commit": commit(),
+            "machine": machine(),
             "python": platform.python_version(),
             "cores": os.cpu_count(),
             "rows": self.rows,
@@ -67,9 +90,23 @@ class Report:
         }
 
 
+def _measured(report: dict[str, Any]) -> list[str]:
+    if "date" not in report:
+        return []
+    took = f", in {report['seconds']:.0f} s" if "seconds" in report else ""
+    where = f"on {report['machine']}, Python {report['python']}"
+    return [f"Measured {report['date']} UTC, commit {report['commit']}, {where}{took}.", ""]
+
+
 def to_markdown(report: dict[str, Any]) -> str:
     """A report as Markdown."""
-    lines = [f"### {report['title']}", "", "| | median | least | most | n |", "|---|---|---|---|---|"]
+    lines = [
+        f"### {report['title']}",
+        "",
+        *_measured(report),
+        "| | median | least | most | n |",
+        "|---|---|---|---|---|",
+    ]
     for row in report["rows"]:
         numbers = " | ".join(f"{row[key]:.4g} {row['unit']}" for key in ("median", "least", "most"))
         lines.append(f"| {row['what']} | {numbers} | {row['n']} |")

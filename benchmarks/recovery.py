@@ -24,15 +24,15 @@ from measure import Report
 
 from rankzero import Launcher, LocalEngine, SparkEngine
 
-RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 3
+RUNS = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 2
 WORLDS = [int(ranks) for ranks in os.environ.get("RECOVERY_RANKS", "2 4").split()]
 SIZES = [int(size) for size in os.environ.get("RECOVERY_SIZES", "1 500").split()]
 """Megabytes of the model."""
 
 SIDES = ["LocalEngine", "Spark", "torchrun", *(["Ray Train"] if importlib.util.find_spec("ray") else [])]
-SETTLED = {"LocalEngine": 9.0, "Spark": 9.0}
+SETTLED = {"LocalEngine": 9.0}
 """Seconds for which a training runs after its checkpoint before a rank is killed: a warm server loads the rest of
-torch five seconds after the ranks have started, which takes a while. Elsewhere one second is as good as an hour."""
+torch five seconds after the ranks have started, or while a JVM starts. Elsewhere one second is as good as an hour."""
 
 LOOK = 0.005
 WAIT = 60.0

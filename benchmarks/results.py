@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 from rankzero import Launcher, SparkEngine
 
 SIZES = [int(size) for size in sys.argv[1:] if size.isdigit()] or [256, 4096]
-RUNS = 12
+RUNS = 6
 TENSORS = 16
 MB = 1 << 20
 SAMPLE_INTERVAL = 0.05

@@ -32,10 +32,13 @@ from measure import Report
 from rankzero import Launcher
 
 RANKS = 2
-LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 18
+LAUNCHES = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 5
 ROUNDS = 6
 TURN = 0.6
 """Seconds. Well below `rankzero.channel.limits.SILENCE`, after which those who were stopped would connect anew."""
+
+SETTLED = 5.0
+"""Seconds between the first steps of all trainings and the first turn."""
 
 CASES = {"small": (64, True), "small, without reports": (64, False), "large": (1024, True)}
 """Width of the model's layers (a step takes a few milliseconds, or tens of them), and whether it reports."""
@@ -177,6 +180,8 @@ def take_turns(width: int, reports: bool) -> dict[str, Taken]:
             while not all(look(folder, name, rank)[1] > 20 for name in NAMES for rank in range(RANKS)):
                 assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
                 time.sleep(0.1)
+            # A warm server loads the rest of torch five seconds after its ranks have started, once and for all.
+            time.sleep(SETTLED)
             roots = {name: bare[name].pid if name in bare else handle.status().driver_pid for name in NAMES}
             trainings = {name: find(folder, name, roots[name]) for name in NAMES}
             for training in trainings.values():

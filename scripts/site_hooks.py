@@ -1,15 +1,20 @@
-"""Hooks of mkdocs: files of the repository that pages link to are pages of the site, too."""
+"""Hooks of mkdocs: files of the repository that pages link to are pages of the site, too; numbers come from results."""
 
 from __future__ import annotations
 
 import os
 import posixpath
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import quotes  # noqa: E402
+
 DOCS = "docs"
 
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+)")
@@ -53,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return link[1]
         return os.path.relpath(_page(target), posixpath.dirname(here) or ".")
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, quotes.quoted(markdown, quotes.load()))
 
 
 def _target(page: str, link: str) -> str:

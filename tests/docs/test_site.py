@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 import tomllib
 
 import pytest
@@ -12,6 +13,32 @@ from tests.conftest import ROOT
 from tests.docs.pages import PAGES, anchors, links, text_of
 
 EXAMPLES = "example_dags/README.md"
+sys.path.append(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_numbers_are_those_of_the_last_measurement(page: str) -> None:
+    import quotes
+
+    text = text_of(page)
+    assert text == quotes.quoted(text, quotes.load()), "python benchmarks/quotes.py writes them again"
+
+
+def test_a_quoted_number_without_a_measurement_is_an_error() -> None:
+    import quotes
+
+    results = {"launch": {"rows": [{"what": "torchrun", "median": 2.676, "unit": "s"}], "ratios": []}}
+    assert quotes.quoted("<!--bench launch: torchrun-->9<!--/-->", results) == (
+        "<!--bench launch: torchrun-->2.68 s<!--/-->"
+    )
+    with pytest.raises(KeyError, match="launch: gone"):
+        quotes.quoted("<!--bench launch: gone-->9<!--/-->", results)
+    assert [quotes.number(value) for value in (0.01731, 2.0, 39.57, 26140000.0)] == [
+        "0.0173",
+        "2",
+        "39.6",
+        "26,100,000",
+    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, EXAMPLES])
