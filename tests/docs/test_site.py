@@ -22,6 +22,7 @@ def test_quoted_numbers_are_those_of_the_last_measurement(page: str) -> None:
 
     text = text_of(page)
     assert text == quotes.quoted(text, quotes.load()), "python benchmarks/quotes.py writes them again"
+    assert not re.search(r"^\s*<!--bench", text, re.M), "a comment that begins a line ends the paragraph"
 
 
 def test_a_quoted_number_without_a_measurement_is_an_error() -> None:
