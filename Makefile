@@ -21,16 +21,17 @@ lint: setup
 types: setup
 	.venv/bin/mypy
 
+# More processes than cores: half of the suite's time is waiting for processes that start, train and end.
 unit: setup
-	.venv/bin/python -m pytest -n 3
+	.venv/bin/python -m pytest -n 5
 
 # Lint, types, and the tests that start no JVM and no deployment.
 test-fast: lint types
-	.venv/bin/python -m pytest -n 3 --fast
+	.venv/bin/python -m pytest -n 2 --fast
 
 # tests/durations.json, by which the longest files come first and the fast ones are known.
 durations: setup
-	.venv/bin/python -m pytest -n 3 --measure
+	.venv/bin/python -m pytest -n 5 --measure
 
 # Side by side with TorchDistributor, torchrun, Ray Train (where it installs) and the floor: benchmarks/results.md,
 # results.json, docs/launch.svg.

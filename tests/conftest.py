@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import posixpath
 import random
 import re
 import signal
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
-pytest_plugins = ("tests.durations",)
+pytest_plugins = ("tests.schedule", "tests.durations")
 
 # Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
@@ -52,23 +51,6 @@ LOOK = 0.02
 """Seconds between two looks at a condition."""
 
 T = TypeVar("T")
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file share a process, and so what its fixtures start; so do all those of one whole Airflow.
-
-    By a scheduler of the suite's own, and not by ``xdist_group``: with pytest 9.2 xdist 3.8 does not see those marks.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            return posixpath.dirname(path) if posixpath.basename(posixpath.dirname(path)) == "deployed" else path
-
-    # In the order of the collection.
-    config.option.loadscopereorder = False
-    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -181,8 +163,18 @@ def wait_until_gone(marker: str, timeout: float = ORPHAN_TIMEOUT) -> list[int]:
     """The processes with the marker that are left after ``timeout`` seconds; empty when all ended."""
     deadline = time.monotonic() + timeout
     while (left := processes_with(marker)) and time.monotonic() < deadline:
-        time.sleep(LOOK)
+        # To read the environment of every process costs as much as this test may have to wait.
+        while any(map(is_alive, left)) and time.monotonic() < deadline:
+            time.sleep(LOOK)
     return left
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that has exited, and for one whose parent has not collected its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def describe(pid: int) -> str:
@@ -219,8 +211,10 @@ def suite_marker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     os.environ["RANKZERO_STORE"] = str(tmp_path_factory.mktemp("default-store"))
     base = tmp_path_factory.getbasetemp()
     os.environ["RANKZERO_TEST_SHARED"] = str(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
-    # Drivers and JVMs of the suite come and go by the hundred: one of them need not load torch for itself.
-    os.environ[OWNER] = str(os.getpid())
+    # Drivers and JVMs of the suite come and go by the hundred: their ranks are forks of the same warm servers, which
+    # all processes of the suite share. A rank has one thread, however many ranks its run has: servers would differ.
+    os.environ[OWNER] = str(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+    os.environ["OMP_NUM_THREADS"] = "1"
     # A JVM that was killed leaves its files where pytest removes them.
     os.environ["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={tmp_path_factory.mktemp('java')}"
     yield marker

@@ -5,6 +5,7 @@ A pytest plugin, which `tests/conftest.py` loads. ``make durations`` measures th
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.schedule import scope_of
 
 FILE = Path(__file__).with_suffix(".json")
 
@@ -22,6 +24,7 @@ SHOWN_EVERY = 60.0
 """Seconds between two lines that say how much is left."""
 
 
+@functools.cache
 def known() -> dict[str, float]:
     """Returns the seconds of each file that has been measured."""
     return json.loads(FILE.read_text()) if FILE.exists() else {}  # type: ignore[no-any-return]
@@ -39,16 +42,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--measure", action="store_true", help=f"write {FILE.name}, which orders the files")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves slow files out where asked to: they are not even imported."""
+    root = FILE.parents[1]
+    if not (config.getoption("--fast") and collection_path.is_relative_to(root)):
+        return None
+    return known().get(collection_path.relative_to(root).as_posix(), 0.0) >= FAST or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves slow files out where asked to, and puts the longest first where several processes share them."""
-    seconds = known()
-    if config.getoption("--fast"):
-        slow = [item for item in items if seconds.get(file_of(item.nodeid), 0.0) >= FAST]
-        config.hook.pytest_deselected(items=slow)
-        left_out = set(map(id, slow))
-        items[:] = [item for item in items if id(item) not in left_out]
+    """Puts the longest groups first where several processes share them."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+        seconds = known()
+        groups: Counter[str] = Counter()
+        for path in {file_of(item.nodeid) for item in items}:
+            groups[scope_of(path)] += seconds.get(path, 0.0)
+        items.sort(key=lambda item: (-groups[scope_of(item.nodeid)], scope_of(item.nodeid), file_of(item.nodeid)))
 
 
 class Progress:
@@ -85,9 +94,9 @@ class Progress:
                 reporter.write_line(f" {(now - self._began) / 60:.0f} min, about {left / 60:.1f} min left")
 
     def left(self, now: float) -> float | None:
-        """Returns the seconds that are left, at the pace so far; None while that is unknown."""
+        """Returns the seconds that are left, at the pace so far; None while too little is done to know it."""
         done = sum(min(self._seconds[path], seconds) for path, seconds in self._expected.items())
-        if not done:
+        if done < SHOWN_EVERY / 10:
             return None
         return (now - self._began) * (sum(self._expected.values()) - done) / done
 

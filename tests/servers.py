@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import describe, until
+from tests.conftest import describe, is_alive, until
 
 STOP_TIMEOUT = 30.0
 """Seconds for a server to end by itself."""
@@ -66,11 +66,3 @@ def session(leader: int) -> Iterator[int]:
             with contextlib.suppress(ProcessLookupError):
                 if os.getsid(int(name)) == leader:
                     yield int(name)
-
-
-def is_alive(pid: int) -> bool:
-    """False for a process that has exited, and for one whose parent has not looked yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

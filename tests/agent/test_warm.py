@@ -36,7 +36,7 @@ def servers(owner: int | None = None) -> set[int]:
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         # ..., its owner, the owner's start time
-        if any(SERVER in part for part in command) and command[-2] == str(owner or os.getpid()):
+        if any(SERVER in part for part in command) and command[-2] == str(owner or os.environ.get(OWNER, os.getpid())):
             found.add(process.pid)
     return found
 
@@ -124,9 +124,7 @@ def server_of_this_rank() -> int:
 def test_drivers_share_the_server_of_a_process_that_outlives_them(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    if shared:
-        monkeypatch.setenv(OWNER, str(os.getpid()))
-    else:
+    if not shared:
         monkeypatch.delenv(OWNER)
     used = {launcher.options(num_processes=1).submit(server_of_this_rank).result(WAIT) for _ in range(2)}
     if shared:
@@ -273,30 +271,26 @@ def test_what_a_process_list_shows_of_a_fork_is_its_own(launcher: Launcher, mark
     assert f"MARK={marker}\0" in environment
 
 
+@pytest.mark.usefixtures("own_warm_servers")
 def test_the_death_of_the_server_is_a_lost_host(launcher: Launcher, tmp_path: Path) -> None:
-    def wait(folder: str) -> int:
+    def wait(folder: str) -> None:
         import rankzero.train as rt
 
-        if rt.get_context().attempt == 0:
-            Path(folder, f"up-{rt.get_context().rank}").write_text(str(psutil_free_parent(os.getppid())))
-            time.sleep(600)
-        return rt.get_context().attempt
+        context = rt.get_context()
+        Path(folder, f"up-{context.attempt}-{context.rank}").write_text(str(psutil_free_parent(os.getppid())))
+        time.sleep(600)
 
-    for restarts in (0, 1):
-        folder = tmp_path / str(restarts)
-        folder.mkdir()
-        handle = launcher.options(max_restarts=restarts).submit(wait, str(folder))
+    handle = launcher.options(max_restarts=1).submit(wait, str(tmp_path))
+    for attempt in range(2):
         # A file is there before what is in it.
-        while sum(bool(up.stat().st_size) for up in folder.iterdir()) < 2:
+        while sum(bool(up.stat().st_size) for up in tmp_path.glob(f"up-{attempt}-*")) < 2:
             assert not handle.status().final
             time.sleep(0.02)
-        os.kill(int((folder / "up-0").read_text()), signal.SIGKILL)
-        if restarts:
-            assert handle.result(120) == 1
-        else:
-            with pytest.raises(EngineError) as caught:
-                handle.result(120)
-            assert caught.value.cause == "lost"
+        os.kill(int((tmp_path / f"up-{attempt}-0").read_text()), signal.SIGKILL)
+    with pytest.raises(EngineError) as caught:
+        handle.result(120)
+    assert caught.value.cause == "lost"
+    assert [event["cause"] for event in handle.events() if event["type"] == "restart"] == ["lost"]
 
 
 def test_what_a_killed_agent_left_is_ended_by_the_server(launcher: Launcher, tmp_path: Path) -> None:
@@ -327,7 +321,8 @@ def test_a_server_ends_with_the_process_it_was_started_for(tmp_path: Path) -> No
     )
     assert process.stdout
     with process:
-        owner = int(process.stdout.readline())
+        # A start on a busy machine may say that it waits.
+        owner = int(next(line for line in process.stdout if line.strip().isdigit()))
         (server,) = servers(owner)
         directory, path = map(Path, psutil.Process(server).cmdline()[-6:-4])
         assert directory.parent.stat().st_mode & 0o777 == 0o700
@@ -515,23 +510,25 @@ def test_what_a_rank_leaves_to_finalizers_is_done_last(tmp_path: Path, warm_star
 
 
 TABLE_AT_EXIT = """
-import logging, os, sys
+import atexit, logging, os, sys
 from rankzero.warm import server as warm
 
 warm.load(warm.PRELOADED_LATER)
 warm.settle_dynamo()
-logging.getLogger("torch._dynamo.utils").setLevel(sys.argv[1])
-sys.modules.pop("tabulate", None)
-import atexit
-
-atexit._run_exitfuncs()
-print("tabulate" in sys.modules, flush=True)
+for level in ("INFO", "WARNING"):
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        logging.getLogger("torch._dynamo.utils").setLevel(level)
+        sys.modules.pop("tabulate", None)
+        atexit._run_exitfuncs()
+        print(level, "tabulate" in sys.modules, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("level", "makes"), [("INFO", True), ("WARNING", False)])
-def test_torchs_table_of_compile_times_is_made_for_who_reads_it(level: str, makes: bool) -> None:
-    printed = run_python(TABLE_AT_EXIT, level)
-    assert ("TorchDynamo compilation metrics" in printed) is makes
-    assert printed.split()[-1] == str(makes)
+def test_torchs_table_of_compile_times_is_made_for_who_reads_it() -> None:
+    made, _, rest = run_python(TABLE_AT_EXIT).partition("INFO True")
+    assert "TorchDynamo compilation metrics" in made
+    assert rest.strip() == "WARNING False"

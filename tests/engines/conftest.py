@@ -13,7 +13,7 @@ from tests.conftest import until
 START_TIMEOUT = 240.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gpu_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A discovery script that reports one integer and one UUID."""
     script = tmp_path_factory.mktemp("gpus") / "discover.sh"
@@ -71,7 +71,7 @@ class Standalone:
         return until(look, START_TIMEOUT, f"{pattern} in the log of {name}")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, gpu_script: Path) -> Iterator[Standalone]:
     """A standalone cluster of two workers, with two cores and two GPUs each."""
     cluster = Standalone(tmp_path_factory.mktemp("standalone"), gpu_script)

@@ -66,7 +66,8 @@ def test_what_no_session_can_give_is_refused() -> None:
         Launcher(2, cpus_per_process=2, engine=SparkEngine("local[2]")).run(print)
 
 
-def test_cores_of_a_rank_on_this_machine(launcher: Launcher) -> None:
+def test_cores_of_a_rank_on_this_machine(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert launcher.options(cpus_per_process=3).run(lambda: os.environ["OMP_NUM_THREADS"]) == "3"
 
 

@@ -4,14 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import wait_until_gone
+from tests.conftest import restore_signal_handlers, signal_handlers, wait_until_gone
 
 from rankzero import (
     EngineError,
@@ -95,33 +95,6 @@ def test_spark_reuses_its_python_workers(on_session: Launcher, session: Any) -> 
     before = python_workers()
     on_session.run(who_am_i)
     assert python_workers() & before
-
-
-def test_a_session_that_was_stopped_is_refused(launcher: Launcher) -> None:
-    program = """
-        import sys
-        from pyspark.sql import SparkSession
-        from rankzero import EngineError, Launcher, SparkEngine
-
-        def make():
-            return SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-
-        session = make()
-        launcher = Launcher(2, engine=SparkEngine(session=session), store=sys.argv[1], start_timeout=60)
-        assert launcher.run(len, [1]) == 1
-        session.stop()
-        try:
-            launcher.run(len, [1])
-        except EngineError as error:
-            print(error)
-        session = make()
-        print(launcher.options(engine=SparkEngine(session=session)).run(len, [1, 2]))
-        session.stop()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(launcher.store)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=240)
-    assert "was stopped" in done.stdout
-    assert done.stdout.splitlines()[-1] == "2"
 
 
 def where_much_lies() -> tuple[str, str]:
@@ -285,7 +258,6 @@ print("value", launcher.run(train), "pyspark" in sys.modules)
     assert f"value [2.0, '{sys.executable}'] False" in done.stdout, done.stderr
 
 
-@pytest.mark.usefixtures("own_warm_servers")
 def test_the_death_of_the_caller_of_run_ends_the_run(tmp_path: Path, marker: str) -> None:
     program = f"""
 import time
@@ -307,13 +279,24 @@ Launcher(1, engine=SparkEngine(), store={str(tmp_path)!r}, env={{"MARK": {marker
     assert wait_until_gone(marker) == []
 
 
-def test_different_python_versions_are_named(launcher: Launcher) -> None:
+@pytest.fixture
+def use_python(session: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the session run another Python, as a user does who sets PYSPARK_PYTHON before the session starts."""
+
+    def use(python: str) -> None:
+        monkeypatch.setenv("PYSPARK_PYTHON", python)
+        monkeypatch.setattr(session.sparkContext, "pythonExec", python)
+
+    return use
+
+
+def test_different_python_versions_are_named(on_session: Launcher, use_python: Callable[[str], None]) -> None:
     other = next((path for path in ("3.12.1", "3.11.7", "3.10.13") if _is_other(path)), None)
     if other is None:
         pytest.skip("no Python of another minor version on this machine")
-    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": str(_pyenv(other))})
+    use_python(str(_pyenv(other)))
     with pytest.raises(EngineError, match=f"different Python minor versions.*{other.rpartition('.')[0]}"):
-        launcher.options(engine=engine).run(who_am_i)
+        on_session.run(who_am_i)
 
 
 def _is_other(version: str) -> bool:
@@ -324,14 +307,15 @@ def _pyenv(version: str) -> Path:
     return Path.home() / ".pyenv" / "versions" / version / "bin" / "python"
 
 
-def test_an_executor_without_torch_is_named(launcher: Launcher, tmp_path: Path) -> None:
+def test_an_executor_without_torch_is_named(
+    on_session: Launcher, use_python: Callable[[str], None], tmp_path: Path
+) -> None:
     import venv
 
     venv.create(tmp_path / "bare", symlinks=True)
-    python = str(tmp_path / "bare" / "bin" / "python")
-    engine = SparkEngine(master="local[2]", conf={"spark.pyspark.python": python})
+    use_python(str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(EngineError, match="torch cannot be imported by .*bare/bin/python.*Install torch there"):
-        launcher.options(engine=engine).run(who_am_i)
+        on_session.run(who_am_i)
 
 
 def test_executors_without_that_python_are_named(launcher: Launcher) -> None:
@@ -344,3 +328,15 @@ def test_a_master_that_does_not_answer_is_bounded_by_start_timeout(launcher: Lau
     engine = SparkEngine(master="spark://127.0.0.1:9")
     with pytest.raises((StartTimeoutError, EngineError), match=r"start_timeout=5|no SparkContext"):
         launcher.options(engine=engine, start_timeout=5.0).run(who_am_i)
+
+
+def test_a_session_that_was_stopped_is_refused(on_session: Launcher, session: Any) -> None:
+    """The last test of this file: the session of all of them is stopped."""
+    session.stop()
+    with pytest.raises(EngineError, match="was stopped"):
+        on_session.run(len, [1])
+    handlers = signal_handlers()
+    another = type(session).builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    restore_signal_handlers(handlers)
+    assert on_session.options(engine=SparkEngine(session=another)).run(len, [1, 2]) == 2
+    another.stop()

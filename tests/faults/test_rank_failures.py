@@ -161,7 +161,6 @@ def terminate_driver(handle: RunHandle[Any]) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
-@pytest.mark.usefixtures("own_warm_servers")
 @pytest.mark.parametrize(
     ("strike", "state", "words"),
     [
@@ -171,8 +170,16 @@ def terminate_driver(handle: RunHandle[Any]) -> None:
     ],
 )
 def test_whatever_dies_takes_the_ranks_along_and_is_named(
-    launcher: Launcher, marker: str, strike: Callable[[RunHandle[Any]], None], state: str, words: str
+    launcher: Launcher,
+    marker: str,
+    strike: Callable[[RunHandle[Any]], None],
+    state: str,
+    words: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if strike is kill_driver:
+        # Its server ends with it, too.
+        request.getfixturevalue("own_warm_servers")
     handle = launcher.submit(sleeper)
     running(handle)
     strike(handle)

@@ -38,6 +38,9 @@ ORPHAN_TIMEOUT = 7.0
 WARM_SERVERS = 2
 """Warm servers of one owner that may wait for a run; a further one ends the one that was used least recently."""
 
+SHARED_WARM_SERVERS = 8
+"""Warm servers that may wait for a run where `OWNER` names their owner: executors of many kinds share them."""
+
 SOCKET_PATH_LIMIT = 100
 """Characters that the path of a Unix socket may have."""
 
@@ -362,12 +365,13 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
 
 
 def _dismiss_others(base: str, owner: int) -> None:
-    """Ends servers of this owner, so that one more makes `WARM_SERVERS`; the caller holds the lock."""
+    """Ends servers of this owner, so that one more makes as many as may wait; the caller holds the lock."""
+    limit = SHARED_WARM_SERVERS if os.environ.get(OWNER) else WARM_SERVERS
     used = {}
     for path in glob.glob(os.path.join(glob.escape(base), f"{owner}-*.socket")):
         with contextlib.suppress(FileNotFoundError):
             used[path] = os.stat(path).st_mtime_ns
-    for path in sorted(used, key=used.__getitem__)[: max(0, len(used) + 1 - WARM_SERVERS)]:
+    for path in sorted(used, key=used.__getitem__)[: max(0, len(used) + 1 - limit)]:
         if connection := _connect(path):
             with connection, contextlib.suppress(OSError):
                 connection.sendall(b'{"dismissed": true}\n')
