@@ -110,11 +110,10 @@ class Airflow:
     def apart(self, *, worker: bool = True) -> Iterator[subprocess.Popen[bytes]]:
         """The first try, in a process of its own, which takes itself for a worker's or not, once its ranks train."""
         self._register(tries_dag.make(self.dag_id, self.place, retries=1))
-        path = os.pathsep.join([str(ROOT), *sys.path])
         command = [sys.executable, "-m", "tests.airflow.tries_dag", self.dag_id, self.place.folder, self.place.mark]
         child = subprocess.Popen(
             command + ["worker"] * worker,
-            env={**os.environ, "PYTHONPATH": path},
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

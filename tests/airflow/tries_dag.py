@@ -46,6 +46,8 @@ def make(dag_id: str, place: Place, *, train: str = "train", lr: float = 0.1, da
 
 if __name__ == "__main__":
     dag_id, folder, mark, *worker = sys.argv[1:]
+    # The module of `Place.deploy`; not by a variable, for which the ranks would need a warm server of their own.
+    sys.path.insert(0, folder)
     if worker:
         versions.be_a_worker()
     # Registered by the test.

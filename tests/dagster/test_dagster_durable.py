@@ -62,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("TEST_STORE", str(tmp_path / "runs"))
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", mark)
-    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     yield Place(tmp_path, mark)
     assert wait_until_gone(f"OF_RANK={mark}") == []

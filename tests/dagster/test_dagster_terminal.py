@@ -109,7 +109,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         "TEST_STORE": str(tmp_path / "runs"),
         "TEST_ASSETS": str(tmp_path / "assets"),
         "TEST_RANK_MARK": mark,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     assert wait_until_gone(f"OF_RANK={mark}") == []
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,9 @@ class FailingIOManager(RankZeroIOManager):
 def body(context: dg.AssetExecutionContext, config: Asked, torch_distributor: TorchDistributorResource) -> Any:
     """Notes its process for each try; a try after the first waits while there is a file ``hold``."""
     folder = os.environ["TEST_FOLDER"]
+    if folder not in sys.path:
+        # The module of `Place.deploy`; not by a variable, for which the ranks would need a warm server of their own.
+        sys.path.insert(0, folder)
     Path(folder, f"step-{context.retry_number}").write_text(str(os.getpid()))
     if context.retry_number and Path(folder, "hold").exists():
         until(lambda: not Path(folder, "hold").exists(), WAIT, "the end of the first training")
@@ -289,7 +293,7 @@ def dagster(tmp_path: Path, instance: dg.DagsterInstance, monkeypatch: pytest.Mo
     monkeypatch.setenv("TEST_STORE", place.store)
     monkeypatch.setenv("TEST_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("TEST_RANK_MARK", place.mark)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.syspath_prepend(str(tmp_path))
     yield Dagster(place, instance)
     assert wait_until_gone(f"OF_RANK={place.mark}") == []

@@ -313,48 +313,47 @@ def test_what_are_no_rows_is_refused() -> None:
         rt.write_rows([], "empty").to_arrow()
 
 
-def _other_columns(first: dict[str, Any], second: dict[str, Any]) -> Table:
-    mine = (first, second)[rt.get_context().rank]
-    if rt.get_context().rank == 1:
+OTHER_COLUMNS: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
+    ({"a": [1, 2]}, {"a": [3], "b": ["x"]}, [(1, None), (2, None), (3, "x")]),
+    ({"a": torch.tensor([1, 2], dtype=torch.int32)}, {"a": [1.5]}, [(1.0,), (2.0,), (1.5,)]),
+    ({"a": torch.tensor([1], dtype=torch.int32)}, {"a": torch.tensor([1 << 40])}, [(1,), (1 << 40,)]),
+    ({"a": torch.tensor([0.5])}, {"a": torch.tensor([0.1], dtype=torch.float64)}, [(0.5,), (0.1,)]),
+    ({"a": [None, None]}, {"a": ["x"]}, [(None,), (None,), ("x",)]),
+    ({"a": [1], "b": [None]}, {"a": [2], "b": [None]}, [(1, None), (2, None)]),
+    ({"a": {"x": torch.ones(1)}}, {"a": [{"x": 0.1}]}, [({"x": 1.0},), ({"x": 0.1},)]),
+]
+"""The rows of rank 0, those of rank 1, and what the table holds."""
+
+
+def _other_columns(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Table]:
+    """Writes a table for each case; rank 0 comes first."""
+    rank = rt.get_context().rank
+    if rank == 1:
         rt.barrier()
-    table = rt.write_rows(mine)
-    if rt.get_context().rank == 0:
+    tables = [rt.write_rows(case[rank], f"case-{number}") for number, case in enumerate(cases)]
+    if rank == 0:
         rt.barrier()
-    return table
+    return tables
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        ({"a": [1, 2]}, {"a": [3], "b": ["x"]}, [(1, None), (2, None), (3, "x")]),
-        ({"a": torch.tensor([1, 2], dtype=torch.int32)}, {"a": [1.5]}, [(1.0,), (2.0,), (1.5,)]),
-        ({"a": torch.tensor([1], dtype=torch.int32)}, {"a": torch.tensor([1 << 40])}, [(1,), (1 << 40,)]),
-        ({"a": torch.tensor([0.5])}, {"a": torch.tensor([0.1], dtype=torch.float64)}, [(0.5,), (0.1,)]),
-        ({"a": [None, None]}, {"a": ["x"]}, [(None,), (None,), ("x",)]),
-        ({"a": [1], "b": [None]}, {"a": [2], "b": [None]}, [(1, None), (2, None)]),
-        ({"a": {"x": torch.ones(1)}}, {"a": [{"x": 0.1}]}, [({"x": 1.0},), ({"x": 0.1},)]),
-    ],
-)
-def test_ranks_with_other_columns_write_one_table(
-    launcher: Launcher, session: Any, first: dict[str, Any], second: dict[str, Any], expected: list[Any]
-) -> None:
-    table = launcher.run(_other_columns, first, second)
-
+def test_ranks_with_other_columns_write_one_table(launcher: Launcher, session: Any) -> None:
     def rows(found: Any) -> list[Any]:
         return sorted((tuple(row) for row in found), key=repr)
 
-    assert rows(row.values() for row in table.to_arrow().to_table().to_pylist()) == rows(expected)
-    assert len(table.to_pandas()) == len(expected)
-    plain = (
-        [value.asDict() if hasattr(value, "asDict") else value for value in row]
-        for row in table.to_spark(session).collect()
-    )
-    assert rows(plain) == rows(expected)
+    tables = launcher.run(_other_columns, [case[:2] for case in OTHER_COLUMNS])
+    for table, (_, _, expected) in zip(tables, OTHER_COLUMNS, strict=True):
+        assert rows(row.values() for row in table.to_arrow().to_table().to_pylist()) == rows(expected)
+        assert len(table.to_pandas()) == len(expected)
+        plain = (
+            [value.asDict() if hasattr(value, "asDict") else value for value in row]
+            for row in table.to_spark(session).collect()
+        )
+        assert rows(plain) == rows(expected)
 
 
 def test_the_rank_whose_columns_do_not_fit_gets_the_error(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match="Field a has incompatible types: int64 vs string") as raised:
-        launcher.run(_other_columns, {"a": [1]}, {"a": ["x"]})
+        launcher.run(_other_columns, [({"a": [1]}, {"a": ["x"]})])
     assert (raised.value.rank, raised.value.exception_type) == (1, "TypeError")
 
 

@@ -1,8 +1,9 @@
 """Ranks read and write an object store themselves, and whoever dies or is away, no half checkpoint counts."""
 
+import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,21 @@ def through_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def without(folder: Path, *modules: str) -> dict[str, str]:
-    """An environment in which these cannot be imported."""
-    for name in modules:
-        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
-    return {"PYTHONPATH": str(folder)}
+Without = Callable[..., dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
+    """Makes an environment in which modules cannot be imported; the same one for the same modules."""
+
+    @functools.cache
+    def make(*modules: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("without")
+        for name in modules:
+            (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r})\n")
+        return {"PYTHONPATH": str(folder)} if modules else {}
+
+    return make
 
 
 def keys(bucket: str) -> list[str]:
@@ -89,9 +100,9 @@ def train(steps: int) -> list[Any]:
     ("missing", "is_direct"), [(["fsspec"], True), (["pyarrow"], True), (["fsspec", "pyarrow"], False)]
 )
 def test_ranks_write_and_read_parts_by_what_they_have(
-    launcher: Launcher, bucket: str, tmp_path: Path, through_driver: list[str], missing: list[str], is_direct: bool
+    launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str], is_direct: bool
 ) -> None:
-    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    env = {**(launcher.env or {}), **without(*missing)}
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", max_restarts=1, env=env)
     assert launcher.run(train, 2) == [1, 1, NUMBERS, 2.0 * NUMBERS]
     handle = RunHandle.attach(f"{bucket}/runs/run")
@@ -144,7 +155,7 @@ def test_a_rank_opens_only_the_parts_that_hold_its_pieces(
 
 @pytest.mark.parametrize("missing", [[], ["fsspec"], ["fsspec", "pyarrow"]])
 def test_a_reference_to_an_object_store_is_an_argument_whatever_executors_have(
-    launcher: Launcher, bucket: str, tmp_path: Path, missing: list[str]
+    launcher: Launcher, bucket: str, without: Without, missing: list[str]
 ) -> None:
     import torch
 
@@ -152,7 +163,7 @@ def test_a_reference_to_an_object_store_is_an_argument_whatever_executors_have(
         return weights["w"].tolist()  # type: ignore[no-any-return]
 
     ref = ResultRef.save({"w": torch.arange(3.0)}, f"{bucket}/values")
-    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    env = {**(launcher.env or {}), **without(*missing)}
     assert launcher.options(env=env).run(use, ref) == [0.0, 1.0, 2.0]
 
 
@@ -175,14 +186,14 @@ def test_a_rank_that_the_store_refuses_sends_its_parts_to_the_driver(
 
 @pytest.mark.parametrize("missing", [["fsspec"], ["fsspec", "pyarrow"]])
 def test_rank_0_writes_its_value_to_the_store(
-    launcher: Launcher, bucket: str, tmp_path: Path, through_driver: list[str], missing: list[str]
+    launcher: Launcher, bucket: str, without: Without, through_driver: list[str], missing: list[str]
 ) -> None:
     def value() -> Any:
         import torch
 
         return {"w": torch.arange(float(NUMBERS))}
 
-    env = {**(launcher.env or {}), **without(tmp_path, *missing)}
+    env = {**(launcher.env or {}), **without(*missing)}
     launcher = launcher.options(store=f"{bucket}/runs", run_id="run", env=env)
     found = launcher.run(value)
     assert found["w"][-1].item() == NUMBERS - 1
