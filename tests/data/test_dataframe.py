@@ -129,7 +129,7 @@ def test_a_line_says_how_far_spark_is_whenever_the_interval_is_over(
     ("column", "why"),
     [
         ("map('a', id)", "column 'bad' of the dataset 'train' is map"),
-        ("array('a')", "no tensor of arrays of string"),
+        ("array('a')", "arrays of string cannot become a tensor"),
         ("if(id = 3, null, id)", r"column 'bad' .* has 1 nulls"),
         ("make_ym_interval(1)", "column 'bad' of the dataset 'train' is interval"),
         ("named_struct('x', if(id = 3, null, id))", r"column 'bad.x' .* has 1 nulls"),

@@ -110,7 +110,7 @@ def test_one_whose_process_was_killed_meanwhile_is_decoded_here(tasks: list[Path
 
 
 def test_one_whose_process_hangs_is_decoded_here(tasks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoded, "PATIENCE", 0.1)
+    monkeypatch.setattr(decoded, "LOCK_TIMEOUT", 0.1)
     first, second = (task / "group.arrow" for task in tasks[:2])
     with decoding_elsewhere(first):
         assert decoded.place(str(second), lambda: batch_of(2)) is None

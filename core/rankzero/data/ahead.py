@@ -10,35 +10,35 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_LOOK = 0.5
-"""Seconds between two looks of a producer whether anybody still wants what it has."""
+_POLL_INTERVAL = 0.5
+"""Seconds after which a producer with a full queue checks whether its consumer has stopped."""
 
-_END_PATIENCE = 5.0
-"""Seconds for which the end of a process waits for a piece that is being read."""
+_EXIT_TIMEOUT = 5.0
+"""Seconds for which a process that exits waits for a piece that is being read."""
 
 _END = object()
 
 _threads: dict[threading.Thread, threading.Event] = {}
-"""Those that run, and what stops each."""
+"""The running threads, each with the event that stops it."""
 
 
 @atexit.register
 def _stop_all() -> None:
-    """An interpreter that ends while a thread of it is in native code aborts."""
+    """Stops all threads, since an interpreter aborts if it exits while one of its threads runs native code."""
     for stopped in list(_threads.values()):
         stopped.set()
     for thread in list(_threads):
-        thread.join(_END_PATIENCE)
+        thread.join(_EXIT_TIMEOUT)
 
 
 def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
-    """The items of an iterator, up to ``count`` of which a thread has made before they are asked for.
+    """Yields the items of an iterator, up to ``count`` of which a thread produces in advance.
 
-    The thread ends with the items, or with this generator, however that ends.
+    The thread ends after the last item, or when this generator is closed.
 
     Args:
-        make: Makes the iterator, in the thread.
-        count: 0 for no thread.
+        make: Creates the iterator, in the thread.
+        count: Most items that are produced in advance; 0 for no thread.
     """
     if not count:
         yield from make()
@@ -49,7 +49,7 @@ def ahead(make: Callable[[], Iterator[T]], count: int) -> Iterator[T]:
     def put(item: object) -> bool:
         while not stopped.is_set():
             try:
-                items.put(item, timeout=_LOOK)
+                items.put(item, timeout=_POLL_INTERVAL)
                 return True
             except queue.Full:
                 continue

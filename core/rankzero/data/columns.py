@@ -1,4 +1,4 @@
-"""Arrow columns as tensors, by the mapping of `rankzero.data.kinds`."""
+"""Converts Arrow columns to tensors, by the mapping of `rankzero.data.kinds`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rankzero.errors import InvalidJobError
 _DENSE = 1
 
 MAX_VALUES = (1 << 31) - 1
-"""Values of a column of arrays in one batch: Arrow counts them with 32 bits."""
+"""Most values of a column of arrays in one batch, since Arrow counts them with 32 bits."""
 
 
 class Ragged(NamedTuple):
-    """Arrays of several lengths, one after the other.
+    """A column of ``n`` arrays with different lengths, concatenated.
 
     Attributes:
-        values: Of all rows.
+        values: Values of all rows.
         offsets: ``n + 1`` numbers: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
     """
 
@@ -34,14 +34,14 @@ Columns = dict[str, Column]
 
 
 def tensors(batch: Any, lengths: Mapping[str, int]) -> Columns:
-    """The columns of a `pyarrow.RecordBatch`.
+    """Returns the columns of a `pyarrow.RecordBatch` as tensors.
 
     Args:
-        batch: Its memory is what the tensors share, where nothing must be converted.
-        lengths: Of the columns of arrays and vectors that have the same length in every row.
+        batch: The rows. Tensors share its memory unless a type must be converted.
+        lengths: By name, the length of the arrays or vectors of a column that have the same length in every row.
 
     Raises:
-        InvalidJobError: a column has a null, or an array a length, that its mapping has no place for.
+        InvalidJobError: a column has a null, or arrays of different lengths, which its tensor cannot hold.
     """
     return {
         name: _column(column, name, lengths.get(name))
@@ -94,7 +94,7 @@ def _numbers(array: Any, name: str) -> torch.Tensor:
         try:
             array = array.cast(larger[kind])
         except pa.ArrowInvalid as error:
-            raise InvalidJobError(f"column {name!r} ({kind}) has a number that int64 has no place for") from error
+            raise InvalidJobError(f"column {name!r} ({kind}) has a number that int64 cannot hold") from error
     if array.null_count:
         array = array.fill_null(float("nan"))
     # An empty array may have no memory at all.
@@ -104,7 +104,7 @@ def _numbers(array: Any, name: str) -> torch.Tensor:
 
 
 def _in_microseconds(array: Any, kind: Any, name: str) -> Any:
-    """Returns times in microseconds as int64, cut off where they were finer."""
+    """Returns times in microseconds as int64; nanoseconds are truncated."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -122,10 +122,10 @@ _TORCH_NAMES = {"float": "float32", "double": "float64", "halffloat": "float16"}
 def _lists(array: Any, name: str, size: int | None) -> Column:
     from pyarrow import types
 
-    # Without the values that lie before and behind those of a slice.
+    # `flatten` leaves out the values outside of a slice.
     values = _column(array.flatten(), name, None)
     if not isinstance(values, torch.Tensor):
-        raise InvalidJobError(f"column {name!r} is {array.type}: there is no tensor of it")
+        raise InvalidJobError(f"column {name!r} is {array.type}, which cannot become a tensor")
     if types.is_fixed_size_list(array.type):
         return values.reshape(len(array), array.type.list_size, *values.shape[1:])
     if size is not None and len(values) == size * len(array):
@@ -163,7 +163,7 @@ def _several_lengths(name: str, least: int, most: int) -> InvalidJobError:
 
 
 def part(column: Column, low: int, high: int) -> Column:
-    """The rows from ``low`` to before ``high`` of a column, not copied."""
+    """Returns the rows ``low`` to ``high - 1`` of a column, without copying them."""
     if isinstance(column, Ragged):
         offsets = column.offsets[low : high + 1]
         return Ragged(column.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
@@ -173,14 +173,14 @@ def part(column: Column, low: int, high: int) -> Column:
 
 
 def joined(columns: Sequence[Column], name: str) -> Column:
-    """Returns the rows of several pieces of a column, one after the other; those of a single piece are not copied.
+    """Returns the concatenated pieces of a column; a single piece is not copied.
 
     Args:
         columns: The pieces.
-        name: The column, for the error.
+        name: Name of the column, for errors.
 
     Raises:
-        InvalidJobError: the pieces have vectors of several lengths.
+        InvalidJobError: the pieces have vectors of different lengths.
     """
     first = columns[0]
     if len(columns) == 1:
@@ -206,7 +206,7 @@ def _joined_ragged(columns: Sequence[Ragged]) -> Ragged:
 
 
 def rows_of(columns: Columns) -> int:
-    """Number of rows. Raises ValueError if there is no column."""
+    """Returns the number of rows of a batch. Raises ValueError if it has no column."""
     column: Any = next(iter(columns.values()), None)
     if column is None:
         raise ValueError("a batch without columns has no rows")

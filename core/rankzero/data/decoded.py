@@ -1,6 +1,7 @@
-"""Decoded groups of rows: Arrow files in the scratch directories of tasks, each made once for those beside each other.
+"""Decoded row groups: Arrow files in the scratch directories of tasks, decoded once for all tasks of a host.
 
-Every task removes its directory, whatever it is linked to; so nobody owns a file, and who dies owes nothing.
+Tasks share a file by hard links, and every task removes its own scratch directory. A file therefore exists as long as
+one of its tasks, and a task that is killed leaves no duty to another one.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any
 SPARE = 2 << 30
 """Bytes that decoded rows leave free on the disk of the scratch directory."""
 
-PATIENCE = 120.0
-"""Seconds for which a group that another rank decodes is waited for; then it is decoded here, too."""
+LOCK_TIMEOUT = 120.0
+"""Seconds for which a rank waits for a group that another rank decodes; then it decodes the group, too."""
 
-_LOOK = 0.02
-"""Seconds between two looks whether it is."""
+_POLL_INTERVAL = 0.02
+"""Seconds between two tries to lock a group."""
 
 
 def place(path: str, decode: Callable[[], Any]) -> Any:
-    """Puts a group at a path, unless it is there, or at another task's.
+    """Writes a decoded group to a path, unless it exists there or can be linked from another task's directory.
 
     Args:
-        path: In the scratch directory of this task; its name is that of the content.
-        decode: Makes it, as a record batch.
+        path: A path in the scratch directory of this task; its name identifies the content.
+        decode: Returns the group as a record batch.
 
     Returns:
-        None; the record batch if the disk has no room for it.
+        None if the file exists now; the record batch if the disk has no room for it.
     """
     if os.path.exists(path):
         return None
@@ -45,7 +46,7 @@ def place(path: str, decode: Callable[[], Any]) -> Any:
 
 
 def _write(path: str, batch: Any) -> bool:
-    """Leaves a group for the other ranks; False if there is no room."""
+    """Writes a group atomically; returns False if the disk has no room."""
     import pyarrow as pa
 
     if shutil.disk_usage(os.path.dirname(path)).free < batch.nbytes + SPARE:
@@ -64,35 +65,35 @@ def _write(path: str, batch: Any) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """One rank at a time, of all tasks that have linked the same lock, or for which `PATIENCE` has passed."""
+    """Runs the block on one rank at a time of all tasks that link the same lock file, or after `LOCK_TIMEOUT`."""
     name = f"{path}.lock"
     if not os.path.exists(name):
-        # Two tasks that are here at the very same time have a lock each, and both decode.
+        # Two tasks that come here at the same moment create a lock file each, and both decode.
         _link(name, os.path.exists)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LOCK_TIMEOUT
     with open(name, "ab") as lock:
         while time.monotonic() < end:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
             except OSError:
-                # A file system that knows no locks: who needs a group at the same time decodes it, too.
+                # The file system has no locks: ranks that need the group at the same time all decode it.
                 break
         try:
             yield
         finally:
-            # A process that was forked meanwhile has the same lock, and may keep it for its life.
+            # Unlocked explicitly: a process that was forked meanwhile shares the lock as long as it lives.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _link(path: str, is_good: Callable[[str], bool]) -> bool:
-    """Whether another task here has a good file of this name: then it is this task's, too, whoever ends first."""
+    """Links a good file of the same name from another task of this user and host; returns False if there is none."""
     scratch, name = os.path.split(path)
     for other in glob.glob(os.path.join(glob.escape(os.path.dirname(scratch)), "rankzero-*", name)):
-        # By a descriptor and through no link, which other users may make in a shared place.
+        # Opened by a descriptor and without following links, which other users can create in a shared directory.
         with contextlib.suppress(OSError):
             directory = os.open(os.path.dirname(other), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -105,7 +106,7 @@ def _link(path: str, is_good: Callable[[str], bool]) -> bool:
 
 
 def _is_whole(path: str) -> bool:
-    """False for a file that has lost its content: what a killed task has left may have outlived its host's power."""
+    """Returns False for a file without content, which a power failure of the host can leave behind."""
     import pyarrow as pa
 
     try:

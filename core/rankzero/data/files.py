@@ -1,4 +1,4 @@
-"""Files of datasets through pyarrow, local or behind a URL."""
+"""Opens files of datasets with pyarrow, by a local path or a URL."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from rankzero import store
 from rankzero.store import remote
 
 PARQUET_OPTIONS = {"coerce_int96_timestamp_unit": "us"}
-"""Options of pyarrow for every Parquet file. Spark writes timestamps as INT96, which in nanoseconds, pyarrow's default,
-wrap silently outside of the years 1677 to 2262."""
+"""pyarrow's options for every Parquet file. Spark writes timestamps as INT96. pyarrow reads them as nanoseconds by
+default, which overflow silently outside of the years 1677 to 2262."""
 
 
 def filesystem_of(location: str) -> tuple[Any, str]:
-    """A `pyarrow.fs.FileSystem`, which can be pickled, and the path of a location there.
+    """Returns a picklable `pyarrow.fs.FileSystem`, and the path of a location in it.
 
-    pyarrow's own where it has one for the scheme, else fsspec's.
+    The file system is pyarrow's if it has one for the scheme, else fsspec's.
 
     Raises:
-        ImportError: there is no driver for the scheme.
-        ValueError: nobody knows the scheme.
+        ImportError: the package for the scheme is not installed.
+        ValueError: neither pyarrow nor fsspec has the scheme.
     """
     from pyarrow import fs
 
@@ -36,15 +36,15 @@ def filesystem_of(location: str) -> tuple[Any, str]:
 
 
 def open_file(location: str) -> Any:
-    """An open file that can be read from any place, as pyarrow has it."""
+    """Returns an open pyarrow file with random access."""
     filesystem, path = filesystem_of(location)
     return filesystem.open_input_file(path)
 
 
 def tags_of(location: str) -> dict[str, str]:
-    """What a store says of the content of a file, or of each file below a directory, by its name below the location.
+    """Returns the ETags of a file, or of each file below a directory, by the file's path relative to the location.
 
-    It changes whenever the file is written. Empty where the store says nothing of the kind, and for local paths.
+    An ETag changes whenever the file is written. The dict is empty for local paths, and for stores without ETags.
     """
     if not store.is_url(location):
         return {}

@@ -1,4 +1,4 @@
-"""Types of Arrow columns: which tensors they become, and which have none. Needs no torch.
+"""Maps the types of Arrow columns to tensors, and refuses types without one. The module does not need torch.
 
 | Arrow, Spark | in a batch of ``n`` rows |
 |---|---|
@@ -27,14 +27,14 @@ VECTOR = ("type", "size", "indices", "values")
 
 
 def check(schema: Any, where: str) -> None:
-    """Refuses columns that no tensor can be made of.
+    """Refuses columns that cannot become a tensor.
 
     Args:
         schema: A `pyarrow.Schema`.
-        where: What it is the schema of, for the error.
+        where: Name of the dataset, for errors.
 
     Raises:
-        InvalidJobError: names the first such column.
+        InvalidJobError: a column cannot become a tensor; the error names the first one.
     """
     for column in schema:
         if why := _why_not(column.type):
@@ -42,7 +42,7 @@ def check(schema: Any, where: str) -> None:
 
 
 def _why_not(kind: Any) -> str | None:
-    """Why there is no tensor of a type; None if there is one."""
+    """Returns why a type cannot become a tensor; None if it can."""
     from pyarrow import types
 
     if types.is_struct(kind):
@@ -52,23 +52,23 @@ def _why_not(kind: Any) -> str | None:
         inner = kind.value_type
         if _is_number(inner) or types.is_fixed_size_list(inner):
             return _why_not(inner)
-        return f"there is no tensor of arrays of {inner}; leave it out, or flatten it"
+        return f"arrays of {inner} cannot become a tensor; leave the column out, or flatten it"
     if types.is_dictionary(kind):
         return _why_not(kind.value_type)
     if _is_number(kind) or is_text(kind):
         return None
-    return "there is no tensor of this type; leave it out, or make numbers of it"
+    return "this type cannot become a tensor; leave the column out, or convert it to numbers"
 
 
 def is_list(kind: Any) -> bool:
-    """True for arrays, of one length or of several."""
+    """Returns True for a type of arrays, of equal or different lengths."""
     from pyarrow import types
 
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def is_text(kind: Any) -> bool:
-    """True for strings and bytes."""
+    """Returns True for the types of strings and bytes."""
     from pyarrow import types
 
     tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
@@ -88,7 +88,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def allows_null(kind: Any) -> bool:
-    """True if a null in a column of this type has a meaning."""
+    """Returns True if a column of this type can represent a null: as nan, or as None in a list."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
@@ -97,7 +97,7 @@ def allows_null(kind: Any) -> bool:
 
 
 def is_vector(kind: Any) -> bool:
-    """True for a vector of Spark ML."""
+    """Returns True for the type of Spark ML's vectors."""
     from pyarrow import types
 
     return bool(types.is_struct(kind) and tuple(field.name for field in kind) == VECTOR)

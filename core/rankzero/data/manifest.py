@@ -1,4 +1,4 @@
-"""`Manifest`: what ranks know of a dataset before they open it. Pure data, as JSON in ``datasets.json``."""
+"""`Manifest`: the description of a dataset that ranks get before they open it, as JSON in ``datasets.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rankzero.errors import InvalidJobError
 
 FILE = "datasets.json"
-"""The manifests of a submission, by name of the dataset, in its folder."""
+"""Name of the file in a submission's folder that holds the manifests by name of the dataset."""
 
 ARROW, PARQUET = "arrow", "parquet"
 
@@ -22,8 +22,8 @@ class File:
 
     Attributes:
         location: Absolute path or URL.
-        rows: Of each of its row groups (Parquet) or record batches (Arrow).
-        partition: Columns that are not in the file, since all its rows have this value: as text, None for a null.
+        rows: Number of rows of each row group (Parquet) or record batch (Arrow).
+        partition: Partition columns, which are not in the file: the value of all rows as text, None for a null.
     """
 
     location: str
@@ -33,16 +33,16 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset.
+    """Describes a dataset: its files with their numbers of rows, and the schema.
 
     Attributes:
-        format: ``"arrow"`` or ``"parquet"``, of all its files.
+        format: ``"arrow"`` or ``"parquet"``, the format of all files.
         schema: The Arrow schema as pyarrow serializes it, in base64.
-        files: In the order of their rows.
-        size: Bytes of its rows in memory, about.
-        lengths: Of columns of arrays and vectors that have the same in every row.
-        digest: Of the content, wherever it lies.
-        folder: Where its files lie, if they are the run's own; else None.
+        files: The files in the order of their rows.
+        size: Approximate number of bytes of all rows in memory.
+        lengths: By name, the length of the arrays or vectors of a column that have the same length in every row.
+        digest: Digest of the content, which does not depend on its location.
+        folder: Folder of the files if they belong to the run; else None.
     """
 
     format: str
@@ -55,12 +55,12 @@ class Manifest:
 
     @property
     def rows(self) -> int:
-        """Number of all rows."""
+        """Returns the number of rows of all files."""
         return sum(sum(file.rows) for file in self.files)
 
     @property
     def row_size(self) -> int:
-        """Bytes of a row in memory, about."""
+        """Returns the approximate number of bytes of a row in memory, at least 1."""
         return max(1, self.size // max(1, self.rows))
 
     def check_rows(self, name: str, ranks: int) -> None:
@@ -72,32 +72,32 @@ class Manifest:
             )
 
     def arrow_schema(self) -> Any:
-        """The schema, as a `pyarrow.Schema`."""
+        """Returns the schema as a `pyarrow.Schema`."""
         import pyarrow as pa
 
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns the manifest as plain JSON values."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Manifest:
-        """The manifest from `to_json`."""
+        """Returns the manifest from the values of `to_json`."""
         files = tuple(File(file["location"], tuple(file["rows"]), file["partition"]) for file in data["files"])
         return Manifest(**{**data, "files": files})
 
 
 def encode_schema(schema: Any) -> str:
-    """A `pyarrow.Schema` as `Manifest.schema`."""
+    """Returns a `pyarrow.Schema` as text for `Manifest.schema`."""
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
 def to_bytes(manifests: Mapping[str, Manifest]) -> bytes:
-    """The content of `FILE`."""
+    """Returns manifests by name as the content of `FILE`."""
     return json.dumps({name: manifest.to_json() for name, manifest in manifests.items()}).encode()
 
 
 def from_bytes(data: bytes) -> dict[str, Manifest]:
-    """The manifests of `FILE`, by name."""
+    """Returns the manifests in the content of `FILE`, by name."""
     return {name: Manifest.from_json(facts) for name, facts in json.loads(data).items()}

@@ -1,4 +1,4 @@
-"""Local files as memory. A mapping holds no descriptor: there may be as many as a dataset has files or groups."""
+"""Maps local files into memory. A mapping keeps no file descriptor, so a process can map every file of a dataset."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import weakref
 from typing import Any
 
 _NO_RESERVE = 0x40 if sys.platform == "darwin" else 0x4000
-"""MAP_NORESERVE, for which not every Python has a name."""
+"""The flag MAP_NORESERVE, for which some versions of Python have no name."""
 
 _FAILED = ctypes.c_void_p(-1).value
 
 
 def shared(path: str) -> Any:
-    """A file as a `pyarrow.Buffer` that can only be read from."""
+    """Returns a mapped file as a read-only `pyarrow.Buffer`."""
     import pyarrow as pa
 
     with pa.memory_map(path) as file:
@@ -25,20 +25,20 @@ def shared(path: str) -> Any:
 
 
 def read_ahead(address: int, size: int) -> None:
-    """Has the kernel read a part of a mapping, at once, and no more than its pages."""
+    """Tells the kernel to read the pages of a part of a mapping, and returns without waiting for them."""
     if size:
         begin = address - address % mmap.PAGESIZE
         _libc().madvise(begin, address + size - begin, mmap.MADV_WILLNEED)
 
 
 def private(path: str) -> Any:
-    """A file as a `pyarrow.Buffer`, whose memory may be written to: the pages are copied, and the file stays as it is.
+    """Returns a mapped file as a writable `pyarrow.Buffer`. Written pages are copied; the file does not change.
 
-    No memory is set aside for the copies, so that the file may be larger than what the machine has. Python's own
-    mappings keep a descriptor each.
+    No memory is reserved for the copies, so the file may be larger than the machine's memory. Python's `mmap` is not
+    used, since each of its mappings keeps a file descriptor.
 
     Raises:
-        OSError: it cannot be opened or mapped.
+        OSError: the file cannot be opened or mapped.
     """
     import pyarrow as pa
 

@@ -1,6 +1,7 @@
-"""Nulls of a column at every depth. `count_nulls` runs in Spark's workers, too, so it needs nothing but pyarrow.
+"""Counts the nulls of a column at every depth, and refuses those that a tensor cannot hold.
 
-An inner column has a path: ``a.x`` is a field of the struct ``a``, ``a[]`` are the elements of the arrays ``a``.
+`count_nulls` runs in Spark's workers, too, so it needs only pyarrow. An inner column has a path: ``a.x`` is a field of
+the struct ``a``, ``a[]`` are the elements of the arrays ``a``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rankzero.data import kinds
 from rankzero.errors import InvalidJobError
 
 VECTOR = ["type", "size", "indices", "values"]
-"""The fields of a vector of Spark ML, which has nulls inside by design."""
+"""The fields of Spark ML's vectors, some of which are null by design."""
 
 
 def count_nulls(path: str, column: Any) -> Iterator[tuple[str, int]]:
@@ -40,15 +41,15 @@ def inner_kinds(path: str, kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_nulls(schema: Any, counts: Iterable[Mapping[str, int]], where: str) -> None:
-    """Refuses nulls that a tensor has no place for.
+    """Refuses nulls that a tensor cannot hold.
 
     Args:
-        schema: The columns.
-        counts: The nulls of each part of the rows, by path.
-        where: The dataset, for the error.
+        schema: The schema of the columns.
+        counts: Number of nulls of each part of the rows, by path.
+        where: Name of the dataset, for errors.
 
     Raises:
-        InvalidJobError: names the first such column.
+        InvalidJobError: a column has nulls that a tensor cannot hold; the error names the first one.
     """
     total: dict[str, int] = {}
     for part in counts:

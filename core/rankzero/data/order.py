@@ -1,4 +1,4 @@
-"""`Order`: which row stands at each position of an epoch."""
+"""`Order`: maps each position of an epoch to a row of the dataset."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import random
 import torch
 
 WHOLE_ROWS = 1 << 24
-"""Rows that are shuffled as a whole: their order takes 128 MiB."""
+"""Most rows of a dataset that is shuffled as a whole: their order takes 128 MiB."""
 
 WHOLE_BYTES = 256 << 20
-"""Bytes of rows that are shuffled as a whole: a reader holds its share of them in memory."""
+"""Most bytes of a dataset that is shuffled as a whole: a reader keeps its share of them in memory."""
 
 WINDOW_ROWS = 1 << 20
-"""Rows of a window of what is larger: their order takes 8 MiB, and several times that while it is drawn."""
+"""Most rows of a window of a larger dataset: their order takes 8 MiB, and several times as much while it is drawn."""
 
 WINDOW_BYTES = 128 << 20
-"""Bytes of the rows of a window: a reader holds them in memory."""
+"""Most bytes of the rows of a window, which a reader keeps in memory."""
 
 BLOCKS = 512
-"""Places of the dataset from which the rows of a window come."""
+"""Number of blocks of adjacent rows that make up a window."""
 
 
 class Order:
-    """The order of one epoch: that of the files, or a random one that depends on nothing but dataset, seed and epoch.
+    """The order of one epoch: the order of the files, or a random one that depends only on dataset, seed and epoch.
 
-    A dataset of up to `WHOLE_ROWS` and `WHOLE_BYTES` is shuffled as a whole: it is one window. A larger one is cut into
-    several. The rows of each come as blocks, of neighbours in the files, from `BLOCKS` random places, and are shuffled
-    among each other; so a reader that holds a window reads each row once, in pieces that a disk is good at: of a column
-    the bytes of a block over the number of columns, so that a disk reads a few columns about once, and a thousand some
-    6 times.
+    A dataset of up to `WHOLE_ROWS` and `WHOLE_BYTES` is one window and shuffled as a whole. A larger dataset is cut
+    into several windows. Each window consists of `BLOCKS` random blocks of adjacent rows, and its rows are shuffled. A
+    reader that keeps a window in memory so reads each row once, in contiguous pieces: a piece of one column has the
+    bytes of a block divided by the number of columns. A disk reads a dataset of few columns about once, and one of a
+    thousand columns about 6 times.
 
     Attributes:
-        window: Positions of a window.
+        window: Number of positions of a window.
     """
 
     def __init__(self, rows: int, row_size: int, seed: int | None, epoch: int) -> None:
-        """Draws nothing yet.
+        """Prepares the order; random numbers are drawn when rows are requested.
 
         Args:
-            rows: Of the dataset.
-            row_size: Bytes of a row, about.
-            seed: Of the random orders; None for that of the files.
+            rows: Number of rows of the dataset.
+            row_size: Approximate number of bytes of a row.
+            seed: Seed of the random order; None for the order of the files.
             epoch: Number of the epoch.
         """
         self._rows = rows
@@ -55,7 +55,7 @@ class Order:
         self._shift = 0 if seed is None or self._is_whole else random.Random(self._key(-2)).randrange(rows)
 
     def rows(self, low: int, high: int) -> torch.Tensor:
-        """The rows at the positions from ``low`` to before ``high``."""
+        """Returns the numbers of the rows at the positions ``low`` to ``high - 1``."""
         if self._seed is None:
             return torch.arange(low, high)
         found = []
@@ -73,7 +73,7 @@ class Order:
         if self._blocks is None:
             self._blocks = self._permutation(-1, self._rows // self._block)
         number, within = places // self._block, places % self._block
-        # The last rows, fewer than a block, keep their place; the shift makes them others in each epoch.
+        # The last rows, fewer than a block, are not moved; the shift selects different ones in each epoch.
         whole = number < len(self._blocks)
         moved = self._blocks[number.clamp(max=len(self._blocks) - 1)] * self._block + within
         return (torch.where(whole, moved, places) + self._shift) % self._rows

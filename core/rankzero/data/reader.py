@@ -1,4 +1,4 @@
-"""`Reader`: the rows of a dataset as Arrow record batches, mapped into memory where their files allow."""
+"""`Reader`: reads the rows of a dataset as Arrow record batches, mapped into memory if the files allow it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from rankzero.data.schemas import fit
 from rankzero.errors import ResultError
 
 FILES = 64
-"""Arrow files that stay open, so that their footers are not read for every group."""
+"""Most Arrow files that stay open, so that their footers are not read for every group."""
 
 KEPT = 1 << 14
-"""Groups that stay mapped for reading here and there: a process may have some 65,000 mappings."""
+"""Most groups that stay mapped for random reads; a process may have about 65,000 mappings."""
 
 NEAR = 64 << 10
-"""Bytes between two rows of a group that are read from the disk in one go."""
+"""Most bytes between two rows of a group that are read from the disk together."""
 
 
 class Reader:
     """Opens the groups of a dataset: the record batches of Arrow files, the row groups of Parquet files.
 
-    An uncompressed Arrow file that this host sees is mapped as it lies there. Everything else is decoded once, when the
-    first rank needs it, into Arrow files of the scratch directory of its task; tasks whose directories lie beside each
-    other link each other's. Where that disk has no room, it is decoded by each rank, every time.
+    An uncompressed Arrow file that this host sees is mapped directly. Every other group is decoded once, when the first
+    rank needs it, into an Arrow file in the scratch directory of its task; other tasks on the host link that file. If
+    the scratch disk has no room, each rank decodes the group every time.
     """
 
     def __init__(self, manifest: Manifest, columns: Sequence[str] | None, scratch: str) -> None:
-        """Opens nothing yet.
+        """Prepares the reader without opening a file.
 
         Args:
-            manifest: Of the dataset.
-            columns: Those that are read; None for all.
-            scratch: Directory of this task.
+            manifest: Manifest of the dataset.
+            columns: Names of the columns to read; None for all.
+            scratch: Scratch directory of this task.
         """
         self._manifest = manifest
         self._schema = manifest.arrow_schema()
@@ -57,9 +57,9 @@ class Reader:
         self._file = functools.lru_cache(FILES)(_opened_file)
 
     def rows(self, low: int, high: int) -> Iterator[Any]:
-        """The rows from ``low`` to before ``high``, as record batches, each of one group.
+        """Yields the rows ``low`` to ``high - 1`` as record batches, each from one group.
 
-        Their memory may be written to, and is seen by nobody else: it is that of a mapping of its own.
+        Their memory is writable and private: each batch has its own mapping.
         """
         number = bisect.bisect_right(self._starts, low) - 1
         while low < high:
@@ -70,22 +70,22 @@ class Reader:
             number += 1
 
     def take(self, rows: torch.Tensor, count: int) -> Iterator[Any]:
-        """These rows, in this order, as record batches of memory of their own.
+        """Yields the given rows, in the given order, as record batches with their own memory.
 
-        All are held in memory meanwhile: each is read once, in the order of the files.
+        The rows are read once, in the order of the files, and all are kept in memory until the last batch.
 
         Args:
-            rows: Their numbers, each once.
-            count: Rows of a batch.
+            rows: Numbers of the rows, without duplicates.
+            count: Number of rows of a batch.
         """
         batch, places = self._gathered(rows)
         for part in torch.split(places, count):
             yield batch.take(_indices(part))
 
     def _gathered(self, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """A record batch in memory that has these rows, and at which places."""
+        """Returns a record batch in memory that contains the given rows, and their indices in it."""
         if 2 * len(rows) >= self._manifest.rows:
-            # All there are, as they lie there, are faster to have than half of them.
+            # Copying all groups is faster than selecting half of the rows.
             return _in_one([self._opened(number)[0] for number in range(len(self._groups))]), rows
         ordered, order = rows.sort()
         bounds = torch.searchsorted(ordered, torch.tensor(self._starts)).tolist()
@@ -102,21 +102,21 @@ class Reader:
         return _in_one(found), places
 
     def _read_ahead(self, batch: Any, wanted: torch.Tensor) -> None:
-        """Has the disk read these rows of a group: a page that is missed brings neighbours, up to megabytes of them."""
+        """Requests the pages of some rows of a group, since a page fault would read megabytes of adjacent pages."""
         runs = _runs(wanted, NEAR // self._manifest.row_size)
         for column in batch.columns:
             for buffer in column.buffers():
                 for low, high in runs if buffer else ():
-                    # Of rows of several lengths a guess.
+                    # An estimate if rows have different lengths.
                     begin, end = (buffer.size * row // batch.num_rows for row in (low, high))
                     mapping.read_ahead(buffer.address + begin, end - begin)
 
     def _keep(self, number: int) -> Any:
-        """A group that is only read from, and stays mapped."""
+        """Returns a group for reading, which stays mapped for later calls."""
         if number not in self._kept:
             batch, is_mapped = self._opened(number)
             if not is_mapped:
-                # Decoded by this rank alone: as many as there are do not fit.
+                # The group is in this rank's memory, which may be too small for all groups.
                 return batch
             if len(self._kept) == KEPT:
                 self._kept.clear()
@@ -124,7 +124,7 @@ class Reader:
         return self._kept[number]
 
     def _opened(self, number: int, *, writable: bool = False) -> tuple[Any, bool]:
-        """A group, of memory that is only read from or that may be written to, and whether it is mapped."""
+        """Returns a group, and whether it is mapped; with ``writable`` its memory may be written to."""
         file, group = self._groups[number]
         try:
             batch, is_mapped = self._group(file, group, writable)
@@ -151,11 +151,11 @@ class Reader:
         return (self._mapped(path, 0, writable)[0], True) if found is None else (found, False)
 
     def _mapped(self, path: str, group: int, writable: bool) -> tuple[Any, bool]:
-        """A record batch of a local Arrow file, and whether its memory is that of the file: else it was compressed."""
+        """Returns a record batch of a local Arrow file, and whether it is mapped (False: it was compressed)."""
         import pyarrow as pa
 
         if writable:
-            # A mapping for each group: pages that were written to are given back with it.
+            # Each group has its own mapping, so that its written pages are freed with it.
             memory = mapping.private(path)
             file = pa.ipc.open_file(memory)
         else:
@@ -164,7 +164,7 @@ class Reader:
         return batch, _is_inside(batch, memory)
 
     def _selected(self, batch: Any, file: File) -> Any:
-        """The columns that are read, with those that stand in the names of the files."""
+        """Returns the columns to read, including partition columns, whose values are in the names of the files."""
         import pyarrow as pa
 
         arrays = []
@@ -177,18 +177,18 @@ class Reader:
         return pa.RecordBatch.from_arrays(arrays, self.columns)
 
     def _decoded(self, file: File, group: int) -> Any:
-        """A group in memory of this process."""
+        """Decodes a group into memory of this process."""
         import pyarrow as pa
 
         stored = [name for name in self.columns if name not in file.partition]
-        # Of a local file what is decoded is not copied before.
+        # A mapping avoids a copy of a local file.
         opened = open_file(file.location) if store.is_url(file.location) else pa.memory_map(file.location)
         with opened as source:
             if self._manifest.format == ARROW:
                 return pa.ipc.open_file(source).get_batch(group)
             import pyarrow.parquet as pq
 
-            # Not what its file was written from: a column of a table has one type.
+            # A column has one type in the dataset, which can differ from its type in this file.
             table = pq.ParquetFile(source, **PARQUET_OPTIONS).read_row_group(group, columns=stored)
         if not stored:
             return pa.RecordBatch.from_arrays([pa.nulls(file.rows[group])], [""])
@@ -198,7 +198,7 @@ class Reader:
 
 
 def _in_one(batches: list[Any]) -> Any:
-    """Record batches as one. Where a text column has more than 2 GiB, then or in one of them, its offsets are long."""
+    """Returns record batches as one; a text column of more than 2 GiB gets the type with offsets of 64 bits."""
     import pyarrow as pa
 
     tables = [pa.Table.from_batches([batch]) for batch in batches]
@@ -215,7 +215,7 @@ def _in_one(batches: list[Any]) -> Any:
 
 
 def _runs(rows: torch.Tensor, gap: int) -> list[tuple[int, int]]:
-    """Where ascending numbers begin and end that are no more than ``gap`` apart, or follow each other."""
+    """Groups ascending numbers that are at most ``gap`` apart, or consecutive: first number, and last plus one."""
     breaks = torch.nonzero(rows.diff() > max(1, gap)).flatten()
     first = torch.cat([rows[:1], rows[breaks + 1]])
     last = torch.cat([rows[breaks], rows[-1:]])
@@ -230,14 +230,14 @@ def _check_rows(batch: Any, file: File, group: int) -> None:
 
 
 def _is_inside(batch: Any, memory: Any) -> bool:
-    """True if this memory is that of the batch: its file was not compressed."""
+    """Returns True if a batch lies inside the given memory, so its file is not compressed."""
     buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size)
     begin, end = memory.address, memory.address + memory.size
     return all(begin <= buffer.address < end for buffer in buffers)
 
 
 def _opened_file(path: str) -> tuple[Any, Any]:
-    """A local Arrow file that is only read from, and its memory."""
+    """Returns a local Arrow file that is opened for reading, and its memory."""
     import pyarrow as pa
 
     memory = mapping.shared(path)
@@ -245,7 +245,7 @@ def _opened_file(path: str) -> tuple[Any, Any]:
 
 
 def _indices(numbers: torch.Tensor) -> Any:
-    """Numbers as an Arrow array of the same memory."""
+    """Returns an Arrow array that shares the memory of a tensor of integers."""
     import pyarrow as pa
 
     numbers = numbers.contiguous()

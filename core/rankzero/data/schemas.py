@@ -1,7 +1,8 @@
 """The schema of a table that several ranks write: each rank's schemas are small files beside the data files.
 
-A rank publishes its schema before its first row, and reads those of the other ranks afterwards. So of two ranks whose
-columns do not fit together at least one gets the error while it writes, and readers need no footer of a data file.
+A rank publishes its schema before its first row, and then reads the schemas of the other ranks. If the columns of two
+ranks do not fit together, at least one of the ranks gets the error while it writes. Readers need no footer of a data
+file.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from rankzero.data import widening
 from rankzero.data.files import filesystem_of
 
 PREFIX = "_schema-"
-"""Begins the names of schema files. Spark and pyarrow ignore files whose names begin with an underscore."""
+"""Prefix of the names of schema files. Spark and pyarrow ignore files whose names begin with an underscore."""
 
 _DIGITS = 16
-"""Digits of a schema's digest in the name of its file: files of several ranks with the same schema are read once."""
+"""Digits of a schema's digest in its file name, by which files of several ranks with the same schema are read once."""
 
 OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
 
 
 def unify(schemas: Iterable[Any], *, exact: bool = False) -> Any:
-    """Returns the schema with the columns of all schemas, each of a type that holds the values of all.
+    """Returns the schema with the columns of all schemas, each with a type that holds the values of all.
 
     Args:
         schemas: The schemas.
-        exact: Refuse a type that holds some values only approximately, such as that of integers of 64 bits and floats,
-            and columns whose names differ only in case. Tables that earlier versions wrote are read without it.
+        exact: Whether to refuse a type that holds some values only approximately (such as the common type of 64-bit
+            integers and floats), and columns whose names differ only in case. Tables that earlier versions wrote are
+            read with False.
 
     Raises:
-        pyarrow.ArrowException: two types of a column have no such type.
+        pyarrow.ArrowException: the types of a column have no common type.
     """
     import pyarrow as pa
 
@@ -64,7 +66,7 @@ def _check_exact(wide: Any, schema: Any) -> None:
 
 
 def _check_case(fields: Iterable[Any], what: str) -> None:
-    """Raises an error for names that are the same to Spark, which then reads none of them."""
+    """Raises an error for names that differ only in case, since Spark cannot read any of them."""
     import pyarrow as pa
 
     names: dict[str, str] = {}
@@ -76,10 +78,10 @@ def _check_case(fields: Iterable[Any], what: str) -> None:
 
 
 def fit(table: Any, schema: Any) -> Any:
-    """Returns a table in a schema that `unify` made of its own: types are widened, missing columns are nulls.
+    """Returns a table in a unified schema: types are widened, missing columns are nulls.
 
     Raises:
-        pyarrow.ArrowInvalid: a value does not fit into the type of its column, which the error names.
+        pyarrow.ArrowInvalid: a value does not fit into the type of its column; the error names the column.
     """
     import pyarrow as pa
 
@@ -142,15 +144,15 @@ def nulls(schema: Any) -> list[str]:
 def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_write: OpenWrite) -> Any:
     """Adds a rank's schema to those of a table.
 
-    Every rank has files of its own, so that the rows of a call that raises leave no column behind: its rank removes
-    its file, and another rank's rows with the same columns keep theirs.
+    Every rank has its own files, so that a call that raises leaves no column behind: its rank removes its file, and
+    other ranks with the same columns keep theirs.
 
     Args:
         folder: The table's directory, as a path or a URL.
         schema: The columns of the rows that the rank is about to write.
-        owner: Ends the name of the file, which no other call of any rank has.
-        own: Schema files of this rank, by path or URL, that stay.
-        open_write: Opens a file that appears as a whole.
+        owner: Suffix of the file's name, unique among the calls of all ranks.
+        own: Paths or URLs of schema files of this rank that stay.
+        open_write: Opens a file that is written atomically.
 
     Returns:
         The unified schema of all ranks that have published theirs.
@@ -171,7 +173,7 @@ def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_wri
 
 
 def published(folder: str) -> dict[str, Any]:
-    """Returns the distinct schemas that were published for a table, by their digests; empty if there are none."""
+    """Returns the distinct schemas that were published for a table, by their digests."""
     import pyarrow as pa
     from pyarrow import fs
 
@@ -181,7 +183,7 @@ def published(folder: str) -> dict[str, Any]:
         digest = info.base_name[len(PREFIX) :][:_DIGITS]
         if info.type != fs.FileType.File or not is_schema(info.base_name) or digest in schemas:
             continue
-        # Its rank removes it if the call that has published it raises.
+        # The rank removes the file if the call that has published it raises.
         with contextlib.suppress(FileNotFoundError), filesystem.open_input_file(info.path) as file:
             schemas[digest] = pa.ipc.read_schema(pa.py_buffer(file.read()))
     return schemas

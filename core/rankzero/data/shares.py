@@ -1,11 +1,12 @@
-"""Which positions of an epoch are a rank's, and how they are cut into batches. Pure functions of whole numbers.
+"""Divides the positions of an epoch among ranks, and cuts them into batches. Pure functions of integers.
 
-An epoch is a line of positions, ``0 <= position < rows``; `rankzero.data.order` tells which row stands at each. Every
-rank gets a stretch of the line, of the same length but for one row, and every rank the same number of batches: one that
-has a batch less than its peers would leave them waiting in a collective for ever.
+An epoch is a sequence of positions, ``0 <= position < rows``; `rankzero.data.order` maps each to a row. Every rank gets
+a contiguous part; two parts differ by one row at most. Every rank has the same number of batches, since a rank with one
+batch less would leave its peers blocked in a collective.
 
-What has been consumed is a list of `Stretch`: with so many ranks so many batches. From it alone follows what is left,
-for any other number of ranks, so that every row comes once in an epoch however often the world size changes in it.
+A list of `Stretch` describes the consumed part of an epoch: how many batches were consumed with which number of ranks.
+The rest of the epoch follows from that list, for any number of ranks. Every row is therefore used once in an epoch,
+however often the world size changes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 Spans = list[tuple[int, int]]
-"""Positions: first, and behind the last."""
+"""Ranges of positions: the first, and the last plus one."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """How one rank's rows are cut.
+    """The division of one rank's rows into batches.
 
     Attributes:
-        own: Rows of this rank.
-        count: Batches, the same for every rank.
+        own: Number of rows of this rank.
+        count: Number of batches, the same for every rank.
         batch_size: Rows of a batch; the last ones may have fewer.
     """
 
@@ -32,7 +33,7 @@ class Batches:
 
     @staticmethod
     def of(total: int, world_size: int, rank: int, batch_size: int, *, drop_last: bool) -> Batches:
-        """The batches of a rank, where all have ``total`` rows together."""
+        """Returns the division for a rank, where all ranks together have ``total`` rows."""
         low, high = split(total, world_size, rank)
         if drop_last:
             return Batches(high - low, total // world_size // batch_size, batch_size)
@@ -40,10 +41,10 @@ class Batches:
         return Batches(high - low, -(-most // batch_size), batch_size)
 
     def done(self, count: int) -> int:
-        """Rows of this rank in the first ``count`` batches.
+        """Returns the number of this rank's rows in the first ``count`` batches.
 
-        A rank with a row less than its peers may have none left for the last batch: then the one before it gives one
-        up. Where that would be empty, too, the batch is: with fewer rows than batches there is no other way.
+        A rank with one row less than its peers may have no row for the last batch. It then moves one row there from the
+        batch before. Only a rank with fewer rows than batches has empty batches.
         """
         left = self.count - count if self.own >= self.count else 0
         return max(0, min(count * self.batch_size, self.own - left))
@@ -56,8 +57,8 @@ class Stretch:
     Attributes:
         world_size: Number of ranks.
         batch_size: Rows of a batch.
-        drop_last: Whether only whole batches were given.
-        batches: How many every rank had.
+        drop_last: Whether a smaller last batch was left out.
+        batches: Number of batches that every rank has consumed.
     """
 
     world_size: int
@@ -66,18 +67,18 @@ class Stretch:
     batches: int
 
     def to_json(self) -> list[int]:
-        """Plain JSON values."""
+        """Returns the stretch as a list of plain JSON values."""
         return [int(value) for value in astuple(self)]
 
     @staticmethod
     def from_json(values: list[int]) -> Stretch:
-        """The stretch from `to_json`."""
+        """Returns the stretch from the values of `to_json`."""
         world_size, batch_size, drop_last, batches = values
         return Stretch(world_size, batch_size, bool(drop_last), batches)
 
 
 def split(total: int, world_size: int, rank: int) -> tuple[int, int]:
-    """A rank's part of ``total``: first, and behind the last. Parts differ by one at most.
+    """Returns a rank's part of ``total``: the first index, and the last plus one. Parts differ by one at most.
 
     Example:
         >>> [split(8, 3, rank) for rank in range(3)]
@@ -87,12 +88,12 @@ def split(total: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def length(spans: Spans) -> int:
-    """Number of positions."""
+    """Returns the number of positions in spans."""
     return sum(high - low for low, high in spans)
 
 
 def cut(spans: Spans, begin: int, end: int) -> Spans:
-    """The positions from the ``begin``-th to before the ``end``-th."""
+    """Returns the spans from the ``begin``-th position up to, but not including, the ``end``-th."""
     found: Spans = []
     before = 0
     for low, high in spans:
@@ -104,12 +105,12 @@ def cut(spans: Spans, begin: int, end: int) -> Spans:
 
 
 def share(spans: Spans, world_size: int, rank: int) -> Spans:
-    """A rank's part of the positions."""
+    """Returns a rank's part of the positions in spans."""
     return cut(spans, *split(length(spans), world_size, rank))
 
 
 def remaining(rows: int, consumed: list[Stretch]) -> Spans:
-    """The positions of an epoch that are left after some were consumed, by worlds of any sizes.
+    """Returns the positions of an epoch that remain after worlds of any sizes have consumed parts of it.
 
     Example:
         >>> remaining(8, [Stretch(world_size=2, batch_size=3, drop_last=False, batches=1)])
@@ -127,7 +128,7 @@ def remaining(rows: int, consumed: list[Stretch]) -> Spans:
 
 
 def merged(spans: Spans) -> Spans:
-    """The same positions, in as few spans as there can be."""
+    """Joins adjacent spans into as few spans as possible."""
     found: Spans = []
     for low, high in spans:
         if found and found[-1][1] == low:

@@ -1,4 +1,4 @@
-"""`Table`: the handle of rows that the ranks of a run have written."""
+"""`Table`: a handle to the rows that the ranks of a run have written."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 FOLDER = "tables"
-"""Where tables lie in the run directory: a folder for each attempt, in it one for each table."""
+"""Folder of the run directory with the tables: a folder for each attempt, in it one for each table."""
 
 
 def folder_of(attempt: int) -> str:
-    """The name of the folder of one attempt."""
+    """Returns the name of the folder of one attempt."""
     return f"{attempt:04d}"
 
 
 Written = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Rows that belong to a checkpoint: by table, attempt and rank (as text) how many files that rank had begun there."""
+"""Rows that belong to a checkpoint: by table, attempt and rank (as text) how many files the rank had begun."""
 
 _FILE = re.compile(r"part-(\d+)-(\d+)-(\d+)\.parquet")
 
 
 def file_of(attempt: int, rank: int, number: int) -> str:
-    """The name of a file of a table. Every attempt has its own: it may be carried into the folder of a later one."""
+    """Returns the name of a table's file, unique over all attempts: a later attempt's folder may get the file, too."""
     return f"part-{attempt:04d}-{rank:05d}-{number:06d}.parquet"
 
 
 def belongs(file: str, table: str, written: Written) -> bool:
-    """True if a file of a table holds rows that belong to a checkpoint."""
+    """Returns True if a file of a table holds rows that belong to a checkpoint."""
     if not (found := _FILE.fullmatch(file)):
         return False
     attempt, rank, number = (int(digits) for digits in found.groups())
@@ -50,10 +50,10 @@ def belongs(file: str, table: str, written: Written) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """A directory of Parquet files, which `rankzero.train.write_rows` has written. It is a path: ``dataset=table``.
+    """A directory of Parquet files that `rankzero.train.write_rows` has written. It is a path: ``dataset=table``.
 
-    It is committed with its run: a function that returns it makes it the run's result, and what a failed attempt wrote
-    is removed. It lives as long as its run directory.
+    The table is committed with its run: a training function that returns it makes it the run's result. Rows of a failed
+    attempt are removed. The table is deleted with its run directory.
 
     Attributes:
         uri: Absolute local path or URL of the directory.
@@ -73,7 +73,7 @@ class Table:
         return self.uri
 
     def to_arrow(self) -> pyarrow.dataset.Dataset:
-        """The rows as a ``pyarrow.dataset.Dataset``, of which nothing is read yet.
+        """Returns the rows as a ``pyarrow.dataset.Dataset``, which reads them when they are used.
 
         Raises:
             ResultError: the directory was removed, or no rank had rows.
@@ -93,11 +93,11 @@ class Table:
         with contextlib.suppress(pa.ArrowException):
             if known := schemas.published(self.uri):
                 return schemas.unify(known.values())
-        # Rows of a rank whose schema was refused are in no file, and its schema does not count.
+        # The schema of a rank whose rows were refused does not count, so the schemas of the data files decide.
         return schemas.unify(fragment.physical_schema for fragment in open_dataset().get_fragments())
 
     def to_pandas(self) -> pandas.DataFrame:
-        """All rows in memory. Raises ResultError as `to_arrow`."""
+        """Returns all rows as a pandas DataFrame. Raises ResultError as `to_arrow`."""
         return self.to_arrow().to_table().to_pandas()
 
     def to_spark(self, session: SparkSession) -> DataFrame:
@@ -117,7 +117,7 @@ class Table:
             files.setdefault(fragment.physical_schema.remove_metadata(), []).append(fragment.path.rsplit("/", 1)[-1])
         uri = self.uri.replace("s3://", "s3a://", 1) if self.uri.startswith("s3://") else self.uri
         read: Any = session.read
-        # Spark reads files of one type of each column at a time.
+        # Spark reads files with different types of a column only separately.
         frames = [
             widened(read.parquet(*(store.join(uri, name) for name in names)).drop(*schemas.nulls(schema)), table.schema)
             for schema, names in files.items()

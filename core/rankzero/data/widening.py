@@ -1,4 +1,4 @@
-"""Types of a column that hold every value of another type exactly, in Arrow and in Spark."""
+"""Tests whether a type of a column holds every value of another type exactly, and widens Spark's types to Arrow's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _MANTISSA = {16: 11, 32: 24, 64: 53}
-"""Bits of an integer that a float of so many bits holds."""
+"""By the bits of a float, the most bits of an integer that it holds exactly."""
 
 _DIGITS = {7: 3, 8: 3, 15: 5, 16: 5, 31: 10, 32: 10, 63: 19, 64: 20}
-"""Decimal digits of an integer of so many bits without its sign."""
+"""By the bits of an integer without its sign, its most decimal digits."""
 
 SPARK_DIGITS = 38
 """Digits of the largest decimal that Spark has."""
 
 
 def holds(wide: Any, narrow: Any) -> bool:
-    """Returns True if every value of an Arrow type is exactly a value of the type that pyarrow widens it to.
+    """Returns True if an Arrow type holds every value of a narrower type exactly.
 
     Args:
-        wide: The type that pyarrow has found for several, one of which is `narrow`.
-        narrow: The type of some values.
+        wide: The common type that pyarrow chose for several types, one of which is ``narrow``.
+        narrow: The narrower type.
     """
     from pyarrow import types
 
@@ -44,7 +44,7 @@ def holds(wide: Any, narrow: Any) -> bool:
         return types.is_floating(narrow) and bool(narrow.bit_width <= wide.bit_width)
     if types.is_decimal(wide):
         return _decimal_holds(wide, narrow)
-    # pyarrow widens other types exactly: text, bytes, dictionaries.
+    # pyarrow widens all other types (text, bytes, dictionaries) exactly.
     return True
 
 
@@ -69,7 +69,7 @@ def _decimal_holds(wide: Any, narrow: Any) -> bool:
 
 
 def structs(kind: Any) -> Iterator[Any]:
-    """Yields the struct types of an Arrow type that lie in no other struct of it."""
+    """Yields the outermost struct types inside an Arrow type."""
     from pyarrow import types
 
     if types.is_struct(kind):
@@ -84,11 +84,11 @@ def structs(kind: Any) -> Iterator[Any]:
 def widened(frame: DataFrame, schema: Any) -> DataFrame:
     """Returns a Spark DataFrame with its numbers in the types of an Arrow schema.
 
-    Spark's own union of types is not exact: it makes `float` of `int` and `float`.
+    Spark's own union is not exact: the common type of `int` and `float` is `float` there.
 
     Args:
-        frame: Some of the columns of the schema, and of the fields of its structs.
-        schema: The types.
+        frame: A DataFrame with some of the columns of the schema, and of the fields of its structs.
+        schema: The wanted types.
     """
     from pyspark.sql import functions as F
 
@@ -102,7 +102,7 @@ def widened(frame: DataFrame, schema: Any) -> DataFrame:
 
 
 def _spark_type(kind: Any, found: Any) -> Any:
-    """Returns a Spark type with the numbers of an Arrow type in it."""
+    """Returns a Spark type whose numbers have the types of an Arrow type."""
     from pyarrow import types
     from pyspark.sql import types as T
 

@@ -1,4 +1,4 @@
-"""Batches of tensors from the rows of a dataset, as this rank's share of an epoch."""
+"""Batches of tensors from the rows of a dataset: this rank's share of an epoch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from rankzero.train.context import TrainContext
 
 PIECE = 32 << 20
-"""Bytes of shuffled rows that are gathered at a time, about."""
+"""Approximate number of bytes of shuffled rows that are gathered at a time."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a dataset is iterated over: what `DatasetShard.iter_batches` was asked for.
+    """The options with which `DatasetShard.iter_batches` iterates over a dataset.
 
     Attributes:
         batch_size: Rows of a batch.
-        seed: Of the order; None for that of the files.
-        drop_last: Only whole batches.
-        columns: Those that are read; None for all.
-        collate: Makes a batch of the columns; None: the columns.
+        seed: Seed of the order; None for the order of the files.
+        drop_last: Whether to leave out a last batch that is smaller.
+        columns: Names of the columns that are read; None for all.
+        collate: Makes a batch from the dict of columns; None: the dict is the batch.
         prefetch: Pieces that a thread reads ahead.
-        pad: A rank that has no row for a last batch gets one again, so that all have the same number of batches.
+        pad: Whether a rank that has no row for a last batch gets one a second time, so that all ranks have the same
+            number of batches.
     """
 
     batch_size: int
@@ -56,16 +57,16 @@ def batches_of(
     left: Spans,
     part_of: range | None = None,
 ) -> Iterator[Any]:
-    """The batches of one rank in what is left of an epoch.
+    """Yields the batches of one rank in the rest of an epoch.
 
     Args:
-        manifest: Of the dataset.
-        world: Whose batches.
+        manifest: The dataset.
+        world: The rank and the world size.
         scratch: Directory for decoded rows.
-        asked: How they are cut.
-        epoch: Its number.
-        left: Positions of the epoch that nobody has consumed.
-        part_of: Numbers of the batches that are wanted; None for all.
+        asked: The options of the iteration.
+        epoch: Number of the epoch.
+        left: Positions of the epoch that no rank has consumed.
+        part_of: Numbers of the batches to yield; None for all.
     """
     total = length(left)
     plan = Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
@@ -88,7 +89,7 @@ def batches_of(
             yield tensors(batch, manifest.lengths)
 
     def again() -> Columns:
-        """A row for a batch that has none of its own: the last position that is left stands for every rank."""
+        """Returns one row for a batch without rows: the row at the last remaining position, the same on every rank."""
         last = cut(left, total - 1, total) or [(0, 1)]
         [batch] = reader.take(order.rows(*last[0]), 1)
         return tensors(batch, manifest.lengths)
@@ -99,13 +100,13 @@ def batches_of(
 
 def _piece_rows(manifest: Manifest, asked: Cut) -> int:
     schema = manifest.arrow_schema()
-    # Of a few columns out of many, more rows.
+    # A few columns out of many take less memory, so a piece has more rows.
     kept = len(asked.columns) / max(1, len(schema.names)) if asked.columns is not None else 1.0
     return max(asked.batch_size, int(PIECE / max(1.0, manifest.row_size * kept)))
 
 
 def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int | None) -> Iterator[Any]:
-    """The rows at these positions: in the order of the files as they lie there, in any other so many at a time."""
+    """Yields the rows at some positions: slices of the files if ``piece_rows`` is None, else gathered pieces."""
     if piece_rows is None:
         for low, high in spans:
             yield from reader.rows(low, high)
@@ -116,7 +117,7 @@ def _record_batches(reader: Reader, order: Order, spans: Spans, piece_rows: int 
 
 
 def _cut_at(spans: Spans, size: int) -> Iterator[tuple[int, int]]:
-    """The same positions in spans none of which goes over a multiple of ``size``."""
+    """Yields the positions as spans, none of which crosses a multiple of ``size``."""
     for low, high in spans:
         while low < high:
             end = min(high, (low // size + 1) * size)
@@ -125,7 +126,7 @@ def _cut_at(spans: Spans, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _rebatched(pieces: Iterator[Columns], sizes: list[int], again: Any) -> Iterator[Columns]:
-    """Pieces of any number of rows as batches of these sizes; one of none is a row that comes again."""
+    """Yields batches of the given sizes from pieces of any number of rows; a batch of size 0 is ``again()``."""
     piece: Columns = {}
     at = end = 0
     for size in sizes:
@@ -151,7 +152,7 @@ class BatchDataset(IterableDataset[Any]):
     """The batches of a rank's share, for a ``DataLoader`` with ``batch_size=None``. See `DatasetShard.to_torch`.
 
     Attributes:
-        consumed: What was consumed of the next epoch already, by worlds of any sizes.
+        consumed: Parts of the next epoch that were consumed already, by worlds of any sizes.
     """
 
     def __init__(self, manifest: Manifest, world: TrainContext, scratch: str, asked: Cut) -> None:
@@ -159,21 +160,21 @@ class BatchDataset(IterableDataset[Any]):
         self._world = world
         self._scratch = scratch
         self._asked = asked
-        # Shared with the processes of a loader, which may live for many epochs.
+        # In shared memory, since the processes of a loader may live for many epochs.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self.consumed: list[Stretch] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that epoch."""
+        """Sets the epoch of the next iteration."""
         self._epoch.fill_(epoch)
 
     def state(self, epoch: int, consumed: list[Stretch], done: int) -> dict[str, Any]:
-        """Where all ranks are, as `DatasetShard.state_dict` tells it.
+        """Returns the position of all ranks in an epoch, as `DatasetShard.state_dict` does.
 
         Args:
-            epoch: Its number.
-            consumed: What was consumed of it before.
-            done: Batches that every rank had since.
+            epoch: Number of the epoch.
+            consumed: Parts of the epoch that were consumed before this iteration.
+            done: Batches that every rank has had in this iteration.
         """
         asked = self._asked
         now = [Stretch(self._world.world_size, asked.batch_size, asked.drop_last, done)] if done else []
@@ -181,17 +182,17 @@ class BatchDataset(IterableDataset[Any]):
         return {"epoch": epoch, "consumed": found, "rows": self._manifest.rows}
 
     def consumed_in(self, state: Mapping[str, Any]) -> list[Stretch]:
-        """What was consumed of the epoch of a state. Raises ValueError if it is that of another dataset."""
+        """Returns the parts of its epoch that a state says were consumed. Raises ValueError for another dataset's."""
         if (rows := state.get("rows")) != self._manifest.rows:
             raise ValueError(f"the state is that of a dataset of {rows} rows; this one has {self._manifest.rows}")
         return [Stretch.from_json(values) for values in state["consumed"]]
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch."""
+        """Returns the number of batches of this rank in an epoch."""
         world = self._world
         total, asked = self._manifest.rows, self._asked
         plan = Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
-        # Of fewer rows than batches each is a batch.
+        # A rank with fewer rows than batches has one batch for each row.
         return plan.count if asked.pad else min(plan.count, plan.own)
 
     def __iter__(self) -> Iterator[Any]:
@@ -199,14 +200,14 @@ class BatchDataset(IterableDataset[Any]):
         yield from self.all(None if worker is None else range(worker.id, len(self), worker.num_workers))
 
     def all(self, numbers: range | None = None) -> Iterator[Any]:
-        """The batches of these numbers; None for all, also in a process of a loader."""
+        """Yields the batches with the given numbers; None: all, also in a process of a loader."""
         left = remaining(self._manifest.rows, self.consumed)
         epoch = int(self._epoch)
         return batches_of(self._manifest, self._world, self._scratch, self._asked, epoch, left, numbers)
 
 
 class SampleDataset(IterableDataset[Any]):
-    """So many rows of a rank's share, the first ones again after the last, as batches that are lists of columns."""
+    """Yields ``num_samples`` rows of a rank's share as lists of columns; after the last row it restarts."""
 
     def __init__(self, data: BatchDataset, num_samples: int, batch_size: int) -> None:
         self._data = data
@@ -217,7 +218,7 @@ class SampleDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        # Of every batch each process of the loader makes its own ones: a batch may go on in the next round.
+        # Each process of the loader makes all batches and yields its own: a batch may continue in the next round.
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         rounds = itertools.chain.from_iterable(self._data.all() for _ in itertools.repeat(None))
         for batch in itertools.islice(_rebatched(rounds, self._sizes, dict), first, None, step):

@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 class Checkpoint:
     """A committed checkpoint of this run, whatever the world size of the attempt that wrote it.
 
-    A whole checkpoint (rank 0's) is the same for every rank of any world. Sharded ones are read by a world of any size
-    if they are states with DTensors, or directories of ``torch.distributed.checkpoint``: each rank gets what it needs.
-    Parts that only the training understands are read by a world of the same size, or by number: ``world_size`` ranks
-    wrote them, and `rankzero.train.get_context` knows how many there are now.
+    A whole checkpoint (rank 0's) is the same for every rank of any world. A sharded checkpoint can be read by a world
+    of any size if it consists of states with DTensors or of a directory of ``torch.distributed.checkpoint``: each rank
+    reads the pieces that it needs. Other sharded checkpoints are read by a world of the same size, or part by part with
+    ``rank=``: ``world_size`` is the number of ranks that wrote them, and `rankzero.train.get_context` has the number of
+    ranks now.
 
     Attributes:
-        id: Its name.
-        metrics: What rank 0 reported with it.
+        id: Name of the checkpoint.
+        metrics: Metrics that rank 0 reported with it.
         world_size: Number of ranks that wrote it.
-        sharded: Every rank gave a part of its own.
+        sharded: Whether every rank wrote a part.
     """
 
     id: str
@@ -42,22 +43,22 @@ class Checkpoint:
     _files: Parts = field(repr=False)
 
     def load(self, rank: int | None = None, *, into: dict[Any, Any] | None = None) -> Any:
-        """The state that was given to `rankzero.train.report`; tensors on the CPU.
+        """Returns the state that was passed to `rankzero.train.report`, with tensors on the CPU.
 
-        DTensors come as whole tensors, unless ``into`` has DTensors for them. What else a sharded state holds comes as
-        this rank gave it, or as rank 0 did if there was no such rank.
+        A DTensor is returned as a whole tensor, unless ``into`` has a DTensor for it. All other values of a sharded
+        state are those of this rank, or of rank 0 if the checkpoint has no part of this rank.
 
         Args:
-            rank: Whose part of a sharded checkpoint; None for this rank's.
-            into: A state dict of the model that trains now, with the same names: its tensors and DTensors are filled,
+            rank: The rank whose part of a sharded checkpoint is loaded; None for this rank's.
+            into: A state dict of the model that trains now, with the same names. Its tensors and DTensors are filled,
                 on whatever device they are, and are the ones in the state that is returned. Each rank reads only the
-                pieces that it needs, however many ranks wrote them. Keys at the top that it lacks are left out if
+                pieces that it needs, however many ranks wrote them. Top-level keys that ``into`` lacks are left out if
                 they hold DTensors.
 
         Raises:
-            ResultError: the file is damaged or not within reach, or a directory was given; ranks of another world size
-                wrote parts that cannot be cut anew; ``into`` has not what the checkpoint has, or has tensors that the
-                checkpoint lacks.
+            ResultError: the file is damaged or cannot be reached, or the checkpoint is a directory; ranks of another
+                world size wrote parts that cannot be resharded; ``into`` lacks values that the checkpoint has, or has
+                tensors that the checkpoint lacks.
 
         Example:
             >>> import torch
@@ -78,20 +79,21 @@ class Checkpoint:
         return found if into is None else resharding.fill(into, found)
 
     def to_directory(self, path: str | os.PathLike[str], rank: int | None = None) -> str:
-        """Copies a checkpoint that was given as a directory to ``path``, which is made if need be.
+        """Copies a checkpoint that was reported as a directory to ``path``, which is created if it does not exist.
 
-        Of what ``torch.distributed.checkpoint`` saved it has the files of all ranks, so that its ``load`` finds them.
+        A checkpoint that ``torch.distributed.checkpoint`` saved gets the files of all ranks, so that its ``load`` finds
+        them.
 
         Args:
             path: Local directory.
-            rank: Whose part of a sharded checkpoint; None for this rank's.
+            rank: The rank whose part of a sharded checkpoint is copied; None for this rank's.
 
         Returns:
             The directory.
 
         Raises:
-            ResultError: the file is damaged or not within reach, or a state was given; ranks of another world size
-                wrote parts that cannot be cut anew.
+            ResultError: the file is damaged or cannot be reached, or the checkpoint is a state; ranks of another world
+                size wrote parts that cannot be resharded.
         """
         name, part = self._part(rank)
         if part["format"] not in (formats.DIRECTORY, formats.DISTRIBUTED):
@@ -99,14 +101,14 @@ class Checkpoint:
         target = os.fspath(path)
         os.makedirs(target, exist_ok=True)
         with self._still_there():
-            for each in self._parts if rank is None and self._is_cut_anew else [name]:
+            for each in self._parts if rank is None and self._is_reshardable else [name]:
                 formats.read_directory(self._path(each), self._parts[each]["sha256"], target)
         return target
 
     @contextlib.contextmanager
     def as_directory(self, rank: int | None = None) -> Iterator[str]:
-        """A temporary local copy, removed at the end of the block. Like `to_directory`."""
-        # Where its agent has room.
+        """Yields a temporary local copy as `to_directory` makes it, and removes it at the end of the block."""
+        # The agent has checked that this directory has room.
         scratch = os.environ.get("RANKZERO_SCRATCH")
         with tempfile.TemporaryDirectory(prefix="rankzero-checkpoint-", dir=scratch) as directory:
             yield self.to_directory(directory, rank)
@@ -118,19 +120,19 @@ class Checkpoint:
                 yield
         except FileNotFoundError:
             raise ResultError(
-                f"checkpoint {self.id} is not kept any more: ask get_checkpoint() for the newest"
+                f"checkpoint {self.id} was deleted, since it is not kept: call get_checkpoint() for the newest one"
             ) from None
 
     @property
-    def _is_cut_anew(self) -> bool:
-        """A world of any size can read it."""
+    def _is_reshardable(self) -> bool:
+        """Returns True if a world of any size can read the checkpoint."""
         return not self._parts.formats.isdisjoint((formats.SHARDS, formats.DISTRIBUTED))
 
     def _part(self, rank: int | None) -> tuple[str, Part]:
-        """Rank, as text, and facts of the part that is asked for."""
+        """Returns the rank, as text, and the facts of the part that ``load(rank)`` reads."""
         if not self.sharded:
             return "0", self._parts["0"]
-        if rank is None and self._is_cut_anew:
+        if rank is None and self._is_reshardable:
             rank = self._rank if str(self._rank) in self._parts else 0
         elif rank is None and self.world_size != self._present_world_size:
             raise ResultError(

@@ -1,4 +1,4 @@
-"""The running worker as the user's code sees it."""
+"""The state of the running rank that the functions of `rankzero.train` use."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_LIMIT = 1 << 20
-"""Bytes of the metrics of one report as JSON."""
+"""Most bytes that the metrics of one report take as JSON."""
 
 STORAGE = "RANKZERO_STORAGE"
-"""Variable that names a local directory for the checkpoints of a script that is started by hand. Without it nothing is
-kept, so that no forgotten checkpoint changes what a script does."""
+"""Environment variable: local directory for the checkpoints of a script that is started by hand. Without it no
+checkpoint is stored, so that a forgotten one cannot change what a script does."""
 
 RANK_PROCESS = "RANKZERO_RANK_PROCESS"
-"""Variable with the process id of the rank in which, or below which, a process runs the user's function or script."""
+"""Environment variable: process id of the rank, set in the rank and in the processes that it starts."""
 
 MetricValue = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """Who this worker is.
+    """The identity of this rank: its ranks and world sizes, its run and its attempt.
 
     Attributes:
         rank: Global rank, ``0 <= rank < world_size``.
@@ -53,7 +53,7 @@ class TrainContext:
         attempt: Number of this attempt of the run, from 0; under ``torchrun`` its restart count.
         use_gpu: Whether this worker owns a GPU.
         backend: ``"nccl"`` (on Intel's GPUs ``"xccl"``), ``"gloo"`` or None, as resolved from the launcher's.
-        storage_path: The run directory, where this host sees it; outside of a run ``$RANKZERO_STORAGE``; else None.
+        storage_path: The run directory, if this host sees it; outside of a run ``$RANKZERO_STORAGE``; else None.
     """
 
     rank: int = 0
@@ -69,12 +69,12 @@ class TrainContext:
 
     @property
     def num_nodes(self) -> int:
-        """Number of tasks, each with ``local_world_size`` ranks: what other frameworks call nodes."""
+        """Returns the number of tasks, each with ``local_world_size`` ranks. Other frameworks call them nodes."""
         return self.world_size // self.local_world_size
 
     @property
     def device(self) -> torch.device:
-        """The device of this worker: its GPU if the job asked for GPUs, else the CPU.
+        """Returns the device of this worker: its GPU if the job asked for GPUs, else the CPU.
 
         Raises:
             RuntimeError: the job asked for GPUs, but torch in this worker cannot use them.
@@ -94,11 +94,11 @@ class TrainContext:
 
 
 def accelerator() -> str | None:
-    """The type of the devices that torch can use here: ``"cuda"`` (ROCm, too), ``"xpu"``, ``"mps"``; None for none."""
+    """Returns the type of the devices that torch can use: ``"cuda"`` (also ROCm), ``"xpu"``, ``"mps"``; else None."""
     import torch
 
     if not hasattr(torch, "accelerator"):
-        # Before torch 2.6.
+        # torch is older than 2.6.
         return "cuda" if torch.cuda.is_available() else None
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None else str(found.type)
@@ -109,7 +109,7 @@ _BACKENDS: dict[str | None, str] = {"cuda": "nccl", "xpu": "xccl"}
 
 @dataclass
 class _Session:
-    """What the worker process installs before it calls the user's code."""
+    """State of a rank's process, which the worker installs before it calls the user's code."""
 
     context: TrainContext
     pid: int = field(default_factory=os.getpid, kw_only=True)
@@ -127,30 +127,30 @@ class _Session:
     resumed: bool = False
 
     def __post_init__(self) -> None:
-        # A result must not hold rows of calls that raised.
+        # The result must not contain rows of calls that raised.
         self.at_return.append(self.tables.remove_refused)
 
     @functools.cached_property
     def directory(self) -> str:
-        """The scratch directory of the task; outside of a run one of this process, which is removed at its exit."""
+        """Returns the scratch directory of the task; outside of a run a temporary one of this process."""
         if self.scratch is None:
             self._own_directory = tempfile.TemporaryDirectory(prefix="rankzero-rank-", ignore_cleanup_errors=True)
             return self._own_directory.name
         return self.scratch
 
     def count_progress(self) -> int:
-        """How far this rank is; writing or reading a checkpoint is progress, however long it takes."""
+        """Returns a number that rises with each sign of progress, such as each call while a checkpoint is written."""
         if self.writer and self.writer.busy:
             self.progress += 1
         return self.progress + self.checkpoints
 
     @property
     def carried_tables(self) -> set[str]:
-        """Tables with rows of before the checkpoint that this attempt started from."""
+        """Returns the tables whose rows belong to the checkpoint that this attempt started from."""
         return self.writer.carried if self.writer else set()
 
     def load_cursor_tables(self, state: Mapping[str, Any]) -> None:
-        """Notes that this rank continues from a cursor, and which of its tables may lack rows of ranks other than 0."""
+        """Records that this rank continues from a cursor, and which of its tables may lack rows of other ranks."""
         self.resumed = True
         last = self.writer.last if self.writer else None
         whole = last and (last.sharded or last.world_size == 1)
@@ -161,7 +161,7 @@ _session: _Session | None = None
 
 
 def current() -> _Session:
-    """This process as a worker; outside of a run as ``torchrun`` describes it. For `rankzero.train` alone."""
+    """Returns the session of this process; outside of a run one from ``torchrun``'s environment variables."""
     global _session
     if _session is None:
         context = _from_environment()
@@ -170,13 +170,13 @@ def current() -> _Session:
 
 
 def own(call: str) -> _Session:
-    """Returns this process as a worker, for calls that only the worker itself may make.
+    """Returns the session of this process, for functions that only the rank itself may call.
 
     Args:
-        call: The function that the user has called.
+        call: Name of the function that the user has called.
 
     Raises:
-        RuntimeError: this is a process that the worker has started, such as one of a DataLoader.
+        RuntimeError: this is a process that the rank has started, such as one of a DataLoader.
     """
     session = current()
     rank = os.environ.get(RANK_PROCESS)
@@ -192,7 +192,7 @@ def own(call: str) -> _Session:
 
 
 def _standalone_writer(context: TrainContext) -> CheckpointWriter | None:
-    """Who keeps the checkpoints outside of a run; None: nobody."""
+    """Returns the writer that stores checkpoints outside of a run; None if they are not stored."""
     if context.storage_path is None:
         return None
     from rankzero.train import standalone
@@ -201,7 +201,7 @@ def _standalone_writer(context: TrainContext) -> CheckpointWriter | None:
 
 
 def _from_environment() -> TrainContext:
-    """The world outside of a run: as ``torchrun`` describes it, else one rank."""
+    """Returns the context outside of a run, from ``torchrun``'s environment variables; without them one rank."""
 
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name, default))
@@ -220,7 +220,7 @@ def _from_environment() -> TrainContext:
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         use_gpu=kind is not None,
         backend=_BACKENDS.get(kind, "gloo"),
-        # Several ranks without a driver have nobody who would give them all the same checkpoint.
+        # Without a driver no process would give several ranks the same checkpoint.
         storage_path=os.environ.get(STORAGE) or None if number("WORLD_SIZE", 1) == 1 else None,
     )
 
@@ -236,10 +236,10 @@ def install(
     """Makes this process a worker of a run. Called by the worker, not by users.
 
     Args:
-        context: Who it is.
-        send_report: Takes the metrics of a report as JSON.
-        writer: Of checkpoints.
-        parts: Its ways to the run directory.
+        context: Identity of the rank.
+        send_report: Sends the metrics of a report, given as JSON.
+        writer: Writes checkpoints.
+        parts: Reads and writes files of the run directory.
         datasets: Path of the file that describes the datasets of the run; None if there are none.
         scratch: Directory of this task.
     """
@@ -249,7 +249,7 @@ def install(
 
 
 def get_context() -> TrainContext:
-    """The context of this worker; outside of a run that of ``torchrun``, or a world of one rank.
+    """Returns the context of this worker; outside of a run ``torchrun``'s world, or a world of one rank.
 
     Example:
         >>> import rankzero.train as rt
@@ -260,29 +260,30 @@ def get_context() -> TrainContext:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bool = False) -> None:
-    """Reports metrics of this rank, and optionally a state to go on from. Counts as progress for ``hang_timeout``.
+    """Reports metrics of this rank, and optionally a checkpoint. Counts as progress for ``hang_timeout``.
 
-    Outside of a run rank 0 prints the metrics. A checkpoint is kept by a world of one, in the directory that the
-    environment variable ``RANKZERO_STORAGE`` names, and else by nobody.
+    Outside of a run rank 0 prints the metrics. There a checkpoint is stored only by a world of one rank, in the
+    directory that the environment variable ``RANKZERO_STORAGE`` names.
 
-    Never waits for other ranks. Of a checkpoint it takes a copy in memory, which is written and committed while
-    training goes on; the next one waits until this one is written. When all parts are there it becomes the one that
-    `get_checkpoint` returns and a restart begins with; until then, and if anything fails, the one before it stays.
-    Rows that this rank has written (`write_rows`) belong to it, too: a restart begins with them.
+    The call never waits for other ranks. It copies the checkpoint in memory; a thread writes and commits the copy while
+    training continues. The next report with a checkpoint waits until this one is written. When all parts are stored,
+    the checkpoint is the one that `get_checkpoint` returns and from which a restart resumes. Until then, or if a part
+    fails, the previous checkpoint is used. Rows that this rank has written (`write_rows`) belong to the checkpoint: a
+    restart keeps them.
 
     Args:
         metrics: Name to value. Numbers, strings, and one-element tensors or arrays. An integer of more than 2048 bits
             is kept as its hexadecimal text.
         checkpoint: A directory (copied), or a dict of tensors and plain values. Rank 0's is kept; the other
             ranks' are ignored, unless it is sharded: a dict that holds DTensors (FSDP2) always is.
-        sharded: The checkpoint consists of one part of every rank, each of which must call this.
+        sharded: Whether the checkpoint consists of one part of every rank. Every rank must then call this.
 
     Raises:
         TypeError: a name is not a string, a value is neither a scalar nor convertible to one, or the checkpoint is
             neither a directory nor a dict.
-        RuntimeError: this is not the rank, but a process that the rank has started.
-        ValueError: sharded and whole checkpoints in one run, a whole one where other ranks than 0 have written rows,
-            or metrics of more than 1 MiB as JSON.
+        RuntimeError: this process is not the rank, but one that the rank has started.
+        ValueError: sharded and whole checkpoints in one run, a whole one although ranks other than 0 have written
+            rows, or metrics of more than 1 MiB as JSON.
         ResultError: the checkpoint, or the one before it, cannot be written here (a full disk, a value that cannot be
             pickled).
 
@@ -299,7 +300,7 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
     if len(row) > REPORT_LIMIT:
         raise ValueError(
             f"the metrics of one report take {len(row)} bytes as JSON, the limit is {REPORT_LIMIT}: "
-            "report numbers and short strings; return what is large, or put it into the checkpoint"
+            "report numbers and short strings; return large values, or put them into the checkpoint"
         )
     session = own("report")
     session.progress += 1
@@ -313,17 +314,17 @@ def report(metrics: Mapping[str, Any], checkpoint: object = None, *, sharded: bo
 
 
 def await_checkpoint() -> None:
-    """Waits until the last checkpoint that this rank has reported is committed, or is lost with a line in the log."""
+    """Waits until the last checkpoint that this rank has reported is committed, or has failed with a log message."""
     session = own("await_checkpoint")
     if session.writer is not None:
         session.writer.await_settled()
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """The last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
+    """Returns the last committed checkpoint of this run, of this attempt or an earlier one; None if there is none.
 
-    Every rank of a new attempt gets the same one. A rank that has reported none in this attempt (of whole checkpoints,
-    which are rank 0's, all other ranks) keeps the one that it started from.
+    Every rank of a new attempt gets the same checkpoint. A rank that has reported no checkpoint in this attempt keeps
+    the one that it started from; with whole checkpoints, which rank 0 writes, these are all other ranks.
 
     Example:
         >>> import rankzero.train as rt
@@ -336,19 +337,19 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def set_result(value: object) -> None:
-    """Sets the value that this run returns, if this is rank 0. How a script returns one.
+    """Sets the value that this run returns, if this is rank 0. A script returns a value with it.
 
-    The last call wins. In a function, just return the value; a value other than None that the
-    function returns takes precedence.
+    The last call wins. A training function can return its value instead; a returned value other than None takes
+    precedence.
 
     Raises:
-        RuntimeError: this is not the rank, but a process that the rank has started.
+        RuntimeError: this process is not the rank, but one that the rank has started.
     """
     own("set_result").result = value
 
 
 def at_return(function: Callable[[], object]) -> None:
-    """Calls a function when the training function has returned, before its value is stored. Not after a failure."""
+    """Registers a function that is called after the training function returns (not after a failure)."""
     own("at_return").at_return.append(function)
 
 
@@ -358,7 +359,7 @@ def count_progress() -> None:
 
 
 def _show(session: _Session, values: Mapping[str, MetricValue]) -> None:
-    """A report outside of a run: a line of rank 0."""
+    """Prints the metrics of a report outside of a run, on rank 0."""
     if session.context.rank == 0:
         shown = (f"{name}={value:.6g}" if type(value) is float else f"{name}={value}" for name, value in values.items())
         print(f"report {session.progress}:", *shown, flush=True)
@@ -374,7 +375,7 @@ def _scalar(name: str, value: Any) -> MetricValue:
     item = getattr(value, "item", None)
     scalar = item() if callable(item) else value
     if isinstance(scalar, int) and scalar.bit_length() > MAX_BITS:
-        # Python makes no decimal digits of it, and reads none.
+        # Python refuses to convert such integers to and from decimal text.
         return hex(scalar)
     if isinstance(scalar, str):
         return encodable(scalar)

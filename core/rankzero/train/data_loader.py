@@ -1,6 +1,6 @@
-"""`prepare_data_loader`: each rank its share of the data, in every epoch another order, on its device, resumable.
+"""`prepare_data_loader`: gives each rank its share of the data, in a new order each epoch, on its device, resumable.
 
-Imports torch, so `rankzero.train` imports it late.
+The module imports torch, so `rankzero.train` imports it late.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Batch = Any
 
 
 class PreparedDataLoader:
-    """What `prepare_data_loader` gives: iterates like the loader it was made of, whose attributes it has, too.
+    """A loader of this rank's share, as `prepare_data_loader` returns it. It has the attributes of the original loader.
 
     Attributes:
         loader: The loader of this rank's share.
-        epoch: Number of the epoch that the next iteration is, from 0.
+        epoch: Number of the epoch that is running or, between two, comes next; from 0.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
@@ -54,7 +54,7 @@ class PreparedDataLoader:
         return getattr(self.loader, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that epoch. Not needed: each iteration is one more."""
+        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one."""
         self.epoch = self._next = epoch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -73,7 +73,7 @@ class PreparedDataLoader:
                 set_epoch(epoch)
         data = self.loader.dataset
         if isinstance(data, BatchDataset) and data.consumed != self._consumed:
-            # Processes that are kept for many epochs do not learn of it.
+            # The loader's persistent processes would not see the change.
             data.consumed, self.loader._iterator = self._consumed, None
         self._sampled = epoch
         batches = self._from(self._skipped)
@@ -88,32 +88,32 @@ class PreparedDataLoader:
     def _from(self, skip: int) -> Iterator[Batch]:
         batch_sampler = self.loader.batch_sampler
         if isinstance(batch_sampler, Skipping):
-            # Rows that were seen already are not loaded again.
+            # Skipping in the sampler avoids loading the rows.
             batch_sampler.skip = skip
             return iter(self.loader)
         return islice(self.loader, skip, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: put it into a checkpoint, to go on in the middle of an epoch."""
+        """Returns the position of this loader, for a checkpoint from which training resumes inside an epoch."""
         if isinstance(data := self.loader.dataset, BatchDataset):
             return data.state(self.epoch, self._consumed, self._done) | current().tables.cursor()
         state = {"epoch": self.epoch, "batches": self._done, "world_size": get_context().world_size}
         if self._loaded is not None:
             state["loader"] = self._loaded
         elif self._is_stateful() and not self._skipped:
-            # The loader itself does not know of what was skipped.
+            # The loader's own state would not contain skipped batches.
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
     def _is_stateful(self) -> bool:
-        """A loader of torchdata, whose workers and data set have a state."""
+        """Returns True for a loader of torchdata, whose workers and data set have a state."""
         return hasattr(self.loader, "load_state_dict")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where ``state`` was: the next iteration gives the rest of that epoch.
+        """Resumes at the position of ``state``: the next iteration yields the rest of that epoch.
 
-        After a change of the world size the ranks go on at the same place of the epoch, rounded down to whole batches;
-        with the data of `DatasetShard.to_torch` every row comes once.
+        After a change of the world size the ranks resume at the same position of the epoch, rounded down to whole
+        batches. With the data of `DatasetShard.to_torch` every row is used exactly once.
         """
         if isinstance(data := self.loader.dataset, BatchDataset):
             self._consumed = self._resume = data.consumed_in(state)
@@ -129,7 +129,7 @@ class PreparedDataLoader:
             self._skip = 0
             self._loaded = state["loader"]
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        # Until the first batch, this is the state that a checkpoint gets.
+        # A checkpoint before the first batch gets this state.
         self._done, self._skipped = self._start, self._skip
 
 
@@ -138,30 +138,30 @@ def prepare_data_loader(
 ) -> PreparedDataLoader:
     """Gives each rank its share of a loader's data, on its device.
 
-    Every argument of the loader is kept. Each iteration is a new epoch with a new order; a `set_epoch` of the sampler,
-    batch sampler or data set is called by itself.
+    Every argument of the loader is kept. Each iteration is a new epoch with a new order; ``set_epoch`` of the sampler,
+    the batch sampler and the data set is called automatically.
 
     * A sequential or shuffling loader gets a `torch.utils.data.distributed.DistributedSampler`.
-    * Of another sampler, rank 0's order counts: it is drawn once for each epoch, and every rank gets its part of it. So
-      are the batches of a custom batch sampler. Random numbers of torch and Python are seeded for it.
+    * Another sampler is drawn on rank 0, once for each epoch, and every rank gets its part of that order. The batches
+      of a custom batch sampler are distributed in the same way. Random numbers of torch and Python are seeded for it.
     * The data of `DatasetShard.to_torch` is this rank's share already.
-    * Of another iterable data set, whose items come in the same order on every rank, each rank gets every n-th item.
+    * Another iterable data set must yield its items in the same order on every rank; each rank gets every n-th item.
 
     Args:
         loader: The loader of the whole data; its ``batch_size`` is that of one rank.
         shard: False if the data is this rank's share already. A ``DistributedSampler`` is always kept.
-        move: Batches are moved to the rank's device, one ahead, on a stream of their own. On a CPU they stay.
-        pad: Every rank gets the same number of items, so that no rank waits in a collective for ever: a few items come
-            twice, or with the loader's ``drop_last`` not at all. False: every item comes once; see
+        move: Whether batches are moved to the rank's device. On CUDA the next batch is copied on a separate stream.
+        pad: Whether every rank gets the same number of items, so that no rank blocks in a collective. A few items then
+            come twice, or with the loader's ``drop_last`` not at all. False: every item comes exactly once; see
             ``DistributedDataParallel.join``.
-        seed: Of the order.
+        seed: Seed of the order.
 
     Returns:
         The loader to iterate over.
 
     Raises:
-        TypeError: not a DataLoader, a sampler without a length for several ranks, or one of `DatasetShard.to_torch`'s
-            data that makes batches of its batches.
+        TypeError: not a DataLoader; a sampler without a length, for several ranks; or a loader of
+            `DatasetShard.to_torch`'s data that would combine batches into larger batches.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ def prepare_data_loader(
     if is_share and loader.batch_size is not None:
         raise TypeError("the data of to_torch are batches already: give its DataLoader batch_size=None")
     context = get_context()
-    # A copy with another sampler keeps what a constructor may not take: workers, prefetching, a subclass's own.
+    # A copy with another sampler keeps attributes that a constructor may not accept, such as those of a subclass.
     mine = copy.copy(loader)
     replaced: dict[str, Any] = {"_iterator": None}
     share = Share(context.rank, context.world_size, pad) if shard and not is_share else Share(0, 1, pad)
@@ -188,14 +188,14 @@ def prepare_data_loader(
     elif share.world_size > 1:
         replaced["dataset"] = ShardedIterable(loader.dataset, share)
     for name, value in replaced.items():
-        # The loader's own __setattr__ refuses these after it was made.
+        # DataLoader.__setattr__ refuses these names after its constructor.
         object.__setattr__(mine, name, value)
     device = context.device if move else None
     return PreparedDataLoader(mine, None if device is None or device.type == "cpu" else device)
 
 
 def on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) -> Iterator[Batch]:
-    """Each batch on the device; with ``ahead`` the next one is copied on a stream of its own meanwhile."""
+    """Yields each batch on the device; with ``ahead`` the next one is copied meanwhile, on a separate CUDA stream."""
     if not ahead:
         yield from (_moved(batch, lambda tensor: tensor.to(device)) for batch in batches)
         return
@@ -206,7 +206,7 @@ def on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) ->
             return [_moved(batch, lambda tensor: tensor.to(device, non_blocking=True)) for batch in islice(batches, 1)]
 
     def read_here(tensor: torch.Tensor) -> torch.Tensor:
-        # Memory of the copying stream must not be used again before the training's own has read it.
+        # The copying stream must not reuse this memory before the training's stream has read it.
         tensor.record_stream(torch.cuda.current_stream(device))
         return tensor
 
@@ -219,11 +219,11 @@ def on_device(batches: Iterator[Batch], device: torch.device, *, ahead: bool) ->
 
 
 def _moved(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """The batch with each tensor in it moved; tuples, named tuples, lists and mappings stay what they are."""
+    """Returns a batch with each tensor in it moved; tuples, named tuples, lists and mappings keep their types."""
     if isinstance(batch, torch.Tensor):
         return move(batch)
     if isinstance(batch, PackedSequence):
-        # A named tuple whose batch sizes must stay on the CPU.
+        # The batch sizes of this named tuple must stay on the CPU.
         return type(batch)(move(batch.data), batch.batch_sizes, *(_moved(indices, move) for indices in batch[2:]))
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_moved(part, move) for part in batch))

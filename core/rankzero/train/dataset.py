@@ -1,4 +1,4 @@
-"""`DatasetShard`: a rank's share of the rows of a dataset of the launcher's."""
+"""`DatasetShard`: a rank's share of the rows of a dataset that the launcher was given."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEFAULT = "train"
 
 
 def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
-    """This rank's share of a dataset that the launcher was given.
+    """Returns this rank's share of a dataset that the launcher was given.
 
     Args:
-        name: Of the dataset; one that was given without a name is ``"train"``.
+        name: Name of the dataset; a dataset that was given without a name is ``"train"``.
 
     Returns:
-        The share, always the same object.
+        The share; every call with the same name returns the same object.
 
     Raises:
         InvalidJobError: the launcher was given no dataset of this name.
@@ -52,7 +52,7 @@ def get_dataset_shard(name: str = DEFAULT) -> DatasetShard:
 
 
 def dataset_names() -> list[str]:
-    """Names of the datasets that the launcher was given.
+    """Returns the names of the datasets that the launcher was given.
 
     Example:
         >>> import rankzero.train as rt
@@ -70,22 +70,23 @@ def _manifests(session: Any) -> dict[str, Manifest]:
 
 
 class DatasetShard:
-    """A rank's share of a dataset. The shares of all ranks have as many rows, but for one, and give as many batches.
+    """A rank's share of a dataset.
 
-    Every iteration is one more epoch. No epoch asks Spark for anything.
+    The shares of two ranks differ by one row at most, and have the same number of batches. Every iteration is a new
+    epoch. No epoch needs Spark.
 
     Attributes:
-        epoch: Number of the epoch that is under way or, between two, that comes next; from 0.
+        epoch: Number of the epoch that is running or, between two, comes next; from 0.
     """
 
     def __init__(self, manifest: Manifest, world: context.TrainContext, scratch: str, name: str) -> None:
-        """Opens nothing yet.
+        """Prepares the share without opening a file.
 
         Args:
-            manifest: Of the dataset.
-            world: Whose share this is.
+            manifest: Manifest of the dataset.
+            world: The rank and the world size.
             scratch: Directory for decoded rows.
-            name: Of the dataset.
+            name: Name of the dataset.
         """
         self.epoch = 0
         self._manifest = manifest
@@ -98,16 +99,16 @@ class DatasetShard:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole dataset."""
+        """Returns the number of rows of the whole dataset."""
         return self._manifest.rows
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns."""
+        """Returns the names of the columns."""
         return list(self._manifest.arrow_schema().names)
 
     def __len__(self) -> int:
-        """Rows of this rank in an epoch."""
+        """Returns the number of rows of this rank in an epoch."""
         from rankzero.data.shares import split
 
         low, high = split(self.num_rows, self._world.world_size, self._world.rank)
@@ -126,32 +127,34 @@ class DatasetShard:
         prefetch: int = 1,
         pad: bool = True,
     ) -> Iterator[Any]:
-        """The batches of the next epoch: for each column a tensor, or what `rankzero.data.columns` says of its type.
+        """Yields the batches of the next epoch: dicts with a tensor, or another value by its type, for each column.
 
-        Every rank gets the same number of batches, and every row comes once in an epoch. To that end the last batches
-        may be smaller by a row on some ranks. (One exception: with fewer rows than batches on a rank, as in a last
-        batch of a single row, a row comes twice, unless ``pad=False``.)
+        `rankzero.data.kinds` lists the value for each type of a column. Every rank gets the same number of batches, and
+        every row is used once in an epoch. The last batches of some ranks may therefore be smaller by one row. Only if
+        a rank has fewer rows than batches (as in a last batch of a single row), one row is used twice, unless
+        ``pad=False``.
 
         Args:
             batch_size: Rows of a batch of one rank.
-            shuffle: Another order of all rows, over all ranks, in each epoch. Of a dataset of more than 16.7 million
-                rows or 256 MiB: of blocks of neighbours, and of the rows within windows of 128 MiB.
-            seed: Of the orders.
-            drop_last: Leave out the last batch if it is smaller.
-            columns: Those that are read; None for all.
-            collate: Makes a batch of the dict of columns.
-            device: Where tensors go; None for that of the rank.
-            prefetch: Pieces of some 32 MiB that a thread reads ahead; 0 for none. With 4 a window is gathered while
-                that before it is consumed.
-            pad: False, for scoring, where ranks do not wait for each other: no row comes twice, and a rank may have a
-                batch less.
+            shuffle: Whether each epoch has a new random order of all rows, over all ranks. A dataset of more than
+                16.7 million rows or 256 MiB is shuffled in two steps: blocks of adjacent rows, then the rows within
+                windows of 128 MiB.
+            seed: Seed of the orders.
+            drop_last: Whether to leave out the last batch if it is smaller.
+            columns: Names of the columns to read; None for all.
+            collate: Makes a batch from the dict of columns.
+            device: Device of the tensors; None for the rank's device.
+            prefetch: Pieces of about 32 MiB that a thread reads ahead; 0 for no thread. With 4, a window is gathered
+                while the previous one is consumed.
+            pad: False for scoring, where ranks do not wait for each other: no row is used twice, and a rank may have
+                one batch less.
 
         Returns:
-            An iterator of dicts, or of what ``collate`` returns.
+            An iterator of dicts, or of the values that ``collate`` returns.
 
         Raises:
-            InvalidJobError: no such column, a batch size that is no positive number; while iterating: a null, or
-                an array of another length, that a tensor has no place for.
+            InvalidJobError: no such column, or a batch size that is not a positive integer; while iterating: a null or
+                an array of another length, which a tensor cannot hold.
             ResultError: while iterating: a file was removed or changed, or this host does not see it.
         """
         cut = self._cut(batch_size, shuffle, seed, drop_last, columns, collate, prefetch, pad)
@@ -168,23 +171,23 @@ class DatasetShard:
         collate: Callable[[Columns], Any] | None = None,
         pad: bool = True,
     ) -> BatchDataset:
-        """The batches as a torch ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
+        """Returns the batches as an ``IterableDataset``, for a ``DataLoader(..., batch_size=None, num_workers=...)``.
 
-        Each of the loader's processes makes its part of the batches; the loader gives them in the order of
-        `iter_batches`. `rankzero.train.prepare_data_loader` counts epochs and batches, so its ``state_dict`` goes on in
-        the middle of an epoch, with any number of ranks; else call ``set_epoch``.
+        Each process of the loader makes its part of the batches; the loader yields them in the order of `iter_batches`.
+        Wrap the loader with `rankzero.train.prepare_data_loader`, which counts epochs and batches: its ``state_dict``
+        then resumes inside an epoch with any number of ranks. Without it, call ``set_epoch`` before each epoch.
 
         Args:
-            batch_size: As for `iter_batches`, like all others.
-            shuffle: As there.
-            seed: As there.
-            drop_last: As there.
-            columns: As there.
-            collate: As there.
-            pad: As there.
+            batch_size: Rows of a batch of one rank.
+            shuffle: Whether each epoch has a new random order, as in `iter_batches`.
+            seed: Seed of the orders.
+            drop_last: Whether to leave out the last batch if it is smaller.
+            columns: Names of the columns to read; None for all.
+            collate: Makes a batch from the dict of columns.
+            pad: Whether every rank gets the same number of batches, as in `iter_batches`.
 
         Raises:
-            InvalidJobError: as `iter_batches`.
+            InvalidJobError: no such column, or a batch size that is not a positive integer.
         """
         from rankzero.train.batches import BatchDataset
 
@@ -192,12 +195,12 @@ class DatasetShard:
         return BatchDataset(self._manifest, self._world, self._scratch, cut)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that epoch. Not needed: each iteration is one more."""
+        """Sets the epoch of the next iteration. Optional: each iteration increases the epoch by one."""
         self.epoch = self._next = epoch
         self._consumed, self._current = [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks are, the same on each: put it into a checkpoint, to go on in the middle of an epoch."""
+        """Returns the position of all ranks, the same on each, for a checkpoint that resumes inside an epoch."""
         return {
             "epoch": self.epoch,
             "consumed": [stretch.to_json() for stretch in self._current],
@@ -206,13 +209,13 @@ class DatasetShard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where ``state`` was, with any number of ranks: the next iteration gives the rest of that epoch.
+        """Resumes at the position of ``state``, with any number of ranks: the next iteration yields the rest.
 
-        The state is best that of the checkpoint that `get_checkpoint` gives: the tables of `write_rows` then have the
-        rows of before it. A table whose rows did not belong to it cannot be written to any more.
+        Load the state from the checkpoint that `get_checkpoint` returns: the tables of `write_rows` then contain the
+        rows from before that checkpoint. A table whose rows did not belong to it can no longer be written to.
 
         Raises:
-            ValueError: the state is that of another dataset.
+            ValueError: the state belongs to another dataset.
         """
         from rankzero.data.shares import Stretch
 

@@ -1,4 +1,4 @@
-"""A model on the device of its rank, wrapped for data-parallel training; its whole state on rank 0, and back."""
+"""Moves a model to its rank's device, wraps it for parallel training, and gathers and restores its whole state."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ def prepare_model(
         strategy: ``"ddp"`` (`torch.nn.parallel.DistributedDataParallel`; a world of one rank, or a model without
             trainable parameters, is only moved), ``"fsdp"`` (`torch.distributed.fsdp.fully_shard`, in place), or None:
             only moved.
-        units: For ``"fsdp"``: what is gathered at once, as classes or a test of a module. None: the members of each
-            `torch.nn.ModuleList`, and the classes that a Hugging Face model names in ``_no_split_modules``.
+        units: For ``"fsdp"``: the modules whose parameters are gathered together, as classes or as a test of a module.
+            None: the members of each `torch.nn.ModuleList`, and the classes that a Hugging Face model names in
+            ``_no_split_modules``.
         mixed_precision: For ``"fsdp"``: type of parameters in forward and backward; gradients are reduced in float32.
-        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they win over what is set here. A
-            tensor-parallel model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, that of its replicas.
+        kwargs: Passed to ``DistributedDataParallel`` or ``fully_shard``; they override the values set here. A
+            tensor-parallel model (torch's ``parallelize_module``) needs ``"fsdp"`` and ``mesh``, the mesh of its
+            replicas.
 
     Returns:
         The model to train with.
 
     Raises:
         TypeError: the model is wrapped already.
-        ValueError: an unknown strategy, an argument that belongs to another one, or a tensor-parallel model without
-            ``mesh``.
+        ValueError: an unknown strategy, an argument of another strategy, or a tensor-parallel model without ``mesh``.
 
     Example:
         >>> import torch
@@ -93,7 +94,7 @@ def _shard(
         kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), **kwargs}
     if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         model = model.to(device)
-        # `fully_shard` takes each rank's own numbers for its shard.
+        # `fully_shard` fills the shard of each rank from that rank's parameters.
         for tensor in [*model.parameters(), *model.buffers()]:
             _broadcast(tensor.data, kwargs["mesh"])
     is_unit = _unit_test(model, units)
@@ -104,7 +105,7 @@ def _shard(
 
 
 def _broadcast(tensor: Any, mesh: Any) -> None:
-    """Gives every rank rank 0's numbers; of a tensor-parallel part, those of the same part in the mesh's first rank."""
+    """Broadcasts rank 0's tensor; a tensor-parallel part is broadcast by the mesh's first rank that has this part."""
     import torch.distributed as dist
 
     if not _is_part(tensor):
@@ -116,7 +117,7 @@ def _broadcast(tensor: Any, mesh: Any) -> None:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """A DTensor, without an import of its module."""
+    """Returns True for a DTensor, without importing its module."""
     return hasattr(tensor, "to_local")
 
 
@@ -134,7 +135,7 @@ def _unit_test(model: nn.Module, units: Units | None) -> Callable[[nn.Module], b
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's own module: without ``DistributedDataParallel`` and ``torch.compile``.
+    """Returns the user's module without the wrappers of ``DistributedDataParallel`` and ``torch.compile``.
 
     Example:
         >>> import torch
@@ -159,7 +160,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def full_state_dict(model: nn.Module) -> State:
-    """The whole weights of a model on rank 0's CPU, under the names that the plain module has. Called by every rank.
+    """Returns the whole weights of a model on rank 0's CPU, by the plain module's names. Every rank must call it.
 
     Args:
         model: Plain, in ``DistributedDataParallel``, or sharded.
@@ -217,7 +218,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
         norm_type: Order of the norm.
 
     Returns:
-        The norm before, a tensor of one element.
+        The norm before scaling, a tensor of one element.
 
     Example:
         >>> import torch
@@ -235,10 +236,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
-    """Backward passes in the block reduce gradients over ranks only if ``sync``; else they add up on each rank.
+    """Makes backward passes in the block reduce gradients over ranks only if ``sync``; else each rank sums its own.
 
     Args:
-        model: What `prepare_model` gave.
+        model: The model that `prepare_model` returned.
         sync: True for the last backward pass before the optimizer's step.
 
     Example:
@@ -265,11 +266,11 @@ def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
 
 
 def autocast(dtype: torch.dtype | None = None, *, enabled: bool = True) -> torch.autocast:
-    """Mixed precision on this rank's device: `torch.autocast`.
+    """Returns `torch.autocast` for this rank's device: mixed precision inside its block.
 
     Args:
-        dtype: None for bfloat16.
-        enabled: False makes it do nothing.
+        dtype: Type of the operations; None for bfloat16.
+        enabled: False turns mixed precision off.
 
     Example:
         >>> import torch
@@ -284,10 +285,10 @@ def autocast(dtype: torch.dtype | None = None, *, enabled: bool = True) -> torch
 
 
 def grad_scaler(dtype: torch.dtype | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A scaler of the loss for this rank's device, which does nothing unless ``dtype`` needs one: float16.
+    """Returns a gradient scaler for this rank's device, which is enabled only for float16.
 
     Args:
-        dtype: As for `autocast`; None for bfloat16.
+        dtype: The type that was passed to `autocast`; None for bfloat16.
         kwargs: Passed to `torch.amp.GradScaler`.
     """
     import torch

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Returns the whole state of an optimizer on rank 0's CPU, by the names of the plain module's parameters.
 
-    Called by every rank. The optimizer is not changed, also before its first step.
+    Every rank must call it. The optimizer is not changed, not even before its first step.
 
     Args:
-        model: Whose parameters it trains.
+        model: The model whose parameters the optimizer trains.
         optimizer: Made after `prepare_model`.
 
     Returns:
@@ -51,7 +51,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
 
     ensure_process_group()
     names = _names(model, optimizer)
-    # Plain SGD has settings and no tensors, of which torch would distribute the shards.
+    # Plain SGD has settings and no tensors, so there are no shards that torch could distribute.
     settings, known, stated = broadcast_object(_summary_of(state))
     if missing := [each[0] for each in names.values() if known.isdisjoint(each)]:
         raise KeyError(f"the optimizer's state does not contain the parameters {missing}")
@@ -72,8 +72,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
 def _settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Returns the state of an optimizer that has no tensors yet.
 
-    torch would make them by a step with a learning rate of 0, and leave them in the optimizer: averages count that
-    step, Rprop and ASGD keep the 0, and hooks of the step are called.
+    torch would create the tensors with a step at a learning rate of 0 and leave them in the optimizer: averages would
+    count that step, Rprop and ASGD would keep the 0, and hooks of the step would be called.
     """
     names: dict[torch.Tensor, str] = {}
     for name, parameter in unwrap_model(model).named_parameters():
@@ -95,7 +95,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _load_settings(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, list[str]], settings: State) -> None:
-    """Sets the settings of each group from those of the group that had one of its parameters. It has no tensors."""
+    """Sets each group's settings from the saved group that had one of its parameters, for a state without tensors."""
     saved = {name: group for group in settings["param_groups"] for name in group["params"]}
     groups = optimizer.state_dict()["param_groups"]
     for group, target in zip(optimizer.param_groups, groups, strict=True):
@@ -123,7 +123,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Ten
 
 @contextlib.contextmanager
 def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """For torch makes the tensors that it loads into by a step without any, and where there are some it makes none."""
+    """Removes the gradients in the block: torch creates the tensors to load into with a step only without gradients."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""`Parts`: a rank's files, of checkpoints and its value, as it writes and reads them wherever the run directory is."""
+"""`Parts`: reads and writes a rank's files (checkpoints, its value), wherever the run directory is."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
 from rankzero.values.formats import Writable
 
-STORE_PATIENCE = 30.0
-"""Seconds from its first failure for which a store that does not take a part is asked again."""
+UPLOAD_TIMEOUT = 30.0
+"""Seconds from the first failed write of a part to the store until the rank gives up retrying."""
 
 STORE_INTERVAL = 0.5
-"""Seconds between two of these tries."""
+"""Seconds between two writes of a part to a store that has failed."""
 
 READ_AHEAD = 4 << 20
-"""Bytes that are asked of a store at once, where less is wanted."""
+"""Bytes that one request to a store reads, even if fewer are needed."""
 
 _COPY_CHUNK = 8 << 20
 
@@ -36,21 +36,21 @@ Produce = Callable[[Writable], Message]
 
 
 class ListedParts(Mapping[str, Part]):
-    """The parts of a checkpoint by rank, as text: some are known, all are read once another is asked for.
+    """The parts of a checkpoint by rank (as text). Some are known; all are read when another one is needed.
 
     Attributes:
-        formats: Those of all parts.
+        formats: The formats of all parts.
     """
 
     def __init__(
         self, known: Mapping[str, Part], formats: Collection[str], read: Callable[[], Mapping[str, Part]]
     ) -> None:
-        """Reads nothing yet.
+        """Prepares the mapping without reading a file.
 
         Args:
-            known: The parts that the driver told this task of.
-            formats: Those of all parts.
-            read: Gives all parts.
+            known: The parts that the driver has sent to this task.
+            formats: The formats of all parts.
+            read: Reads all parts.
         """
         self.formats = frozenset(formats)
         self._known = known
@@ -71,11 +71,11 @@ class ListedParts(Mapping[str, Part]):
 
 
 class NotTakenError(Exception):
-    """The store did not take a part; it may be back for the next one."""
+    """The store did not accept a part; it may accept the next one."""
 
 
 class Parts:
-    """Files of checkpoints, by the best way that there is from this host.
+    """Reads and writes files of checkpoints, in the best way that this host has.
 
     1. The run directory itself, where this host sees it.
     2. Its object store, where this rank has a client and the right to it.
@@ -83,12 +83,12 @@ class Parts:
     """
 
     def __init__(self, start: Mapping[str, Any], fetch: Callable[[str], str]) -> None:
-        """Tries nothing yet.
+        """Prepares the access without connecting to a store.
 
         Args:
             start: The agent's message: ``run_directory`` and its ``run_token``; ``shared``, if this host sees it;
                 ``scratch``, a directory of this task.
-            fetch: Has the agent fetch a file that the driver offers; gives its path, or raises ResultError.
+            fetch: Has the agent fetch a file that the driver offers; returns its path, or raises ResultError.
         """
         self.shared: bool = start["shared"]
         self.run_directory: str = start["run_directory"]
@@ -98,23 +98,23 @@ class Parts:
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None
-        self._has_looked = False
+        self._has_connected = False
         self._readers = 0
 
     def client(self) -> remote.Client | None:
-        """This rank's way to the object store; None if there is none."""
+        """Returns this rank's client of the object store; None if it has none."""
         with self._lock:
-            if not self._has_looked:
-                self._has_looked = True
+            if not self._has_connected:
+                self._has_connected = True
                 if not self.shared and store.is_url(self.run_directory):
                     self._client = remote.reach(self.run_directory, self._token)
             return self._client
 
     def local_path(self, checkpoint: str, file: str) -> str:
-        """Returns where a part that is written as a local file lies, and makes its folder.
+        """Returns the path of a part that is written as a local file, and creates its folder.
 
         Raises:
-            OSError: the folder cannot be made, or the run directory was removed, and may be another run's by now.
+            OSError: the folder cannot be created, or the run directory was removed and may now be another run's.
         """
         if self.shared and self._token:
             self._check_directory()
@@ -123,32 +123,33 @@ class Parts:
         return os.path.join(folder, file)
 
     def _check_directory(self) -> None:
-        # A directory that was removed and submitted again has the same name, and files of the same names.
+        # A run directory that was removed and submitted again has the same name, and files of the same names.
         with open(os.path.join(self.run_directory, "token")) as file:
             if file.read() != self._token:
-                raise OSError(f"{self.run_directory} was removed, and is another run's by now")
+                raise OSError(f"{self.run_directory} was removed and is now another run's")
 
     def folder(self, checkpoint: str) -> str:
-        """The scratch folder of a checkpoint."""
+        """Returns the path of the scratch folder of a checkpoint."""
         return os.path.join(self._scratch, FOLDER, checkpoint)
 
     # -- writing ---------------------------------------------------------------------------------
 
     def write(self, checkpoint: str, file: str, produce: Produce) -> Message:
-        """Writes a part, so that it is there as a whole or not at all.
+        """Writes a part atomically: its file exists completely or not at all.
 
         Args:
-            checkpoint: Its id.
-            file: The part's name.
-            produce: Writes it; gives its ``size``, its ``sha256`` and more. May be called again, after an error of the
+            checkpoint: Id of the checkpoint.
+            file: Name of the part's file.
+            produce: Writes the part; returns its ``size``, its ``sha256`` and more. Called again after an error of the
                 store.
 
         Returns:
-            That, ``path``, and ``shared``: it is in its place, and not to be sent.
+            The facts from ``produce``, ``path``, and ``shared``: True if the file is in the run directory and need not
+            be sent to the driver.
 
         Raises:
-            NotTakenError: the store has not taken it for `STORE_PATIENCE` seconds.
-            OSError: the disk does not take it.
+            NotTakenError: the store has refused the part for `UPLOAD_TIMEOUT` seconds.
+            OSError: the disk cannot hold the part.
         """
         if client := self.client():
             try:
@@ -157,21 +158,21 @@ class Parts:
                 if isinstance(error, ResultError):
                     raise
                 if not remote.is_refusal(error):
-                    raise NotTakenError(f"the store does not take it: {error}") from error
-                print(f"rankzero: checkpoints pass through the driver: the store refuses this rank's ({error})")
+                    raise NotTakenError(f"the store does not accept it: {error}") from error
+                print(f"rankzero: the store refuses checkpoints of this rank, which sends them to the driver: {error}")
                 self._client = None
         path = self.local_path(checkpoint, file)
         return {**_write_local(path, produce), "path": path, "shared": self.shared}
 
     def upload_value(self, path: str, name: str) -> str | None:
-        """Copies rank 0's value to the object store; None where only the driver can.
+        """Copies rank 0's value to the object store.
 
         Args:
             path: The local file.
-            name: Its name among the run's results.
+            name: Name of the file among the run's results.
 
         Returns:
-            Its URL, where it is as a whole.
+            The URL of the complete copy; None if this rank cannot write to the store, and the driver must.
         """
         if (client := self.client()) is None:
             return None
@@ -179,12 +180,12 @@ class Parts:
         try:
             self._upload(client, url, functools.partial(copy_file, path), STORE_OUTAGE)
         except Exception as error:
-            print(f"rankzero: the value passes through the driver: the store does not take this rank's ({error})")
+            print(f"rankzero: the store refuses the value of this rank, which sends it to the driver: {error}")
             return None
         return url
 
     @staticmethod
-    def _upload(client: remote.Client, url: str, produce: Produce, patience: float = STORE_PATIENCE) -> Message:
+    def _upload(client: remote.Client, url: str, produce: Produce, timeout: float = UPLOAD_TIMEOUT) -> Message:
         deadline: float | None = None
         while True:
             try:
@@ -194,8 +195,8 @@ class Parts:
             except ResultError:
                 raise
             except Exception as error:
-                # From the first failure on: a large part may take longer than that by itself.
-                deadline = deadline or time.monotonic() + patience
+                # Counted from the first failure, since a large part alone may take longer.
+                deadline = deadline or time.monotonic() + timeout
                 if remote.is_refusal(error) or time.monotonic() > deadline:
                     raise
             threading.Event().wait(STORE_INTERVAL)
@@ -204,12 +205,12 @@ class Parts:
 
     @property
     def is_being_read(self) -> bool:
-        """True while training waits for a part."""
+        """Returns True while training waits for a part."""
         return self._readers > 0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """The block reads parts: slow, but no hang."""
+        """Marks the block as one that reads parts, which may be slow and is no hang."""
         with self._lock:
             self._readers += 1
         try:
@@ -219,7 +220,7 @@ class Parts:
                 self._readers -= 1
 
     def listed(self, manifest: Mapping[str, Any]) -> ListedParts:
-        """The parts of a checkpoint of which the driver told this task those of its own ranks."""
+        """Returns the parts of a checkpoint, whose manifest from the driver names only those of this task's ranks."""
         known, formats = manifest["parts"], manifest["formats"]
         if not manifest["sharded"]:
             return ListedParts(known, formats, lambda: known)
@@ -230,52 +231,53 @@ class Parts:
                     parts: Mapping[str, Part] = json.load(file)["parts"]
             except FileNotFoundError:
                 raise ResultError(
-                    f"checkpoint {manifest['id']} is not kept any more: ask get_checkpoint() for the newest"
+                    f"checkpoint {manifest['id']} was deleted, since it is not kept: "
+                    "call get_checkpoint() for the newest one"
                 ) from None
             return parts
 
         return ListedParts(known, formats, read)
 
     def indexes(self, checkpoint: str, ranks: Collection[str]) -> dict[str, bytes]:
-        """The indexes of a sharded checkpoint's parts, those that lie together; by rank, as text."""
+        """Returns the indexes of a sharded checkpoint's parts by rank, as text; empty if their file is out of reach."""
         try:
             with self.open(checkpoint, "pieces", {"file": PIECES}) as file:
                 lines = file.read().split(b"\n")
         except (FileNotFoundError, ResultError):
-            # Not within reach: each part has its own.
+            # Each part has a copy of its index.
             return {}
         return {rank: line for rank, line in zip(sorted(ranks, key=int), lines, strict=False) if line}
 
     def path(self, checkpoint: str, rank: str, part: Part) -> str:
-        """A local path of a part, fetched to this host if need be.
+        """Returns a local path of a part, which is fetched to this host if necessary.
 
         Raises:
-            FileNotFoundError: it was deleted.
-            ResultError: it is not within reach of this host.
+            FileNotFoundError: the part was deleted.
+            ResultError: this host cannot reach the part.
         """
-        for here in self._places(checkpoint, part):
+        for here in self._paths(checkpoint, part):
             if os.path.exists(here):
                 return here
         if self.shared:
-            raise FileNotFoundError(self._places(checkpoint, part)[0])
+            raise FileNotFoundError(self._paths(checkpoint, part)[0])
         if client := self.client():
             url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
             here = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
             return remote.download(client, url, here)
         if checkpoint != self._resumed:
-            raise ResultError(f"the part of rank {rank} of checkpoint {checkpoint} is not within reach of this host")
+            raise ResultError(f"this host cannot reach the part of rank {rank} of checkpoint {checkpoint}")
         return self._fetch(f"checkpoint-{rank}")
 
     def open(self, checkpoint: str, rank: str, part: Part) -> IO[bytes]:
-        """An open part, of which only what is asked for is read. Raises like `path`."""
-        is_here = self.shared or any(map(os.path.exists, self._places(checkpoint, part)))
+        """Opens a part, from which a remote store sends only the ranges that are read. Raises like `path`."""
+        is_here = self.shared or any(map(os.path.exists, self._paths(checkpoint, part)))
         if not is_here and (client := self.client()):
             url = store.join(self.run_directory, FOLDER, checkpoint, part["file"])
-            # Pieces are small, and lie one after the other.
+            # Pieces are small and contiguous.
             return io.BufferedReader(client.open_read(url), READ_AHEAD)  # type: ignore[type-var]
         return open(self.path(checkpoint, rank, part), "rb")
 
-    def _places(self, checkpoint: str, part: Part) -> list[str]:
+    def _paths(self, checkpoint: str, part: Part) -> list[str]:
         if self.shared:
             return [os.path.join(self.run_directory, FOLDER, checkpoint, part["file"])]
         fetched = os.path.join(self._scratch, f"fetched-{checkpoint}-{part['file']}")
@@ -283,7 +285,7 @@ class Parts:
 
 
 def copy_file(path: str, file: Writable) -> Message:
-    """Writes what a local file holds."""
+    """Copies a local file into an open one."""
     with open(path, "rb") as source:
         while chunk := source.read(_COPY_CHUNK):
             file.write(chunk)

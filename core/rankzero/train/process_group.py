@@ -1,4 +1,4 @@
-"""The process group of a training function: made by the first call that needs one, and what ranks tell each other."""
+"""The process group of a training function, created by the first call that needs one, and collectives of objects."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any, ParamSpec, TypeVar
 from rankzero.train.context import get_context
 
 GROUP_TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for the other ranks; a rank that fails is reported long before."""
+"""Timeout of a collective; a rank that fails is reported long before."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def ensure_process_group(timeout: timedelta = GROUP_TIMEOUT) -> None:
-    """Makes torch's default process group, if the training function has not made it.
+    """Creates torch's default process group, unless the training function has created it.
 
-    ``nccl`` for ranks with a GPU, else ``gloo``, or what the launcher's ``backend`` says; collectives time out after
-    ``timeout``. A world of one rank gets a group, too. It is never destroyed: a rank ends without waiting for others.
+    The backend is ``nccl`` for ranks with a GPU and else ``gloo``, or the launcher's ``backend``. A world of one rank
+    gets a group, too. The group is never destroyed: a rank ends without waiting for others.
 
     Args:
-        timeout: How long a collective waits for the other ranks.
+        timeout: Time after which a collective that waits for other ranks fails.
 
     Raises:
-        RuntimeError: the job leaves the group to the training function (``backend=None``).
+        RuntimeError: the job leaves the process group to the training function (``backend=None``).
 
     Example:
         >>> import rankzero.train as rt
@@ -57,10 +57,10 @@ def ensure_process_group(timeout: timedelta = GROUP_TIMEOUT) -> None:
 
 
 def barrier() -> None:
-    """Waits until every rank is here.
+    """Waits until every rank has called it.
 
     Raises:
-        RuntimeError: a rank did not come within 30 minutes, or its process died.
+        RuntimeError: a rank has not called it within 30 minutes, or its process died.
 
     Example:
         >>> import rankzero.train as rt
@@ -75,11 +75,11 @@ def barrier() -> None:
 
 
 def broadcast_object(value: R, source: int = 0) -> R:
-    """One rank's object, on every rank.
+    """Sends one rank's object to every rank.
 
     Args:
-        value: Anything that pickles; those of other ranks than ``source`` are ignored.
-        source: Global rank whose object it is.
+        value: A picklable object; the values of ranks other than ``source`` are ignored.
+        source: Global rank whose object is sent.
 
     Returns:
         The object of ``source``; a copy on the other ranks.
@@ -106,10 +106,10 @@ def broadcast_object(value: R, source: int = 0) -> R:
 
 
 def all_gather_object(value: R) -> list[R]:
-    """Every rank's object, on every rank.
+    """Returns every rank's object, on every rank.
 
     Args:
-        value: Anything that pickles.
+        value: A picklable object.
 
     Returns:
         The objects in the order of ranks.
@@ -139,7 +139,7 @@ def all_gather_object(value: R) -> list[R]:
 
 
 def on_rank_zero(function: Callable[P, R]) -> Callable[P, R | None]:
-    """A decorator: the function runs on rank 0 alone, and is None elsewhere.
+    """Decorates a function to run on rank 0 only; on other ranks a call returns None.
 
     Example:
         >>> import rankzero.train as rt
@@ -159,9 +159,9 @@ def on_rank_zero(function: Callable[P, R]) -> Callable[P, R | None]:
 
 @contextlib.contextmanager
 def rank_zero_first() -> Iterator[None]:
-    """The block runs on one rank of each host first, and on its other ranks after that: one download for each host.
+    """Runs the block on one rank of each host first, then on the host's other ranks: one download for each host.
 
-    A rank that fails in the block ends the attempt; nobody waits for it.
+    A rank that fails in the block ends the attempt; the other ranks do not wait for it.
 
     Example:
         >>> import rankzero.train as rt
@@ -177,7 +177,7 @@ def rank_zero_first() -> Iterator[None]:
         barrier()
 
 
-# Not torch's own `all_gather_object`: it needs numpy, which torch can do without, and so can an executor.
+# torch's `all_gather_object` needs numpy, which an executor may not have.
 def _pickled(value: object, device: Any) -> Any:
     import torch
 
@@ -190,12 +190,12 @@ def _unpickled(data: Any) -> Any:
 
 
 def _object_device() -> Any:
-    """Where pickled objects are on their way: this rank's GPU; None with gloo, or without a GPU."""
+    """Returns the device for collectives of pickled objects: this rank's GPU; None with gloo, or without a GPU."""
     import torch
     import torch.distributed as dist
 
     device = get_context().device
-    # A group that was made without a backend has one for each type of device, and no name for them.
+    # A group that was created without a backend has one for each type of device, so its name is not "gloo".
     if device.type == "cpu" or dist.get_backend() == "gloo":
         return None
     torch.get_device_module(device).set_device(device)

@@ -1,4 +1,4 @@
-"""`progress`: how far a loop is, in a terminal and in a log alike."""
+"""`progress`: shows how far a loop is, in a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TypeVar
 from rankzero.train.context import count_progress, get_context
 
 LINE_INTERVAL = 5.0
-"""Seconds between two lines of a log."""
+"""Seconds between two progress lines in a log."""
 
 REDRAW_INTERVAL = 0.2
-"""Seconds between two states of the line in a terminal."""
+"""Seconds between two updates of the progress line in a terminal."""
 
 T = TypeVar("T")
 
 
 def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) -> Iterator[T]:
-    """Passes on what comes, and shows on rank 0 how far it is: count, rate and time left.
+    """Yields the items of an iterable, and shows the count, the rate and the time left on rank 0.
 
-    In a terminal it is one line that changes, in a log a line every five seconds. Each step counts as progress for
+    A terminal shows one line that changes; a log gets a line every five seconds. Each step counts as progress for
     ``hang_timeout``.
 
     Args:
-        iterable: Anything.
-        desc: What the line begins with.
-        total: Number of items; None for ``len(iterable)`` where it has one.
+        iterable: The items to iterate over.
+        desc: Text at the beginning of the line.
+        total: Number of items; None for ``len(iterable)`` if it has a length.
 
     Example:
         >>> import rankzero.train as rt

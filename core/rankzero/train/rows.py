@@ -1,4 +1,4 @@
-"""`write_rows`: rows that ranks compute, as a table that is committed with the run."""
+"""`write_rows`: writes rows that ranks compute into a table that is committed with the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rankzero.train.tables import RankTables
 
 GROUP_BYTES = 64 << 20
-"""Bytes of a row group, about, before it is compressed."""
+"""Approximate number of bytes of a row group before it is compressed."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -31,34 +31,34 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 def write_rows(batches: Any, name: str = "rows") -> Table:
     """Writes rows of this rank, of any number, into a table to which all ranks write.
 
-    Every rank may call it, several times too; it waits for nobody. The table is complete when the run has succeeded,
-    and whoever has its handle then reads all of it: return the handle, so that it is the run's result.
+    Every rank may call it, also several times; it does not wait for other ranks. The table is complete when the run has
+    succeeded, and its handle then reads all rows: return the handle, so that it is the run's result.
 
-    Rows that a rank has written when it reports a checkpoint belong to it, also those that a generator has given so
-    far: an attempt that starts from this checkpoint has them in its table, with any number of ranks. All others of a
-    failed attempt are removed. Where several ranks write, give checkpoints with ``sharded=True``.
+    Rows that a rank has written before it reports a checkpoint belong to the checkpoint, including those that a
+    generator has yielded so far. An attempt that starts from this checkpoint has them in its table, with any number of
+    ranks. All other rows of a failed attempt are removed. If several ranks write, report checkpoints with
+    ``sharded=True``.
 
     Args:
-        batches: An iterable of batches, or one: a dict of columns (tensors, arrays, lists, `Ragged`), a
-            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. Of a generator 64 MiB are held at a time. A
-            tensor of two dimensions is a column of arrays of one length. Batches and ranks may have different columns:
-            the table has all of them, each of the widest type, with nulls where a batch has none; no number is
-            rounded. Times are stored in microseconds and half precision as float32, since Spark reads nothing else.
-        name: Of the table.
+        batches: An iterable of batches, or one batch: a dict of columns (tensors, arrays, lists, `Ragged`), a
+            ``pyarrow.RecordBatch`` or ``Table``, or a pandas DataFrame. At most about 64 MiB of a generator's rows are
+            in memory. A tensor of two dimensions is a column of arrays of one length. Batches and ranks may have
+            different columns: the table has all of them, each with the widest type, and nulls where a batch lacks a
+            column. No number is rounded. Times are stored in microseconds and half precision as float32, since Spark
+            cannot read other units and types.
+        name: Name of the table.
 
     Returns:
-        Its handle, the same on every rank.
+        The handle of the table, the same on every rank.
 
     Raises:
-        InvalidJobError: the name cannot be that of a directory.
-        ResultError: this host reaches the run's store neither as a path nor by a client of its own, or the store does
-            not take the rows (a full disk) or does not remove those of a call that raised; or the table lacks rows of
-            before the checkpoint, or has some that this rank would write again, since it has not called
-            `get_checkpoint`.
-        TypeError: a batch is of another kind, a column has two types, in batches or on ranks, of which no type holds
-            every value exactly, or two columns differ only in case.
-        Exception: whatever the iterable raises; of its rows and columns only those of before the last checkpoint are in
-            the table.
+        InvalidJobError: the name cannot be the name of a directory.
+        ResultError: this host reaches the run's store neither as a path nor with a client; the store refuses the rows
+            (a full disk), or to remove those of a call that raised; the table lacks rows from before the checkpoint, or
+            has rows that this rank would write a second time, since it has not called `get_checkpoint`.
+        TypeError: a batch has an unknown type; a column has types, in batches or on ranks, whose values no common type
+            holds exactly; or two columns differ only in case.
+        Exception: the iterable's exception; the table keeps only rows and columns from before the last checkpoint.
 
     Example:
         >>> import torch
@@ -93,24 +93,24 @@ def _check_rows_of_before(session: Any, name: str) -> None:
     if name in session.tables.lost:
         raise ResultError(
             f"the table {name!r} would lack rows that were written before the cursor that this attempt has loaded: "
-            "they did not belong to its checkpoint. Report it from every rank with sharded=True, or begin the epoch "
-            "anew, without load_state_dict"
+            "they did not belong to its checkpoint. Report checkpoints from every rank with sharded=True, or restart "
+            "the epoch, without load_state_dict"
         )
     if name in session.carried_tables and not session.resumed:
         raise ResultError(
-            f"the table {name!r} has rows of before the checkpoint that this attempt starts from, and would get them "
-            "twice: call get_checkpoint() first, on every rank that writes, and go on from there"
+            f"the table {name!r} has rows from before the checkpoint that this attempt starts from, and would get them "
+            "twice: call get_checkpoint() first, on every rank that writes, and continue from it"
         )
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this rank writes its rows.
+    """The directory for this rank's rows, and the functions that write and remove files in it.
 
     Attributes:
         location: Path or URL of the directory.
-        open_write: Opens a file there that appears as a whole, as a context manager, for its path or URL.
-        remove: Removes a file there.
+        open_write: Opens a file by its path or URL, as a context manager that writes it atomically.
+        remove: Removes a file by its path or URL.
     """
 
     location: str
@@ -134,7 +134,7 @@ def _place(session: Any) -> _Place:
 
 @contextlib.contextmanager
 def _open_local(path: str) -> Iterator[IO[bytes]]:
-    """A file that is there as a whole or not at all."""
+    """Opens a local file that is written atomically."""
     store.make_directory(os.path.dirname(path))
     with store.atomic_file(path) as file:
         yield file
@@ -144,12 +144,12 @@ def _open_local(path: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _open_remote(client: Client, url: str) -> Iterator[IO[bytes]]:
-    """Opens a file of an object store. After an exception it may be there in part, and its writer removes it."""
+    """Opens a file of an object store. After an exception a part of it may exist, which the caller removes."""
     file = client.open_write(url)
     try:
         yield file
     except BaseException:
-        # Not every client can abandon a file.
+        # Some clients cannot discard a file.
         with contextlib.suppress(Exception):
             getattr(file, "discard", file.close)()
         raise
@@ -157,20 +157,20 @@ def _open_remote(client: Client, url: str) -> Iterator[IO[bytes]]:
 
 
 class TableWriter:
-    """The rows of one call, in files each of which is there as a whole or not at all.
+    """Writes the rows of one call into files, each of them atomically.
 
-    A checkpoint, and a column that is new, end a file. Files that no checkpoint has sealed are removed if the call
-    raises. What fails while rows are made is the caller's error, not the store's.
+    A checkpoint and a new column each end the current file. If the call raises, the files that no checkpoint has sealed
+    are removed. An exception of the caller's iterable is raised unchanged, not as an error of the store.
     """
 
     def __init__(self, session: Any, folder: str, name: str, place: _Place) -> None:
-        """Opens nothing yet.
+        """Prepares the writer without opening a file.
 
         Args:
-            session: This process as a worker.
-            folder: Where the files go.
-            name: Of the table.
-            place: Opens and removes files there.
+            session: Session of this rank.
+            folder: Path or URL of the table's directory.
+            name: Name of the table.
+            place: Opens and removes files of the directory.
         """
         self._tables: RankTables = session.tables
         self._world = session.context
@@ -186,7 +186,7 @@ class TableWriter:
         self._failure: ResultError | None = None
 
     def add(self, table: Any) -> None:
-        """Takes rows. Raises TypeError if a column fits to no column so far, ResultError as `write_rows`."""
+        """Adds rows. Raises TypeError for a column whose type fits no earlier one, ResultError as `write_rows`."""
         table = schemas.portable(table)
         with self._tables.lock:
             if self._schema is None or not table.schema.equals(self._schema):
@@ -197,7 +197,7 @@ class TableWriter:
                 self._write()
 
     def _unified(self, table: Any) -> Any:
-        """Returns the rows in the schema of this table so far, which grows if they do not fit into it."""
+        """Returns the rows in the table's current schema, which is extended if they do not fit."""
         import pyarrow as pa
 
         try:
@@ -221,12 +221,12 @@ class TableWriter:
             raise self._refusal(error) from error
 
     def _open(self, path: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file, which is removed if the call raises before the file is sealed."""
+        """Opens a file that is removed if the call raises before the file is sealed."""
         self._begun.append(path)
         return self._place.open_write(path)
 
     def complete(self) -> None:
-        """Puts what was taken into its place, where it stays. Raises ResultError as `write_rows`."""
+        """Completes and seals all files, which are then kept. Raises ResultError as `write_rows`."""
         with self._tables.lock:
             self._close_file()
             self._tables.schemas.update(path for path in self._begun if schemas.is_schema(os.path.basename(path)))
@@ -240,16 +240,16 @@ class TableWriter:
         self._writer = None
 
     def discard(self) -> None:
-        """Removes what is not sealed, because of the exception that is being handled."""
+        """Removes the files that are not sealed, while an exception is being handled."""
         with self._tables.lock:
             with contextlib.suppress(Exception):
                 self._opened.__exit__(*sys.exc_info())
             begun, self._begun = self._begun, []
-            # Rows before the schema that describes them.
+            # Rows are removed before the schema that describes them.
             self._tables.remove(reversed(begun), self._place.remove)
 
     def _write(self) -> None:
-        """Writes what waits as one group of rows."""
+        """Writes the buffered rows as one row group."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -265,13 +265,13 @@ class TableWriter:
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:
-        """The store takes all of a file: nothing is written behind what it has refused."""
+        """Turns errors of the store in the block into ResultError, after which every further write raises, too."""
         if self._failure:
             raise self._failure
         try:
             yield
         except Exception as error:
-            # Drivers of object stores have exceptions of their own.
+            # Clients of object stores raise their own exceptions.
             self.discard()
             raise self._refusal(error) from error
 
@@ -281,7 +281,7 @@ class TableWriter:
 
 
 def _stored(schema: Any) -> Any:
-    """Returns the columns of a data file: those of nulls alone have a type in the schema file only."""
+    """Returns the schema of a data file, which leaves out columns that have only nulls and so no type."""
     import pyarrow as pa
 
     without_type = schemas.nulls(schema)
@@ -318,7 +318,7 @@ def _table(batch: Any) -> Any:
 
 
 def _array(column: Any) -> Any:
-    """A column of a batch as an Arrow array."""
+    """Returns a column of a batch as an Arrow array."""
     import pyarrow as pa
     import torch
 

@@ -1,6 +1,6 @@
-"""What part of the data is a rank's: samplers that give its share, in an order that all ranks agree on.
+"""Samplers and iterables that yield a rank's share of the data, in an order that all ranks agree on.
 
-Imports torch, so `rankzero.train` imports it late.
+The module imports torch, so `rankzero.train` imports it late.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rankzero.train.process_group import broadcast_object
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the data is a rank's."""
+    """Computes which items of the data are a rank's: every ``world_size``-th one, starting at ``rank``."""
 
     rank: int
     world_size: int
     pad: bool
 
     def count(self, total: int, *, drop: bool = False) -> int:
-        """Its items of ``total``; with ``drop`` only as many as every rank has."""
+        """Returns the number of this rank's items of ``total``; with ``drop`` at most as many as every rank has."""
         if self.pad:
             return total // self.world_size if drop else -(-total // self.world_size)
         return len(range(self.rank, total, self.world_size))
 
     def of(self, items: list[Any], *, drop: bool = False) -> list[Any]:
-        """Its items."""
+        """Returns this rank's items; with ``pad`` repeats the first items, or drops the last ones with ``drop``."""
         rest = len(items) % self.world_size
         if rest and self.pad:
             missing = self.world_size - rest
@@ -42,10 +42,10 @@ class Share:
 
 
 def samplers_of(loader: DataLoader[Any], seed: int, share: Share) -> dict[str, Any]:
-    """The sampler and batch sampler of this rank, for a data set with indices."""
+    """Returns the sampler and batch sampler of this rank, for a data set with indices."""
     batches, sampler = loader.batch_sampler, loader.sampler
     if batches is not None and loader.batch_size is None:
-        # Not made by the loader itself, of a sampler and a batch size.
+        # The user has passed a batch sampler, or one is the sampler of a loader without batch size.
         if not isinstance(getattr(batches, "sampler", None), DistributedSampler):
             batches = _drawn(batches, seed, share, drop=False)
         return {"batch_sampler": Skipping(batches)}
@@ -68,7 +68,7 @@ def _share_of(loader: DataLoader[Any], seed: int, share: Share) -> Any:
 
 
 def _is_random(sampler: Any) -> bool:
-    """A RandomSampler of torch, or the one that torchdata's loader has of its own; not what somebody made of it."""
+    """Returns True for torch's RandomSampler or torchdata's, and False for a subclass."""
     kind = type(sampler)
     return kind is RandomSampler or (kind.__name__ == "RandomSampler" and kind.__module__.startswith("torchdata."))
 
@@ -89,7 +89,7 @@ def _drawn(sampler: Any, seed: int, share: Share, *, drop: bool) -> Any:
 
 
 class _DrawnByRankZero(Sampler[Any]):
-    """This rank's part of what rank 0's sampler gives, of indices or of batches."""
+    """Yields this rank's part of the indices, or batches, that rank 0's sampler yields."""
 
     def __init__(self, sampler: Any, seed: int, share: Share, *, drop: bool) -> None:
         self._sampler = sampler
@@ -115,7 +115,7 @@ class _DrawnByRankZero(Sampler[Any]):
         return iter(self._share.of(drawn, drop=self._drop))
 
     def _draw(self) -> list[Any]:
-        """The order of this epoch, the same again when training resumes in the middle of it."""
+        """Returns the order of this epoch, which is the same when training resumes inside the epoch."""
         seed, state = self._seed + self._epoch, random.getstate()
         if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
             generator.manual_seed(seed)
@@ -129,7 +129,7 @@ class _DrawnByRankZero(Sampler[Any]):
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Every n-th item of a data set, in each loader process. Else it is that data set, for a `worker_init_fn`, too."""
+    """Yields every n-th item of a data set, in each loader process. All attributes are those of the data set."""
 
     def __init__(self, data: IterableDataset[Any], share: Share) -> None:
         self._data = data
@@ -162,7 +162,7 @@ class ShardedIterable(IterableDataset[Any]):
 
 
 class Skipping(Sampler[Any]):
-    """A batch sampler that begins in the middle, once."""
+    """A batch sampler whose next iteration skips the first ``skip`` batches."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -177,6 +177,6 @@ class Skipping(Sampler[Any]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        # Of two iterators that a loader with processes makes, it reads one: a generator skips where it is read.
+        # A loader with processes makes two iterators and reads one: a generator skips only when it is read.
         skip, self.skip = self.skip, 0
         yield from islice(iter(self._batches), skip, None)

@@ -1,4 +1,4 @@
-"""A copy of a state in memory, which training may go on to change meanwhile: all that a report waits for."""
+"""Copies a checkpoint's state in memory, so that training can change the state while the copy is written."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def take(state: dict[Any, Any]) -> tuple[Any, bool]:
-    """The state as it is now, with all tensors on the CPU; what shares storage still does.
+    """Returns a copy of a state with all tensors on the CPU; tensors that share storage still share it in the copy.
 
     Args:
-        state: Tensors, and anything that can be pickled.
+        state: Tensors and picklable values.
 
     Returns:
-        The copy, with `shards.Pieces` in place of sharded tensors; and whether there is one.
+        The copy, with `shards.Pieces` in place of sharded tensors; and whether it contains any.
 
     Raises:
-        ResultError: something in it cannot be pickled, or not be read again.
+        ResultError: a value in the state cannot be pickled or unpickled.
     """
     import cloudpickle
     import torch
@@ -38,7 +38,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
             if not (isinstance(obj, torch.Tensor) or hasattr(obj, "local_shards")):
                 return None
             if torch.nn.parameter.is_lazy(obj):
-                # It has no numbers yet, and pickles without.
+                # A lazy parameter has no data yet and can be pickled without.
                 return None
             if id(obj) not in numbers:
                 numbers[id(obj)] = len(tensors)
@@ -46,7 +46,7 @@ def take(state: dict[Any, Any]) -> tuple[Any, bool]:
             return numbers[id(obj)]
 
         def reducer_override(self, obj: Any) -> Any:
-            # Storages on their own, and tensors without numbers.
+            # Handles storages outside of tensors, and tensors without data.
             reduced = memory.reduce(obj)
             return super().reducer_override(obj) if reduced is None else reduced
 
@@ -80,7 +80,7 @@ def _copy_all(tensors: list[Any]) -> list[Any]:
     uses = Counter(_storage(tensor) for tensor in plain)
     longest: dict[Any, torch.UntypedStorage] = {}
     for tensor in plain:
-        # Arrays that begin at one address have storages of their own, of other lengths.
+        # Tensors made from arrays at one address have separate storages of different lengths.
         storage = tensor.untyped_storage()
         longest[_storage(tensor)] = max(longest.get(_storage(tensor), storage), storage, key=lambda each: each.nbytes())
     copied_storages: dict[Any, torch.UntypedStorage] = {}
@@ -117,12 +117,12 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _is_larger_than_its_storage(tensor: torch.Tensor) -> bool:
-    """Expanded: a copy of its numbers would be larger than what it takes."""
+    """Returns True for an expanded tensor, whose copy would take more memory than its storage."""
     return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _without_copy() -> set[torch.dtype]:
-    """Types of less than a byte, which torch cannot copy."""
+    """Returns the types of less than a byte, which torch cannot copy."""
     import torch
 
     names = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
@@ -149,15 +149,15 @@ def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A copy of a tensor, in a copy of its storage."""
+    """Returns a tensor like the given one, in a copy of its storage."""
     import torch
 
     end = (tensor.storage_offset() + reach(tensor.size(), tensor.stride())) * tensor.element_size()
     if tensor.numel() and end > storage.nbytes():
-        # torch would let the storage grow, and read what happens to be there.
+        # torch would resize the storage and read uninitialized memory.
         raise ResultError(
             f"a tensor of a checkpoint with the shape {tuple(tensor.shape)} ends at byte {end} of a storage of "
-            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give one that has its numbers"
+            f"{storage.nbytes()} bytes: its memory was freed or made smaller. Give a tensor that has its data"
         )
     viewed = torch.empty(0, dtype=tensor.dtype)
     viewed.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

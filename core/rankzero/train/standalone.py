@@ -1,4 +1,4 @@
-"""Checkpoints of a script that is started by hand, in a world of one: in a directory, as a run keeps its own."""
+"""Stores the checkpoints of a script that is started by hand, in the layout of a run directory. For one rank only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rankzero.train.writer import CheckpointWriter
 
 
 def open_writer(directory: str, name: str) -> CheckpointWriter:
-    """A writer that commits what it has written itself, and knows the last checkpoint of the process before.
+    """Returns a writer that commits its own checkpoints, and starts from the last one in the directory.
 
     Args:
-        directory: Where they are kept.
-        name: What the user calls that.
+        directory: Local directory of the checkpoints.
+        name: Name of the setting that gave the directory, for errors.
 
     Raises:
         ResultError: the directory is a URL, or cannot be read.
@@ -44,14 +44,14 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
     writer = CheckpointWriter(parts, attempt, 0, 1, send)
     if last:
         writer.committed(last.for_ranks([0]))
-    # A thread writes it, which ends with the process.
+    # A daemon thread writes the checkpoints, so the process must wait for it before it exits.
     atexit.register(writer.finish)
     return writer
 
 
 def _commit(run: RunDirectory, attempt: int, part: dict[str, Any], resumed: Manifest | None) -> Manifest:
-    """Commits what was written, and removes what is not kept."""
-    # Rows that a process writes outside of a run go with it.
+    """Commits a written checkpoint, and removes the checkpoints that are not kept."""
+    # Rows that a process writes outside of a run are deleted when it exits.
     manifest = Manifest.of_parts(attempt, 1, {0: {**part, "tables": {}}}, {})
     file = run.path(FOLDER, manifest.id, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)

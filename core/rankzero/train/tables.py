@@ -1,4 +1,4 @@
-"""`RankTables`: the tables to which a rank writes rows, and which of those rows belong to a checkpoint."""
+"""`RankTables`: the tables to which a rank writes rows, and the files that belong to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rankzero.errors import ResultError
 
 @dataclass
 class RankTables:
-    """The state that the calls of `rankzero.train.write_rows` of one rank share.
+    """The state that all calls of `rankzero.train.write_rows` on one rank share.
 
     Attributes:
         files: By table, the number of data files that this rank has begun.
-        lost: Tables that lack rows of before the cursor that this rank has loaded.
+        lost: Tables that lack rows from before the cursor that this rank has loaded.
         writing: The writers of the calls that are running.
         lock: Held while rows are taken, and while a checkpoint completes the files that are being written.
-        schemas: Schema files, by path or URL, of rows that are in their tables.
-        unremoved: Files of calls that raised which the store did not remove, each with the function that removes it.
+        schemas: Paths or URLs of the schema files of rows that stay in their tables.
+        unremoved: Files of calls that raised, which the store did not remove, each with the function that removes it.
         serials: Numbers for the names of this rank's schema files.
     """
 
@@ -38,7 +38,7 @@ class RankTables:
         """Completes the files of rows that are being written, and returns how many files each table has.
 
         Raises:
-            ResultError: the store does not take them, or does not remove rows of a call that raised.
+            ResultError: the store refuses them, or refuses to remove rows of a call that raised.
         """
         with self.lock:
             self.remove_refused()
@@ -47,7 +47,7 @@ class RankTables:
             return dict(self.files)
 
     def remove(self, paths: Iterable[str], remove: Callable[[str], object]) -> None:
-        """Removes files of a call that raised. `remove_refused` repeats what the store refuses.
+        """Removes files of a call that raised. `remove_refused` retries the ones that the store refuses to remove.
 
         Args:
             paths: Paths or URLs, in the order in which they are removed. A file need not exist.
@@ -58,11 +58,11 @@ class RankTables:
                 try:
                     _remove(path, remove)
                 except Exception:
-                    # Drivers of object stores have exceptions of their own.
+                    # Clients of object stores raise their own exceptions.
                     self.unremoved[path] = remove
 
     def remove_refused(self) -> None:
-        """Removes the files of calls that raised which the store did not remove before.
+        """Retries to remove the files of calls that raised, which the store has refused to remove.
 
         Raises:
             ResultError: the store refuses it again; the table would have rows of a call that raised.
@@ -73,21 +73,21 @@ class RankTables:
                     _remove(path, remove)
                 except Exception as error:
                     raise ResultError(
-                        f"rows of a call that raised cannot be removed: {path}: {error}. Their table would have them "
-                        "beside those of a later call"
+                        f"rows of a call that raised cannot be removed: {path}: {error}. The table would contain them "
+                        "together with those of a later call"
                     ) from error
                 del self.unremoved[path]
 
     def cursor(self) -> dict[str, list[str]]:
-        """Returns the part of a cursor's state that names the tables with rows of before it."""
+        """Returns the part of a cursor's state that names the tables with rows from before the cursor."""
         return {"tables": sorted(self.files)} if self.files else {}
 
     def load_cursor(self, state: Mapping[str, Any], carried: set[str]) -> None:
-        """Notes which tables of a cursor were lost with their attempt.
+        """Records which tables of a cursor were lost with their attempt.
 
         Args:
             state: The state of the cursor.
-            carried: Tables that have the rows of all ranks of before the checkpoint.
+            carried: Tables that have the rows of all ranks from before the checkpoint.
         """
         self.lost.update(set(state.get("tables", ())) - set(self.files) - carried)
 

@@ -1,4 +1,4 @@
-"""`CheckpointWriter`: a rank's checkpoints on their way out, written by a thread beside the training."""
+"""`CheckpointWriter`: writes a rank's checkpoints in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rankzero.train.parts import NotTakenError, Parts, copy_file
 from rankzero.values import formats, shards
 
 MAX_STAGED = 2
-"""Checkpoints that wait on this host for their way to the driver before the next one has to wait."""
+"""Checkpoints that may wait on this host to be sent to the driver; the next one waits until there are fewer."""
 
 KEPT_STAGED = 2
-"""Committed checkpoints of this rank that stay on this host where the store is out of its sight."""
+"""Committed checkpoints of this rank that stay on a host that does not see the store."""
 
 MAX_INDEX = 16 << 20
-"""Characters of a part's index up to which it goes to the driver, to lie with the others."""
+"""Most characters of a part's index that is sent to the driver, which stores the indexes of all parts in one file."""
 
 SETTLE_TIMEOUT = 600.0
-"""Seconds that a rank waits for the commit of a checkpoint, as long as a driver waits for the store at a run's end."""
+"""Seconds that a rank waits for the commit of a checkpoint: as long as a driver waits for the store when a run ends."""
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A checkpoint of which training holds nothing any more.
+    """A copied checkpoint, which shares no memory with the training.
 
     Attributes:
-        index: Its number in this attempt.
-        name: Its id.
+        index: Number of the checkpoint in this attempt.
+        name: Id of the checkpoint.
         state: A copy of the state; None for a directory.
         path: The archive of a directory; None for a state.
-        facts: What the driver is to know of it, but for the file.
+        facts: Facts for the message to the driver, except those about the file.
     """
 
     index: int
@@ -55,19 +55,19 @@ class _Taken:
 class CheckpointWriter:
     """Writes this rank's parts and knows which checkpoint was committed last.
 
-    A copy of the state in memory is all that training waits for; a thread writes it. There is one copy at a time: the
-    next report waits until the one before is written.
+    Training waits only until the state is copied in memory; a thread writes the copy. There is one copy at a time: the
+    next report waits until the previous copy is written.
     """
 
     def __init__(self, parts: Parts, attempt: int, rank: int, world_size: int, send: Callable[[Message], None]) -> None:
         """Prepares the writer of one attempt.
 
         Args:
-            parts: Where parts are written and read.
+            parts: Writes and reads parts.
             attempt: Number of the attempt.
             rank: Global rank.
             world_size: Number of ranks.
-            send: Passes a message to the agent.
+            send: Sends a message to the agent.
         """
         self._parts = parts
         self._attempt = attempt
@@ -91,30 +91,30 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Training waits for a checkpoint to be written or read: slow, but no hang."""
+        """Returns True while training waits for a checkpoint to be written or read, which is no hang."""
         return self._busy or self._parts.is_being_read
 
     @property
     def last(self) -> Checkpoint | None:
-        """The last committed checkpoint that this rank has heard of."""
+        """Returns the last committed checkpoint that the driver has sent to this rank."""
         return self._last
 
     def write(
         self, value: object, metrics: dict[str, Any], when: float, tables: Mapping[str, int], *, sharded: bool
     ) -> None:
-        """Takes a copy of a checkpoint, which is written and committed while training goes on.
+        """Copies a checkpoint, which is written and committed while training continues.
 
         Args:
             value: The checkpoint.
-            metrics: Of its report.
-            when: Unix time of that.
-            tables: Files of each table that this rank has begun: their rows belong to the checkpoint.
-            sharded: Every rank gives a part.
+            metrics: Metrics of its report.
+            when: Unix time of its report.
+            tables: Number of files of each table that this rank has begun; their rows belong to the checkpoint.
+            sharded: Whether every rank gives a part.
 
         Raises:
-            TypeError: neither a directory nor a dict.
-            ValueError: sharded and whole checkpoints in one run; a whole one, to which this rank's rows cannot belong.
-            ResultError: it cannot be pickled, or the disk has refused this one or the one before.
+            TypeError: the checkpoint is neither a directory nor a dict.
+            ValueError: sharded and whole checkpoints in one run, or a whole one that cannot contain this rank's rows.
+            ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
         directory = _as_directory(value)
         sharded = sharded or (directory is None and shards.has_sharded(value))
@@ -125,15 +125,15 @@ class CheckpointWriter:
         if not sharded and self._rank != 0:
             if any(tables.values()):
                 raise ValueError(
-                    f"rank {self._rank} has written rows, and of this checkpoint rank 0's part alone is kept, to which "
-                    "they cannot belong: give it with sharded=True, or write all rows behind the last checkpoint"
+                    f"rank {self._rank} has written rows, which cannot belong to this checkpoint, since only rank 0's "
+                    "part of it is kept: report it with sharded=True, or write all rows after the last checkpoint"
                 )
             if self._next == 0:
                 print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
                 self._next = 1
             return
         index, self._next = self._next, self._next + 1
-        # Whatever ends the attempt from here on, the agent lets this process finish, within its grace.
+        # From here on the agent gives this process its grace to finish, however the attempt ends.
         self._send({"type": "checkpoint-begun", "index": index})
         self._busy = True
         try:
@@ -152,7 +152,7 @@ class CheckpointWriter:
         self._start(taken)
 
     def finish(self) -> None:
-        """Waits until what was taken is written. Raises ResultError if the disk has refused it."""
+        """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
         self._busy = True
         try:
             self._await_written()
@@ -160,9 +160,9 @@ class CheckpointWriter:
             self._busy = False
 
     def await_settled(self) -> None:
-        """Waits until the last checkpoint that this rank has given is committed, or will never be.
+        """Waits until the last checkpoint that this rank has reported is committed or has failed.
 
-        That takes as long as the driver tries to store it, `SETTLE_TIMEOUT` seconds at most.
+        The wait lasts as long as the driver tries to store the checkpoint, at most `SETTLE_TIMEOUT` seconds.
         """
         self._busy = True
         try:
@@ -186,7 +186,7 @@ class CheckpointWriter:
             state, has_shards = snapshot.take(value)
             file_format = formats.SHARDS if has_shards else formats.choose(state)
             return _Taken(index, name, state, None, {**facts, "format": file_format})
-        # Its owner may delete it when this returns.
+        # The training function may delete the directory when `report` returns.
         is_distributed = facts["sharded"] and formats.is_distributed(directory)
         file_format = formats.DISTRIBUTED if is_distributed else formats.DIRECTORY
         path = self._parts.local_path(name, self._file(file_format))
@@ -229,7 +229,7 @@ class CheckpointWriter:
             self._fail(taken.index)
             self._note_failure(taken, error)
         finally:
-            # Before it is said that there is room: two copies would be there at once.
+            # Freed before the next report may copy, since there would be two copies in memory.
             del taken
             with self._changed:
                 self._writing -= 1
@@ -250,13 +250,13 @@ class CheckpointWriter:
     def _note_failure(self, taken: _Taken, error: Exception) -> None:
         text = f"checkpoint {taken.name} of rank {self._rank} cannot be written: {error}"
         if isinstance(error, NotTakenError):
-            print(f"rankzero: {text}; the one before it is whole")
+            print(f"rankzero: {text}; the previous checkpoint is complete")
             return
         with self._changed:
             self._failure = error if isinstance(error, ResultError) else ResultError(text)
 
     def _await_room(self) -> None:
-        """Until the copy before is written; a disk that fills faster than the driver empties it must not run full."""
+        """Waits until the previous copy is written, and until the scratch disk holds fewer than `MAX_STAGED` copies."""
         self._await_written()
         if not self._parts.shared:
             with self._changed:
@@ -272,19 +272,19 @@ class CheckpointWriter:
     # -- the driver ------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
-        """What the driver reports about a checkpoint."""
+        """Handles a message of the driver about a checkpoint."""
         if message["type"] == "checkpoint":
             self.committed(message["manifest"])
         elif message["type"] == "checkpoint-lost":
             self._forget(message["index"])
 
     def committed(self, manifest: Mapping[str, Any]) -> None:
-        """Notes the newest committed checkpoint, or the one that the attempt starts from.
+        """Records the newest committed checkpoint, or the one that the attempt starts from.
 
-        A rank that has given none in this attempt keeps the one it started from: all ranks resume from the same.
+        A rank that has reported none in this attempt keeps the one that it started from.
 
         Args:
-            manifest: What `rankzero.run.checkpoints.Manifest.for_ranks` gave for this task.
+            manifest: The facts from `rankzero.run.checkpoints.Manifest.for_ranks` for this task.
         """
         own = manifest["attempt"] == self._attempt
         if own:
@@ -305,13 +305,13 @@ class CheckpointWriter:
         )
 
     def _forget(self, index: int) -> None:
-        """This checkpoint is committed or failed: earlier staged ones are of no use to anybody."""
+        """Forgets the staged copies up to a checkpoint that is committed or has failed."""
         with self._changed:
             self._settled = max(self._settled, index)
             for number in [number for number in self._staged if number <= index]:
                 self._staged.discard(number)
                 if not self._parts.shared:
-                    # The newest stay for `get_checkpoint`; the one before may be open just now.
+                    # The newest ones stay for `get_checkpoint`; the previous one may be open at the moment.
                     self._kept.append(self._parts.folder(self._name(number)))
                     while len(self._kept) > KEPT_STAGED:
                         shutil.rmtree(self._kept.popleft(), ignore_errors=True)
@@ -319,7 +319,7 @@ class CheckpointWriter:
 
 
 def _as_directory(value: object) -> str | None:
-    """The path of a directory; None for a dict."""
+    """Returns the path of a checkpoint that is a directory; None for a dict."""
     if isinstance(value, (str, os.PathLike)):
         path = os.fspath(value)
         if not isinstance(path, str) or not os.path.isdir(path):

@@ -113,8 +113,8 @@ def check_frame(frame: Any, where: str) -> None:
             fields.append(pa.field(field.name, to_arrow(stored(kind))))
         except Exception:
             raise InvalidJobError(
-                f"column {field.name!r} of {where} is {kind.simpleString()}: there is no tensor of this type; leave it "
-                "out, or make numbers of it"
+                f"column {field.name!r} of {where} is {kind.simpleString()}: this type cannot become a tensor; leave "
+                "the column out, or convert it to numbers"
             ) from None
     names = [field.name for field in fields]
     for column in names:
