@@ -161,7 +161,7 @@ def test_cancel_ends_a_run_and_is_harmless_afterwards(launcher: Launcher) -> Non
     handle = launcher.submit(train)
     until(lambda: handle.status().state == "running", 240, "the start")
     asked = rankzero("cancel", handle.directory)
-    assert (asked.exit_code, asked.stdout) == (0, f"run {handle.id} is asked to end\n")
+    assert (asked.exit_code, asked.stdout) == (0, f"run {handle.id} was asked to stop\n")
     assert handle.wait(30)
     assert rankzero("status", handle.directory).stdout.splitlines()[2].split() == ["state", "cancelled"]
     again = rankzero("cancel", handle.directory)

@@ -20,7 +20,7 @@ from rankzero.errors import RankZeroError
 
 
 class Commands(click.Group):
-    """Commands whose expected errors are one line on standard error and exit code 1."""
+    """A group of commands, whose expected errors print one line to standard error and exit with code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command, and turns an expected error into a `click.ClickException`."""

@@ -1,4 +1,4 @@
-"""``rankzero doctor``: what would stop a training on a cluster, and how to mend it."""
+"""``rankzero doctor``: finds the problems that would stop a training on a cluster, and shows how to fix them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from rankzero.doctor.findings import Finding
 
 CONNECTIONS = "rankzero.connections"
-"""Entry points of orchestrator packages: each gives for a connection's id the arguments of `examine`."""
+"""Group of entry points of orchestrator packages: each maps a connection's id to arguments of `examine`."""
 
 _MARKS = {"ok": ("+", "green"), "warning": ("!", "yellow"), "problem": ("x", "red")}
 
 
 @click.command()
-@click.option("--engine", "--master", "engine", default="local", show_default=True, help="As for `rankzero run`.")
 @click.option(
-    "--conn-id", metavar="ID", help="A connection of Airflow instead, of type rankzero, spark, spark_connect."
+    "--engine", "--master", "engine", default="local", show_default=True, help="Engine, as in `rankzero run`."
 )
+@click.option("--conn-id", metavar="ID", help="An Airflow connection as the engine: rankzero, spark or spark_connect.")
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
 @click.option("-n", "--num-processes", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks.")
 @click.option("--processes-per-task", type=click.IntRange(min=1), help="Ranks of one Spark task.  [default: 1]")
@@ -46,13 +46,13 @@ def doctor(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Look for what would stop a training, as a training would meet it.
+    """Find the problems that would stop a training.
 
-    First from here: Java, pyspark, the master, the store. Then with ranks that look around where they run: Python,
-    torch, GPUs, the network both ways, interfaces, the speed of an all-reduce, clocks, and the store. Every problem
-    comes with what to do about it.
+    First checks this machine: Java, pyspark, the master, the store. Then starts ranks, which check where they run:
+    Python, torch, GPUs, the network in both directions, interfaces, the speed of an all-reduce, clocks, and the store.
+    Every problem is shown with its fix.
 
-    Exit codes: 0 nothing would stop a training; 1 something would.
+    Exit codes: 0 no problem found; 1 a problem would stop a training.
     """
     from rankzero.doctor.examine import examine
 
@@ -81,12 +81,12 @@ def _show(found: Examination) -> None:
     else:
         for finding in found.findings:
             click.echo(f"{_MARKS[finding.level][0]} {finding.about}: {finding.what}")
-            if finding.mend:
-                click.echo(f"    {finding.mend}")
+            if advice := finding.mend:
+                click.echo(f"    {advice}")
     if found.healthy:
         click.echo("trainings can run here")
     elif found.directory:
-        click.echo(f"what the ranks wrote: rankzero logs {found.directory}")
+        click.echo(f"the output of the ranks: rankzero logs {found.directory}")
 
 
 def _show_table(findings: list[Finding]) -> None:
@@ -99,7 +99,7 @@ def _show_table(findings: list[Finding]) -> None:
     for finding in findings:
         mark, color = _MARKS[finding.level]
         what = Text(finding.what)
-        if finding.mend:
-            what.append(f"\n{finding.mend}", style="italic")
+        if advice := finding.mend:
+            what.append(f"\n{advice}", style="italic")
         table.add_row(Text(mark, style=color), finding.about, what)
     Console().print(table)

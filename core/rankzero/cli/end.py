@@ -1,4 +1,4 @@
-"""``rankzero cancel`` and ``rankzero gc``: end runs, remove old ones."""
+"""``rankzero cancel`` and ``rankzero gc``: cancel runs, remove old ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rankzero.run.handle import RunHandle
 
 @click.command()
 @click.argument("directory", shell_complete=words.directories)
-@click.option("--json", "as_json", is_flag=True, help="What was done, as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def cancel(directory: str, as_json: bool) -> None:
-    """Ask a run to end. Returns at once; `status` tells when it has."""
+    """Cancel a run. Returns without waiting for its end; `rankzero status` shows when it has ended."""
     handle = RunHandle.attach(directory)
     found = handle.status()
     if not found.final:
@@ -26,20 +26,20 @@ def cancel(directory: str, as_json: bool) -> None:
     elif found.final:
         click.echo(f"run {handle.id} has ended already: {found.state}")
     else:
-        click.echo(f"run {handle.id} is asked to end")
+        click.echo(f"run {handle.id} was asked to stop")
 
 
 @click.command()
 @click.argument("store", shell_complete=words.directories)
-@click.option("--older-than", required=True, callback=words.seconds, metavar="TIME", help="Age of what goes: 30d, 12h.")
+@click.option("--older-than", required=True, callback=words.seconds, metavar="TIME", help="Minimum age: 30d, 12h.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, show what would be removed.")
-@click.option("--json", "as_json", is_flag=True, help="What was removed, as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the removed directories as one JSON object.")
 @click.pass_context
 def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json: bool) -> None:
     """Remove the directories of runs that ended long ago, with their logs, checkpoints and results.
 
-    A run that lives is never removed, nor anything in STORE that is no run directory. A directory that cannot be
-    read or removed is named on standard error, and makes the exit code 1; the others are removed all the same.
+    A run that is still running is never removed, and neither is anything in STORE that is not a run directory. A
+    directory that cannot be read or removed is named on standard error, and the exit code is 1; all others are removed.
     """
     from rankzero.run.retention import collect
 
@@ -49,7 +49,7 @@ def gc(ctx: click.Context, store: str, older_than: float, dry_run: bool, as_json
     else:
         for removed in [*collection.removed, *collection.checkpoints]:
             since = words.moment(removed.since)
-            # A line of a terminal has no room for what was just typed.
+            # A relative name fits into a line of a terminal.
             name = os.path.relpath(removed.directory, store) if sys.stdout.isatty() else removed.directory
             click.echo(f"{since}  {removed.state:<9}  {words.size(removed.size):>9}  {name}")
         done = "would remove" if dry_run else "removed"

@@ -1,4 +1,4 @@
-"""The foot of a terminal while a run trains: how far its ranks are, how fast, how long it still takes."""
+"""The progress lines at the bottom of a terminal while a run trains: its ranks' progress, rate and time left."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
 
 INTERVAL = 0.5
-"""Seconds between two looks at the run."""
+"""Seconds between two queries of the run's status."""
 
 _SHOWN_METRICS = 5
 
 
 @contextlib.contextmanager
 def shown(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
-    """Shows the run at the foot of a terminal, and nothing in a pipe.
+    """Shows the progress of a run at the bottom of a terminal, and nothing in a pipe.
 
     Args:
         handle: The run.
 
     Yields:
-        What prints a line of a rank above it.
+        A function that prints a line of a rank above the progress.
     """
     if not sys.stderr.isatty():
         yield print_line
@@ -44,7 +44,7 @@ def shown(handle: RunHandle[Any]) -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True, highlight=False)
     foot = _Foot(handle)
-    # What goes to a file or a pipe stays what it is.
+    # Lines to a file or a pipe are printed unchanged.
     to_terminal = sys.stdout.isatty()
     with Live(
         get_renderable=foot.render,
@@ -67,11 +67,11 @@ class _Foot:
         self._lines = ["pending"]
         self._began = time.monotonic()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="rankzero-progress", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="rankzero-progress", daemon=True)
         self._thread.start()
 
     def render(self) -> Text:
-        """The lines of now, each cut at the width of the terminal."""
+        """Returns the current progress lines, each cut at the width of the terminal."""
         from rich.text import Text
 
         lines = [f"{self._lines[0]}  {duration(round(time.monotonic() - self._began))}", *self._lines[1:]]
@@ -81,9 +81,9 @@ class _Foot:
         self._ended.set()
         self._thread.join(2 * INTERVAL)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._ended.wait(max(INTERVAL, self._handle.pace)):
-            # A foot is not worth a training.
+            # An error while progress is read must not stop the training.
             with contextlib.suppress(Exception):
                 status = self._handle.status()
                 self._progress.read(status)
@@ -91,11 +91,11 @@ class _Foot:
 
 
 def describe(status: RunStatus, progress: Progress) -> list[str]:
-    """Two lines at most: the run, with the last metrics of rank 0, and its ranks.
+    """Returns at most two lines: the run with the last metrics of rank 0, and its ranks.
 
     Args:
-        status: The run's.
-        progress: Of its ranks.
+        status: Status of the run.
+        progress: Progress of its ranks.
     """
     facts = [status.state]
     if status.attempt:

@@ -1,4 +1,4 @@
-"""``rankzero runs``, ``status`` and ``logs``: look at runs in a terminal, in a pipe, or as JSON."""
+"""``rankzero runs``, ``status`` and ``logs``: show runs in a terminal, in a pipe, or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankzero.run.lines import split_rank
 from rankzero.run.listing import Listed, list_runs
 
 WATCH_INTERVAL = 2.0
-"""Seconds between two looks at a store."""
+"""Seconds between two listings of a store with ``--watch``."""
 
 
 @click.command()
@@ -58,10 +58,10 @@ def status(directory: str, as_json: bool) -> None:
 @click.command()
 @click.argument("directory", shell_complete=words.directories)
 @click.option("--rank", type=click.IntRange(min=0), help="Only this rank's lines, as it wrote them.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run ends.")
+@click.option("--follow", "-f", is_flag=True, help="Continue until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line.")
 def logs(directory: str, rank: int | None, follow: bool, as_json: bool) -> None:
-    """Show what the ranks wrote, in every attempt."""
+    """Show the output of the ranks, of every attempt."""
     handle = RunHandle.attach(directory)
     world_size = RunDirectory(directory).job().num_processes
     if rank is not None and rank >= world_size:
@@ -88,7 +88,7 @@ def _as_object(line: str, rank: int | None) -> str:
 @click.option("--name", help="Only runs whose id or function holds this text.")
 @click.option("--label", multiple=True, callback=words.pairs, help="Only runs with this label, NAME=VALUE.")
 @click.option("--since", callback=words.seconds, metavar="TIME", help="Only runs submitted in the last 12h, 30d.")
-@click.option("--watch", "-w", is_flag=True, help="Look again every 2 s until interrupted.")
+@click.option("--watch", "-w", is_flag=True, help="Refresh every 2 s until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each run.")
 def runs(
     store: str,

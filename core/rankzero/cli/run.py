@@ -1,4 +1,4 @@
-"""``rankzero run``: a script on several ranks, here or on a cluster. A ``torchrun`` line moves by its first word."""
+"""``rankzero run``: runs a script on several ranks, locally or on a cluster, with ``torchrun``'s options, too."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
 
 EXIT_CODES = {InvalidJobError: 2, EngineError: 3, RunTimeoutError: 4, HangError: 4, RunCancelledError: 130}
-"""By error; the training's own failure is 1."""
+"""Exit codes by type of error; a failed training exits with 1."""
 
 INTERRUPTED = 130
 
-# What torchrun has for its own rendezvous, logs and monitors, which are rankzero's here.
+# torchrun's options for rendezvous, logs and monitors, which rankzero has its own way for.
 _IGNORED = (
     "--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --monitor-interval --start-method --event-log-handler --role "
     "--log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters "
@@ -40,7 +40,7 @@ _SHORT = {"--redirects": "-r", "--tee": "-t"}
 
 
 def _ignored(command: Any) -> Any:
-    """Adds the options of torchrun that have no meaning here."""
+    """Adds torchrun's options without a meaning in rankzero, as hidden options that are ignored."""
     for names, is_flag in ((_IGNORED, False), (_IGNORED_FLAGS, True)):
         for name in names.split():
             spellings = [name, _SHORT[name]] if name in _SHORT else [name]
@@ -57,7 +57,7 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 @click.command(
     context_settings={
         "allow_interspersed_args": False,
-        # torchrun writes --nproc_per_node, too.
+        # torchrun accepts underscores in options, such as --nproc_per_node.
         "token_normalize_func": lambda name: name.replace("_", "-"),
     }
 )
@@ -80,17 +80,19 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 @click.option("--processes-per-task", type=int, default=1, show_default=True, help="Ranks of one Spark task.")
 @click.option("--backend", default="auto", show_default=True, help="auto, nccl, gloo or none.")
 @click.option("--max-restarts", type=int, default=0, show_default=True, help="Attempts after a lost or killed rank.")
-@click.option("--timeout", callback=words.seconds, metavar="TIME", help="Of the training: 90m, 12h.")
+@click.option("--timeout", callback=words.seconds, metavar="TIME", help="Limit of the training: 90m, 12h.")
 @click.option("--start-timeout", callback=words.seconds, metavar="TIME", default="10m", show_default=True)
-@click.option("--hang-timeout", callback=words.seconds, metavar="TIME", help="End a training that stands still.")
+@click.option("--hang-timeout", callback=words.seconds, metavar="TIME", help="End a training without progress.")
 @click.option("--store", metavar="STORE", help="Root of the run directories. [default: $RANKZERO_STORE]")
-@click.option("--run-id", metavar="ID", help="Name of the run; under it a failed run goes on.")
-@click.option("--label", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Of the run, to find it by.")
+@click.option("--run-id", metavar="ID", help="Name of the run, by which a failed run resumes.")
+@click.option(
+    "--label", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Label of the run, for filters."
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
 @click.option("--detach", "-d", is_flag=True, help="Start it, print its directory and return.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="At the end the run's state as one JSON object, on the last line."
+    "--json", "as_json", is_flag=True, help="Print the run's final state as one JSON object, on the last line."
 )
 @click.option("--node-rank", type=int, default=0, hidden=True)
 @_ignored
@@ -98,13 +100,13 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **options: Any) -> None:
-    """Train SCRIPT on several ranks. What follows SCRIPT is its own command line.
+    """Train SCRIPT on several ranks. All arguments after SCRIPT are passed to it.
 
     SCRIPT is a file, "module:function", or with -m a module. The ranks' lines go to standard output, each with its
-    rank; their progress stands at the foot of the terminal.
+    rank; their progress is shown at the bottom of the terminal.
 
     Exit codes: 0 success; 1 the training failed; 2 refused before anything started; 3 no slots, no cluster;
-    4 it took too long or hung; 130 cancelled.
+    4 the training took too long or hung; 130 cancelled.
     """
     with _cancelled_by_signals():
         code = _run(script, arguments, **options)
@@ -113,15 +115,15 @@ def run(ctx: click.Context, /, script: str, arguments: tuple[str, ...], **option
 
 @contextlib.contextmanager
 def _cancelled_by_signals() -> Iterator[None]:
-    """A terminal that is closed, and whoever stops a job, cancel the run as Ctrl-C does; not what ``nohup`` ignores."""
+    """Makes SIGTERM and SIGHUP in the block raise KeyboardInterrupt as Ctrl-C does, unless they are ignored (nohup)."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heard = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
-    for number in heard:
+    replaced = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    for number in replaced:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in heard.items():
+        for number, handler in replaced.items():
             signal.signal(number, handler)
 
 
@@ -191,9 +193,9 @@ def _launcher(
 
 
 def _refuse_nodes(nnodes: str | None, node_rank: int, engine: str) -> None:
-    """Raises InvalidJobError for a line of torchrun that is meant to be started on each of several nodes.
+    """Raises InvalidJobError for a torchrun command that is meant to be started on each of several nodes.
 
-    Each start would be a training of its own, with all ranks.
+    Each start would be a separate training with all ranks.
     """
     nodes = _counts(nnodes or "1", "--nnodes")
     most = nodes[1] if isinstance(nodes, tuple) else nodes
@@ -206,7 +208,7 @@ def _refuse_nodes(nnodes: str | None, node_rank: int, engine: str) -> None:
 
 
 def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> Any:
-    """The engine that ``--engine`` and ``--deploy-mode`` name. Raises InvalidJobError."""
+    """Returns the engine that ``--engine`` and ``--deploy-mode`` name. Raises InvalidJobError."""
     from rankzero import LocalEngine, SparkConnectEngine, SparkEngine, SparkSubmitEngine
 
     if deploy_mode != "client":
@@ -222,7 +224,7 @@ def engine_of(name: str, conf: dict[str, str], deploy_mode: str = "client") -> A
 
 
 def _world(num_processes: str | None, nproc_per_node: str | None, nnodes: str | None, *, use_gpu: bool) -> Any:
-    """The world size: ours, or torchrun's two numbers multiplied."""
+    """Returns the world size from ``--num-processes``, or from torchrun's two options multiplied."""
     if num_processes is not None and (nproc_per_node or nnodes):
         raise InvalidJobError("give --num-processes, or torchrun's --nnodes and --nproc-per-node, not both")
     if num_processes is not None:

@@ -1,4 +1,4 @@
-"""``rankzero report`` and ``rankzero serve``: a look at runs in a browser."""
+"""``rankzero report`` and ``rankzero serve``: show runs in a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from rankzero.run.handle import RunHandle
 
 @click.command()
 @click.argument("directory", nargs=-1, required=True, shell_complete=words.directories)
-@click.option("-o", "--output", default="report.html", show_default=True, help="The file to write; - for the output.")
+@click.option(
+    "-o", "--output", default="report.html", show_default=True, help="The file to write; - for standard output."
+)
 @click.option(
     "--link",
     callback=words.seconds,
@@ -23,7 +25,7 @@ from rankzero.run.handle import RunHandle
 def report(directory: tuple[str, ...], output: str, link: float | None, as_json: bool) -> None:
     """Write the report of a run, or of several runs side by side: one HTML file that needs no network.
 
-    A run that has ended has it already, as report.html in its directory.
+    The directory of a run that has ended already contains its report, report.html.
     """
     from rankzero import store
     from rankzero.report import facts, page
@@ -46,11 +48,11 @@ def report(directory: tuple[str, ...], output: str, link: float | None, as_json:
 @click.command()
 @click.argument("store", shell_complete=words.directories)
 @click.option("--port", type=click.IntRange(0, 65535), default=8787, show_default=True, help="0 for any free one.")
-@click.option("--no-token", is_flag=True, help="Answer whoever asks on this machine, such as a proxy with a login.")
+@click.option("--no-token", is_flag=True, help="Serve every process of this machine, such as a proxy with a login.")
 def serve(store: str, port: int, no_token: bool) -> None:
     """Show the runs of a STORE in a browser of this machine, until interrupted. Read only.
 
-    The address that is printed holds a token, which others on this machine do not know.
+    The printed address contains a token, which keeps out other users of this machine.
     """
     from rankzero.report.server import ReportServer
 

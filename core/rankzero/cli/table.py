@@ -1,4 +1,4 @@
-"""The runs of a store as a table: of two lines for each run in a terminal, of one with tabs in a pipe."""
+"""Prints the runs of a store as a table: two lines for each run in a terminal, one tab-separated line in a pipe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _HEADS = ("run", "state", "ranks", "submitted", "took", "used", "metrics")
 _METRICS = 4
 _LINES_OF_RUN = 2
 _LINES_AROUND = 3
-"""Of the heads, the note of those left out, and the prompt."""
+"""Lines of the header, the note about runs that are not shown, and the prompt."""
 
 
 def plain(found: Sequence[Listed]) -> list[str]:
-    """Columns that a script can cut: separated by tabs."""
+    """Returns a header and a line for each run, with columns separated by tabs."""
     lines = [_HEADS]
     for one in found:
         submitted = words.moment(one.job.created) or ""
@@ -34,7 +34,7 @@ def plain(found: Sequence[Listed]) -> list[str]:
 
 
 def show(find: Callable[[], Sequence[Listed]], interval: float | None) -> None:
-    """Prints the table, and again every so many seconds if there is an interval, until interrupted."""
+    """Prints the table once, or every ``interval`` seconds until interrupted."""
     from rich.console import Console
     from rich.live import Live
 
@@ -42,7 +42,7 @@ def show(find: Callable[[], Sequence[Listed]], interval: float | None) -> None:
     if interval is None:
         console.print(_table(find()))
         return
-    # What is above the terminal's height cannot be seen, and the newest are below.
+    # Only the newest runs fit into the terminal.
     most = max(1, (console.height - _LINES_AROUND) // _LINES_OF_RUN)
     with Live(_table(find(), most), console=console, auto_refresh=False) as live:
         try:
@@ -64,7 +64,7 @@ def _table(found: Sequence[Listed], most: int | None = None) -> RenderableType:
     for head in ("state", "ranks", "submitted", "used"):
         table.add_column(head, no_wrap=True)
     for one in shown:
-        # Text: the name of a run is no markup.
+        # Text does not interpret a run's name as markup.
         metrics = Text(_metrics(one), style="dim", no_wrap=True, overflow="ellipsis")
         state = Text(one.status.state, style=COLORS.get(one.status.state, ""))
         when = Text((words.moment(one.job.created) or "")[5:16])
@@ -82,7 +82,7 @@ def _took(one: Listed) -> str:
 
 
 def _used(one: Listed) -> tuple[Any, ...]:
-    """Hours, and what they cost."""
+    """Returns the hours that a run has used, and their price if it is known."""
     found = cost.usage(one.job, one.status, time.time())
     return () if found is None else (found.amount, *([found.price] if found.price else []))
 

@@ -1,4 +1,4 @@
-"""Times and sizes as people write and read them."""
+"""Parses and formats times and sizes of the command line, and completes names of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """A time such as ``30d`` or ``12h``, in seconds; None for none. Raises click.BadParameter."""
+    """Returns the seconds of a time such as ``30d`` or ``12h``; None for None. Raises click.BadParameter."""
     if value is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value.strip())
@@ -25,24 +25,24 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
 
 
 def pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """``NAME=VALUE``, given several times, as a dict. Raises click.BadParameter."""
+    """Returns the values of a repeated ``NAME=VALUE`` option as a dict. Raises click.BadParameter."""
     for value in values:
         if not re.match(r"[^=]+=", value):
-            raise click.BadParameter(f"{value!r} is no NAME=VALUE")
+            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUE")
     return {value.partition("=")[0]: value.partition("=")[2] for value in values}
 
 
 def moment(when: float | None) -> str | None:
-    """A Unix time by this machine's clock and zone."""
+    """Returns a Unix time as text in this machine's time zone."""
     try:
         return None if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
     except (OverflowError, ValueError, OSError):
-        # Of no year that there is.
+        # The time is outside of the years that the platform can format.
         return f"{when:g}"
 
 
 def size(count: float) -> str:
-    """Bytes as ``12 B`` or ``3.4 MiB``."""
+    """Returns a number of bytes as text, such as ``12 B`` or ``3.4 MiB``."""
     if count < _KILO:
         return f"{count:.0f} B"
     power = 0
@@ -53,10 +53,10 @@ def size(count: float) -> str:
 
 
 def directories(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Has a shell complete the name of a directory."""
+    """Tells the shell to complete the name of a directory."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Has a shell complete the name of a file."""
+    """Tells the shell to complete the name of a file."""
     return [CompletionItem(incomplete, type="file")]

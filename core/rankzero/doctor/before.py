@@ -1,4 +1,4 @@
-"""What would stop a training on an engine, in words, without starting a JVM."""
+"""Finds the problems that would stop a training on an engine, as sentences, without starting a JVM."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rankzero.errors import RankZeroError
 from rankzero.job import Job, new_run_id
 
 CONNECT_TIMEOUT = 3.0
-"""Seconds for one address of the master to be looked up and to accept a connection."""
+"""Seconds for one address of the master to be resolved and to accept a connection."""
 
 STORE_TIMEOUT = 15.0
-"""Seconds for an object store to take and delete an empty object; its driver may try again for minutes."""
+"""Seconds for an object store to accept and delete an empty object; its client may retry for minutes."""
 
 _HTTPS_PORT, _HTTP_PORT = 443, 80
 
 
 def find_problems(engine: Engine, root: str, *, use_gpu: bool = False, processes_per_task: int = 1) -> list[str]:
-    """Everything that is found to be wrong, one sentence each; empty if nothing is.
+    """Returns the problems that this machine can find, one sentence each; empty if there are none.
 
     Args:
-        engine: Where trainings shall run.
+        engine: The engine of future trainings.
         root: Root of the run directories.
-        use_gpu: They are to have GPUs.
+        use_gpu: Whether the trainings use GPUs.
         processes_per_task: Ranks of one Spark task.
     """
     checks = [
@@ -54,7 +54,7 @@ def _check_packages(engine: Engine) -> str | None:
     if is_here and not importlib.util.find_spec("torch"):
         return "the ranks need torch here: pip install torch"
     if kind != "spark":
-        # What a client of Spark Connect needs is its engine's to check.
+        # The engine of Spark Connect checks the packages that its client needs.
         return None
     spec = importlib.util.find_spec("pyspark")
     if spec is None:
@@ -66,7 +66,7 @@ def _check_packages(engine: Engine) -> str | None:
 
 
 def _check_job(engine: Engine, use_gpu: bool, processes_per_task: int) -> str | None:
-    """What a run of one Spark task would be refused for: Java, GPUs, slots, configuration."""
+    """Returns why the engine would refuse a run of one Spark task (Java, GPUs, slots, configuration); else None."""
     try:
         engine.check(
             Job(
@@ -92,7 +92,7 @@ def _check_master(master: str) -> str | None:
     for host, port in addresses:
         try:
             _within(CONNECT_TIMEOUT, functools.partial(_connect, host, port))
-            # Of several masters of one cluster, one is enough.
+            # A cluster with several masters needs only one of them.
             return None
         except TimeoutError:
             reasons.append(f"{host}:{port} did not answer within {CONNECT_TIMEOUT:g} s")
@@ -104,7 +104,7 @@ def _check_master(master: str) -> str | None:
 
 
 def master_addresses(master: str) -> list[tuple[str, int]]:
-    """Hosts and ports that a master's name holds; none for ``local`` and ``yarn``.
+    """Returns the hosts and ports in a master's URL; none for ``local`` and ``yarn``.
 
     Example:
         >>> master_addresses("spark://one:7077,[fe80::2]:7077")
@@ -136,14 +136,14 @@ def _check_store(root: str) -> str | None:
         else:
             _check_directory(location)
     except TimeoutError:
-        return f"store {root!r} did not take a file within {STORE_TIMEOUT:g} s; check its address and credentials"
+        return f"store {root!r} did not accept a file within {STORE_TIMEOUT:g} s; check its address and credentials"
     except Exception as error:
         return f"store {root!r} cannot be written ({type(error).__name__}: {error}); check path and rights"
     return None
 
 
 def _check_directory(path: str) -> None:
-    """Raises OSError unless a run can make its directory there. Makes no directory: a test leaves nothing behind."""
+    """Raises OSError unless a run can create its directory at a path. Creates no directory itself."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if not os.path.isdir(path):
@@ -153,7 +153,7 @@ def _check_directory(path: str) -> None:
 
 
 def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Waits so long for what may hang in the system's resolver or in a store's driver. Raises TimeoutError."""
+    """Runs an action that may hang in the system's resolver or a store's client. Raises TimeoutError after a time."""
     answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def act() -> None:
@@ -164,7 +164,7 @@ def _within(seconds: float, action: Callable[[], None]) -> None:
         else:
             answer.put(None)
 
-    # A daemon: a resolver that hangs must not keep this process from ending.
+    # A daemon thread, since a resolver that hangs must not keep this process from exiting.
     threading.Thread(target=act, name="rankzero-test", daemon=True).start()
     try:
         error = answer.get(timeout=seconds)

@@ -1,4 +1,4 @@
-"""An examination of an engine: what can be seen from here, then a training that looks around on its ranks."""
+"""Examines an engine: checks this machine, then runs a training whose ranks collect facts about their hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from rankzero import store as stores
 from rankzero.doctor.before import find_problems
 from rankzero.doctor.findings import OK, PROBLEM, Finding, judge
-from rankzero.doctor.probe import look_around
+from rankzero.doctor.probe import collect_facts
 from rankzero.engines.base import Engine
 from rankzero.errors import RankZeroError
 from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE, Launcher
@@ -24,23 +24,23 @@ REDUCED = 32
 """Megabytes of the tensor that the ranks reduce."""
 
 CALL_TIMEOUT = 2.0
-"""Seconds for one address of a rank to answer."""
+"""Seconds for one address of a rank to accept a connection."""
 
 DRIVER_TIMEOUT = 15.0
-"""Seconds for the driver of the examination's run to write the rest, before the run is removed."""
+"""Seconds for the driver of the examination's run to write its last files, before the run is removed."""
 
 HANG_TIMEOUT = 60.0
-"""Seconds for ranks that have started to get on with it: somebody waits for them."""
+"""Seconds without progress after which the ranks count as hung; short, since a user waits for them."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """The findings of an examination, and the facts behind them.
 
     Attributes:
-        findings: In the order in which they were looked at.
-        ranks: What each rank has seen; empty if none has started.
-        directory: The run directory of ranks that failed while they looked around; else None.
+        findings: The findings, in the order of the checks.
+        ranks: The facts that each rank has collected; empty if no rank has started.
+        directory: The run directory if the ranks failed while they collected facts; else None.
     """
 
     findings: list[Finding]
@@ -49,11 +49,11 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """False if anything would stop a training."""
+        """Returns False if a problem would stop a training."""
         return all(finding.level != PROBLEM for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns the examination as plain JSON values."""
         return {"healthy": self.healthy, **asdict(self)}
 
 
@@ -66,12 +66,12 @@ def examine(
     store: str | None = None,
     start_timeout: float = 120.0,
 ) -> Examination:
-    """Looks for what would stop a training on an engine: from here, then with ranks that look around there.
+    """Finds the problems that would stop a training on an engine: on this machine, then with ranks on the engine.
 
     Args:
-        engine: Where trainings shall run.
-        num_processes: Ranks that look around, rounded up to whole tasks; as many as a training will have shows most.
-        use_gpu: Give each a GPU.
+        engine: The engine to examine.
+        num_processes: Number of ranks, rounded up to whole tasks; use as many as the trainings have.
+        use_gpu: Whether each rank gets a GPU.
         processes_per_task: Ranks of one Spark task.
         store: Root of the run directories; None as for `Launcher`.
         start_timeout: Seconds for the ranks to start.
@@ -85,7 +85,7 @@ def examine(
     problems = find_problems(engine, root, use_gpu=use_gpu, processes_per_task=processes_per_task)
     if problems:
         return Examination([Finding(PROBLEM, "from here", problem) for problem in problems], [])
-    findings = [Finding(OK, "from here", "nothing stands against a training")]
+    findings = [Finding(OK, "from here", "no problem found")]
     num_processes = math.ceil(num_processes / processes_per_task) * processes_per_task
     launcher = Launcher(
         num_processes,
@@ -103,30 +103,30 @@ def examine(
     url = root if stores.is_url(root) else None
     handle: RunHandle[Any] | None = None
     try:
-        with launcher.owned(look_around, (url, REDUCED, nonce), {}) as handle:
+        with launcher.owned(collect_facts, (url, REDUCED, nonce), {}) as handle:
             threading.Thread(target=_call_ranks, args=(handle.directory, nonce), daemon=True).start()
             handle.wait()
         ranks: list[dict[str, Any]] = handle.result()
         started = handle.status().started
         findings += judge(ranks, started, use_gpu=use_gpu, store=root)
     except RankZeroError as error:
-        failed = Finding(PROBLEM, "a training", f"{type(error).__name__}: {error}", _mend(str(error)))
+        failed = Finding(PROBLEM, "a training", f"{type(error).__name__}: {error}", _fix_of(str(error)))
         return Examination([*findings, failed], [], handle.directory if handle else None)
     finally:
         if url:
             with contextlib.suppress(Exception):
                 for rank in range(num_processes):
                     stores.remove(f"{url}/.doctor-{nonce}-{rank}")
-    # An examination leaves no run. Its driver, which writes the report last, would write it into the removed directory.
+    # An examination removes its run. The driver must have written the report before, or would write it again.
     handle.await_driver(DRIVER_TIMEOUT)
     with contextlib.suppress(Exception):
         stores.remove(handle.directory)
     return Examination(findings, ranks)
 
 
-_MENDING = {
+_FIXES = {
     "no driver was found": "executors must reach the driver by TCP: open ports= to them, or set spark.driver.host to "
-    "an address that they know",
+    "an address that they can reach",
     "No module named 'torch'": "install torch for the Python of the executors (spark.pyspark.python), or ship it with "
     "spark.archives",
     "different Python minor": "set spark.pyspark.python to a Python of this minor version",
@@ -134,12 +134,12 @@ _MENDING = {
 }
 
 
-def _mend(error: str) -> str:
-    return next((mend for sign, mend in _MENDING.items() if sign in error), "")
+def _fix_of(error: str) -> str:
+    return next((fix for text, fix in _FIXES.items() if text in error), "")
 
 
 def _call_ranks(directory: str, nonce: str) -> None:
-    """Connects to each rank that says where it listens."""
+    """Connects to each rank that reports the address on which it listens."""
     with contextlib.suppress(Exception):
         for event in RunHandle[Any](directory).events(follow=True):
             metrics = event.get("metrics", {})

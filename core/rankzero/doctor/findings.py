@@ -1,4 +1,4 @@
-"""What the ranks have seen, judged: pure functions from facts to findings."""
+"""Turns the facts that ranks have collected into findings, with pure functions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rankzero.bounds import CLOCK_SKEW
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 SKEW_WARNING = 5.0
-"""Seconds between two clocks from which on logs and metrics are hard to read together."""
+"""Seconds between two clocks above which logs and metrics of several hosts are hard to compare."""
 
 SLOW_REDUCE = 50.0
-"""Megabytes a second below which an all-reduce is slower than a network of 1 Gbit/s."""
+"""Megabytes per second below which an all-reduce is slower than a network of 1 Gbit/s allows."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check of an examination.
 
     Attributes:
-        level: ``"ok"``, ``"warning"`` (trainings run, and something is worse than it need be) or ``"problem"``.
-        about: What was looked at, in a word or two.
-        what: What was found.
-        mend: What to do; empty if nothing is.
+        level: ``"ok"``, ``"warning"`` (trainings run, with a disadvantage) or ``"problem"``.
+        about: Subject of the check, in one or two words.
+        what: Result of the check.
+        mend: Advice to the user; empty if there is nothing to do.
     """
 
     level: str
@@ -36,16 +36,16 @@ class Finding:
 
 
 def judge(ranks: Sequence[dict[str, Any]], started: float | None, *, use_gpu: bool, store: str) -> list[Finding]:
-    """Everything that the ranks' facts say.
+    """Returns the findings from the facts of all ranks.
 
     Args:
-        ranks: What `rankzero.doctor.probe` gave, in the order of ranks.
+        ranks: The facts that `rankzero.doctor.probe` has collected, in the order of ranks.
         started: Unix time by the driver's clock at which all ranks had started.
-        use_gpu: Whether each was to have a GPU.
+        use_gpu: Whether each rank was given a GPU.
         store: Root of the run directories.
     """
     return [
-        *_places(ranks),
+        *_slots(ranks),
         *_versions(ranks),
         *_gpus(ranks, use_gpu=use_gpu),
         *_clocks(ranks, started),
@@ -55,7 +55,7 @@ def judge(ranks: Sequence[dict[str, Any]], started: float | None, *, use_gpu: bo
 
 
 def _each(ranks: Sequence[dict[str, Any]], name: str) -> dict[str, list[int]]:
-    """The values of a fact, and the ranks that have each."""
+    """Returns the values of a fact, each with the ranks that have it."""
     found: dict[str, list[int]] = {}
     for facts in ranks:
         found.setdefault(str(facts.get(name)), []).append(facts["rank"])
@@ -66,10 +66,10 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _places(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def _slots(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     hosts = _each(ranks, "host")
     shown = ", ".join(f"{host} ({len(there)})" for host, there in hosts.items())
-    yield Finding(OK, "slots", f"{len(ranks)} ranks ran at once, on {shown}")
+    yield Finding(OK, "slots", f"{len(ranks)} ranks ran at the same time, on {shown}")
     cores = min(facts["cores"] for facts in ranks)
     busiest = max(map(len, hosts.values()))
     if cores < busiest:
@@ -77,7 +77,7 @@ def _places(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             WARNING,
             "cores",
             f"{busiest} ranks share {cores} cores of a host",
-            "give each rank a core of its own: fewer ranks, more hosts, or spark.task.cpus",
+            "give each rank its own core: fewer ranks, more hosts, or spark.task.cpus",
         )
 
 
@@ -90,7 +90,7 @@ def _versions(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             PROBLEM,
             "Python",
             f"{pythons} on the ranks, {ours} here",
-            "set spark.pyspark.python to a Python of the same minor version: one pickles for the other",
+            "set spark.pyspark.python to a Python of the same minor version, which unpickles functions of the other",
         )
     else:
         yield Finding(OK, "Python", f"{pythons} ({', '.join(sorted(_each(ranks, 'executable')))})")
@@ -115,16 +115,16 @@ def _gpus(ranks: Sequence[dict[str, Any]], *, use_gpu: bool) -> Iterator[Finding
 
 
 def _clocks(ranks: Sequence[dict[str, Any]], started: float | None) -> Iterator[Finding]:
-    # By the clock of rank 0: the ranks looked at the same moment.
+    # Relative to the clock of rank 0: all ranks read their clocks at the same moment.
     ahead = {facts["host"]: facts["together"] - ranks[0]["together"] for facts in ranks}
     if started is not None:
-        # The ranks entered just after that.
+        # The ranks entered the function just after all had started.
         ahead["the driver"] = started - ranks[0]["entered"]
     fast, slow = max(ahead, key=lambda name: ahead[name]), min(ahead, key=lambda name: ahead[name])
     apart = ahead[fast] - ahead[slow]
     what, mend = f"{fast} is {apart:.0f} s ahead of {slow}", "keep the hosts' clocks right (chrony, systemd-timesyncd)"
     if apart > CLOCK_SKEW:
-        yield Finding(PROBLEM, "clocks", f"{what}: a driver that lives may seem dead", mend)
+        yield Finding(PROBLEM, "clocks", f"{what}: a driver that runs may seem dead", mend)
     elif apart > SKEW_WARNING:
         yield Finding(WARNING, "clocks", what, mend)
     else:
@@ -138,7 +138,7 @@ def _network(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             WARNING,
             "driver to executors",
             f"{_names(deaf)} cannot be reached from here by TCP",
-            "trainings do without; Spark itself may not: open the executors' ports to the driver",
+            "trainings do not need it, but Spark itself may: open the executors' ports to the driver",
         )
     else:
         yield Finding(OK, "driver to executors", "every rank can be reached from here")
@@ -163,7 +163,7 @@ def _network(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             WARNING if slow else OK,
             "all-reduce",
             f"{min(speeds):.0f} MB/s of a tensor that all {len(ranks)} ranks reduce",
-            "look at the interfaces above, and at the network between the hosts" if slow else "",
+            "check the interfaces above, and the network between the hosts" if slow else "",
         )
 
 
@@ -191,5 +191,5 @@ def _store(ranks: Sequence[dict[str, Any]], store: str) -> Iterator[Finding]:
             WARNING,
             "store",
             f"{store} is not written by {_names(missing)}{': ' if whys else ''}{'; '.join(whys)}",
-            "their checkpoints and results pass through the driver: mount it there, or install the store's driver",
+            "these ranks send checkpoints and results to the driver: mount the store there, or install its client",
         )

@@ -1,6 +1,6 @@
-"""What each rank sees of its host, its peers and the store: a training function that looks around.
+"""`collect_facts`: a training function that collects facts about each rank's host, its peers and the store.
 
-Runs on executors: the standard library, torch and `rankzero.train` only.
+The module runs on executors, so it imports only the standard library, torch and `rankzero.train`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import time
 from typing import Any
 
 CALL_TIMEOUT = 5.0
-"""Seconds for whoever examines to call back."""
+"""Seconds within which the examining process must connect to a rank."""
 
 ROUNDS = 3
-"""All-reduces that are timed; the best one counts."""
+"""Number of timed all-reduces, of which the fastest counts."""
 
 
-def look_around(store_url: str | None, megabytes: int, nonce: str) -> list[dict[str, Any]]:
-    """What every rank has seen, in the order of ranks.
+def collect_facts(store_url: str | None, megabytes: int, nonce: str) -> list[dict[str, Any]]:
+    """Returns the facts of every rank, in the order of ranks.
 
     Args:
-        store_url: Of the store's root, for an object store.
+        store_url: URL of the store's root, for an object store.
         megabytes: Size of the tensor that is reduced.
-        nonce: Begins the names of what is written, and is what a caller sends.
+        nonce: Part of the names of written files, and the text that a caller sends.
     """
     import torch
 
@@ -86,7 +86,7 @@ def _nccl(torch: Any) -> str | None:
 
 
 def _reduce(torch: Any, device: Any, megabytes: int) -> float:
-    """Megabytes of a tensor that are reduced in a second, the best of some rounds."""
+    """Returns the speed of an all-reduce in megabytes per second, the best of `ROUNDS`."""
     import torch.distributed as dist
 
     tensor = torch.ones(megabytes << 18, device=device)
@@ -101,7 +101,7 @@ def _reduce(torch: Any, device: Any, megabytes: int) -> float:
 
 
 def _use_store(directory: str | None, url: str | None, nonce: str, rank: int) -> dict[str, Any]:
-    """What this rank may do there: create, as one of all; replace, append, read."""
+    """Tests which operations on the store this rank can do: exclusive creation, append, replace and read."""
     try:
         if directory is not None:
             return _use_directory(os.path.join(directory, f".doctor-{nonce}"), rank)
@@ -133,7 +133,7 @@ def _use_directory(path: str, rank: int) -> dict[str, Any]:
 def _use_object(url: str) -> dict[str, Any]:
     from rankzero.store import remote
 
-    problem = "neither pyarrow nor fsspec with the store's driver is there"
+    problem = "neither pyarrow nor fsspec with a client of this store is installed"
     for client in remote.clients(url):
         try:
             with client.open_write(url) as file:
@@ -146,7 +146,7 @@ def _use_object(url: str) -> dict[str, Any]:
 
 
 def _await_call(listener: socket.socket, nonce: str) -> bool:
-    """True if whoever examines connects to this rank."""
+    """Returns True if the examining process connects to this rank in time."""
     deadline = time.monotonic() + CALL_TIMEOUT
     with contextlib.suppress(OSError):
         while (left := deadline - time.monotonic()) > 0:

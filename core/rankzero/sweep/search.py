@@ -1,4 +1,4 @@
-"""Where the arguments of the next trial come from."""
+"""Sources of the arguments of the next trial: a list, or an Optuna study."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Params = dict[str, Any]
 
 @runtime_checkable
 class Search(Protocol):
-    """Asked for arguments, and told how they did."""
+    """A source of arguments, which gets the result of each trial."""
 
     def ask(self) -> Params | None:
-        """Keyword arguments of the next trial; None if there is none. One thread at a time."""
+        """Returns the keyword arguments of the next trial; None if there is none. Called by one thread at a time."""
 
     def tell(self, number: int, value: float | None) -> None:
-        """The trial of that number has ended, with this value of the metric; None if it failed or reported none."""
+        """Receives the final value of a trial's metric; None if the trial failed or has not reported the metric."""
 
     def pruned(self, number: int, value: float | None) -> None:
-        """A rule has stopped it."""
+        """Receives the last value of a trial that a rule has stopped."""
 
 
 class ListedParams:
-    """Arguments that are known beforehand.
+    """A list of arguments, one trial for each item.
 
     Args:
         params: Keyword arguments of each trial.
 
     Raises:
-        InvalidJobError: an item is no mapping with names, or there is none.
+        InvalidJobError: an item is not a mapping with names, or the list is empty.
     """
 
     def __init__(self, params: Iterable[Mapping[str, Any]]) -> None:
@@ -46,23 +46,23 @@ class ListedParams:
         self._left: Iterator[Params] = iter([dict(item) for item in listed])
 
     def ask(self) -> Params | None:
-        """See `Search`."""
+        """Returns the next item of the list; None after the last one."""
         return next(self._left, None)
 
     def tell(self, number: int, value: float | None) -> None:
-        """Nothing is learnt."""
+        """Ignores the result, since the list is fixed."""
 
     def pruned(self, number: int, value: float | None) -> None:
-        """Nothing is learnt."""
+        """Ignores the result, since the list is fixed."""
 
 
 class OptunaSearch:
     """Arguments that an Optuna study suggests.
 
     Args:
-        study: An ``optuna.Study``; its direction has to be that of ``Launcher.map``.
-        suggest: Gets an ``optuna.Trial`` and returns the keyword arguments of the training function.
-        num_trials: How many.
+        study: An ``optuna.Study``, with the same direction as ``mode`` of ``Launcher.map``.
+        suggest: Takes an ``optuna.Trial`` and returns the keyword arguments of the training function.
+        num_trials: Number of trials.
 
     Example:
         A sweep of 20 trials, four at a time::
@@ -78,7 +78,7 @@ class OptunaSearch:
         self._lock = threading.Lock()
 
     def ask(self) -> Params | None:
-        """See `Search`."""
+        """Returns the arguments that the study suggests; None after ``num_trials`` trials."""
         with self._lock:
             if self._left <= 0:
                 return None
@@ -88,7 +88,7 @@ class OptunaSearch:
             return self._suggest(trial)
 
     def tell(self, number: int, value: float | None) -> None:
-        """See `Search`."""
+        """Reports a trial's final value to the study, or its failure if the value is None."""
         with self._lock:
             if value is None:
                 self._study.tell(self._asked[number], state=self._state("FAIL"))
@@ -96,7 +96,7 @@ class OptunaSearch:
                 self._study.tell(self._asked[number], value)
 
     def pruned(self, number: int, value: float | None) -> None:
-        """See `Search`."""
+        """Reports to the study that a rule has stopped a trial, with its last value."""
         with self._lock:
             if value is not None:
                 self._asked[number].report(value, step=0)

@@ -1,4 +1,4 @@
-"""Which trials are not worth going on: pure functions of what has been reported."""
+"""Rules that decide which trials to stop early: pure functions of the reported values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rankzero.errors import InvalidJobError
 from rankzero.run.reports import is_number
 
 Curves = Mapping[int, Sequence[float]]
-"""By trial: the values of the metric, one for each report of rank 0. Smaller is better; infinity is a divergence."""
+"""By trial, the values of the metric, one for each report of rank 0. Smaller is better; infinity means divergence."""
 
 
 def loss_of(value: float) -> float:
-    """Returns a value of which less is better in a curve: infinity for nan, for either infinity, and beyond a float."""
+    """Returns a value for a curve: infinity for nan, for either infinity, and for integers too large for a float."""
     return float(value) if is_number(value) else math.inf
 
 
@@ -31,14 +31,14 @@ def _best(values: Sequence[float]) -> float:
 
 
 class StopRule(Protocol):
-    """Decides about a trial each time that it has reported."""
+    """A rule that decides after each report of a trial whether to stop it."""
 
     def stops(self, trial: int, curves: Curves) -> bool:
-        """True if the trial is to end now.
+        """Returns True if the trial should stop now.
 
         Args:
-            trial: Its number.
-            curves: Of all trials so far, also those that have ended; smaller is better.
+            trial: Number of the trial.
+            curves: Curves of all trials so far, also of trials that have ended; smaller is better.
         """
 
 
@@ -46,12 +46,12 @@ class StopRule(Protocol):
 class MedianRule:
     """Stops a trial whose best value so far is worse than the median of the others' means up to the same report.
 
-    A trial that reports nan or infinity after its `grace` is stopped, whatever the others report. After Golovin et al.,
-    "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.2.
+    A trial that reports nan or infinity after its `grace` is stopped, whatever the others report. The rule is that of
+    Golovin et al., "Google Vizier: A Service for Black-Box Optimization", KDD 2017, section 3.2.2.
 
     Attributes:
-        grace: Reports that every trial may make.
-        min_trials: Other trials that must have come as far, before one is judged by them.
+        grace: Number of reports before a trial can be stopped.
+        min_trials: Number of other trials that must have made as many reports before a trial is compared with them.
 
     Example:
         >>> MedianRule(grace=1, min_trials=2).stops(2, {0: [1.0, 0.5], 1: [1.0, 0.4], 2: [3.0, 2.9]})
@@ -66,7 +66,7 @@ class MedianRule:
             raise InvalidJobError(f"{self}: grace and min_trials must be 1 or more")
 
     def stops(self, trial: int, curves: Curves) -> bool:
-        """See `StopRule`."""
+        """Returns True if the trial has diverged, or its best value is worse than the median of the others' means."""
         own = curves[trial]
         if _has_diverged(own) and len(own) > self.grace:
             return True
@@ -78,16 +78,16 @@ class MedianRule:
 
 @dataclass(frozen=True)
 class SuccessiveHalving:
-    """Lets only the best part of the trials go beyond each rung; asynchronous, so nobody waits for the others.
+    """Continues only the best trials at each rung. It is asynchronous: no trial waits for others.
 
-    The rungs are at ``first``, ``first * factor``, ``first * factor**2``, ... reports. At each, a trial goes on if it
-    is among the best 1/``factor`` of those that have reached it so far; the first to come always goes on. A trial that
-    reports nan or infinity at the first rung or later is stopped, also between rungs. After Li et al., "A System for
-    Massively Parallel Hyperparameter Tuning", MLSys 2020 (ASHA).
+    The rungs are at ``first``, ``first * factor``, ``first * factor**2``, ... reports. At each rung a trial continues
+    if it is among the best 1/``factor`` of the trials that have reached the rung so far; the first one always
+    continues. A trial that reports nan or infinity at the first rung or later is stopped, also between rungs. The rule
+    is that of Li et al., "A System for Massively Parallel Hyperparameter Tuning", MLSys 2020 (ASHA).
 
     Attributes:
-        first: Reports of the first rung.
-        factor: How many of those that reach a rung one goes on from.
+        first: Number of reports of the first rung.
+        factor: Number of trials at a rung for each one that continues.
 
     Example:
         >>> SuccessiveHalving(first=2, factor=2).stops(1, {0: [1.0, 0.5], 1: [1.0, 0.9]})
@@ -102,14 +102,14 @@ class SuccessiveHalving:
             raise InvalidJobError(f"{self}: first must be 1 or more, and factor 2 or more")
 
     def stops(self, trial: int, curves: Curves) -> bool:
-        """See `StopRule`."""
+        """Returns True if the trial has diverged, or has reached a rung and is not among the best there."""
         rung, reports = self.first, len(curves[trial])
         if _has_diverged(curves[trial]) and reports >= self.first:
             return True
         while rung < reports:
             rung *= self.factor
         if rung != reports:
-            # A rung that it has passed is not judged again, by who comes later.
+            # Trials that reach a rung later do not stop a trial that has passed it.
             return False
         reached = sorted(_best(values[:rung]) for values in curves.values() if len(values) >= rung)
         return _best(curves[trial]) > reached[max(0, len(reached) // self.factor - 1)]

@@ -1,4 +1,4 @@
-"""The trials of a sweep: runs side by side, watched for the metric, and the table of how they did."""
+"""The trials of a sweep: starts parallel runs, follows their metric, and collects the results."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from rankzero.sweep.stopping import StopRule, loss_of
 from rankzero.values.ref import ResultRef
 
 _DIGITS = 10
-"""Digits of a digest in the name of a run: of 1,000 trials two are the same with a chance of 1 in two million."""
+"""Digits of a digest in the name of a run: two of 1,000 trials collide with a probability of 1 in two million."""
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["min", "max"]
 
 STOPPED = "stopped"
-"""State of a trial that a rule has stopped."""
+"""The state of a trial that a rule has stopped."""
 
 
 class Start(Protocol):
-    """Starts the run of a trial, which ends with the block."""
+    """A function that starts the run of a trial."""
 
     def __call__(self, params: Params, /) -> AbstractContextManager[RunHandle[Any]]:
-        """A run that has not been followed yet."""
+        """Returns a context manager that starts the run, and ends it with the block."""
 
 
 class RunNames:
-    """The names of trials' runs: a trial has the same one in each call of a sweep, wherever its arguments stand."""
+    """Names the runs of trials: a trial gets the same name in each call of a sweep, in whatever order they come."""
 
     def __init__(self, sweep: str | None) -> None:
         self._sweep = sweep
@@ -60,17 +60,17 @@ class RunNames:
 
 @dataclass(frozen=True)
 class Trial:
-    """One set of arguments, and how it did.
+    """A set of arguments, and the result of its run.
 
     Attributes:
-        number: From 0, in the order in which they were started.
+        number: Number of the trial, from 0 in the order of starts.
         params: The keyword arguments.
         state: ``"succeeded"``, ``"failed"``, ``"cancelled"``, or ``"stopped"`` by a rule.
-        value: The last value that rank 0 reported of the sweep's metric, so that of its result; None if there was none.
+        value: The last value of the sweep's metric that rank 0 has reported; None if there was none.
         metrics: The last value of every metric.
-        directory: The run directory; ``""`` if none was made.
-        error: Why it did not succeed, or None.
-        result: Handle of rank 0's value; None unless it succeeded.
+        directory: The run directory; ``""`` if none was created.
+        error: The error if the trial did not succeed; else None.
+        result: Handle of rank 0's value; None unless the trial succeeded.
     """
 
     number: int
@@ -83,10 +83,10 @@ class Trial:
     result: ResultRef | None = field(default=None, repr=False)
 
     def load(self) -> Any:
-        """Rank 0's value.
+        """Loads the value that the training function returned on rank 0.
 
         Raises:
-            RankZeroError: why there is none.
+            RankZeroError: the error because of which the trial has no value.
         """
         if self.result is None:
             raise self.error or ResultError(f"trial {self.number} was {self.state} and has no result")
@@ -95,12 +95,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep(Sequence[Trial]):
-    """The trials, in the order in which they were started.
+    """A sequence of the trials, in the order in which they were started.
 
     Attributes:
-        trials: All of them.
-        metric: By which they are compared; None: not at all.
-        mode: Whether less or more of it is better.
+        trials: All trials.
+        metric: Name of the metric that compares trials; None if they are not compared.
+        mode: ``"min"`` if smaller values of the metric are better, ``"max"`` if larger ones are.
     """
 
     trials: tuple[Trial, ...]
@@ -115,15 +115,15 @@ class Sweep(Sequence[Trial]):
 
     @property
     def best(self) -> Trial:
-        """The trial that succeeded with the best value of the metric; one that went to nan or infinity is the worst.
+        """Returns the successful trial with the best value of the metric; nan and infinity are the worst values.
 
         Raises:
             InvalidJobError: the sweep has no metric.
-            RankZeroError: none succeeded: the error of the first.
-            ResultError: none that succeeded has reported the metric.
+            RankZeroError: no trial succeeded; the error is that of the first one.
+            ResultError: no successful trial has reported the metric.
         """
         if self.metric is None:
-            raise InvalidJobError('the best trial is that by a metric: give map(..., metric="loss")')
+            raise InvalidJobError('the sweep has no metric to compare trials by: give map(..., metric="loss")')
         done = [trial for trial in self.trials if trial.state == "succeeded"]
         if not done:
             raise next((trial.error for trial in self.trials if trial.error), None) or ResultError("no trial succeeded")
@@ -134,7 +134,7 @@ class Sweep(Sequence[Trial]):
         return min(scored, key=lambda pair: pair[0])[1]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A table: a dict for each trial, of plain values, as ``pandas.DataFrame`` takes it."""
+        """Returns a dict of plain values for each trial, for ``pandas.DataFrame(sweep.rows())``."""
         return [
             {"trial": trial.number, "state": trial.state, **trial.params, **trial.metrics, "directory": trial.directory}
             for trial in self.trials
@@ -147,12 +147,12 @@ def run_trials(
     """Runs trials until the search has no more. A trial that fails does not end the sweep; an interrupt does.
 
     Args:
-        start: Makes the run of a trial.
-        search: Where the arguments come from.
-        metric: What rank 0 reports, and the trials are compared by.
+        start: Starts the run of a trial.
+        search: Source of the arguments.
+        metric: Name of the metric that compares trials, as rank 0 reports it.
         mode: ``"min"`` or ``"max"``.
-        max_parallel: Trials at the same time.
-        stop: Which trials end early, or None.
+        max_parallel: Most trials at the same time.
+        stop: Rule that stops trials early, or None.
     """
     board = _Board(search, metric, mode, stop)
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -174,7 +174,7 @@ def run_trials(
     first: BaseException | None = None
     try:
         for _ in threads:
-            # A signal's exception gets out here.
+            # The exception of a signal handler is raised here.
             first = done.get() or first
             if first:
                 board.cancel()
@@ -189,7 +189,7 @@ def run_trials(
 
 
 class _Board:
-    """What the threads of a sweep share: the curves so far, and which trials are to end."""
+    """State that the threads of a sweep share: the curves so far, and the trials that a rule has stopped."""
 
     def __init__(self, search: Search, metric: str | None, mode: Mode, stop: StopRule | None) -> None:
         self._search, self._stop = search, stop
@@ -204,7 +204,7 @@ class _Board:
         self.stopped: set[int] = set()
 
     def next_trials(self) -> Iterator[tuple[int, Params]]:
-        """Numbers and arguments, until there are no more or the sweep is cancelled."""
+        """Yields numbers and arguments of trials, until the search has no more or the sweep is cancelled."""
         while True:
             with self._lock:
                 params = None if self._is_cancelled else self._search.ask()
@@ -214,7 +214,7 @@ class _Board:
             yield number, params
 
     def begin(self, number: int, handle: RunHandle[Any]) -> None:
-        """A trial runs."""
+        """Records that a trial runs, and cancels its run if the sweep is cancelled."""
         with self._lock:
             self._handles[number] = handle
             self._curves[number] = []
@@ -223,7 +223,7 @@ class _Board:
             handle.cancel()
 
     def report(self, number: int, value: float) -> bool:
-        """Rank 0 of a trial has reported; True if the trial is to end now."""
+        """Records a value that rank 0 of a trial has reported; returns True if a rule stops the trial now."""
         with self._lock:
             self._last[number] = value
             self._curves[number].append(loss_of(self._sign * value))
@@ -233,12 +233,12 @@ class _Board:
         return False
 
     def last(self, number: int) -> float | None:
-        """Returns the value that a trial has reported last."""
+        """Returns the last value that a trial has reported; None if there is none."""
         with self._lock:
             return self._last.get(number)
 
     def end(self, trial: Trial) -> None:
-        """A trial has ended."""
+        """Records a trial that has ended, and passes its value to the search."""
         with self._lock:
             self.ended[trial.number] = trial
             self._handles.pop(trial.number, None)
@@ -249,7 +249,7 @@ class _Board:
             self._search.tell(trial.number, trial.value if is_result else None)
 
     def cancel(self) -> None:
-        """Ends all that run, and begins no more."""
+        """Cancels all running trials, and starts no more."""
         with self._lock:
             self._is_cancelled = True
             handles = list(self._handles.values())
@@ -261,7 +261,7 @@ class _Board:
 
 
 def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
-    """One trial, to its end; what it raises is its outcome."""
+    """Runs one trial to its end; its error becomes part of the returned trial."""
     directory = ""
     try:
         with start(params) as handle:
@@ -272,7 +272,7 @@ def _run(start: Start, number: int, params: Params, board: _Board) -> Trial:
         ref = handle.result_ref()
     except Exception as error:
         if isinstance(error, InvalidJobError) and number == 0 and not directory:
-            # The others would be refused, too.
+            # All other trials would be refused, too.
             raise
         state = (
             STOPPED if number in board.stopped else "cancelled" if isinstance(error, RunCancelledError) else "failed"
