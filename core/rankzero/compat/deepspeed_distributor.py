@@ -20,15 +20,15 @@ CONFIG_FILE = "deepspeed.json"
 class DeepspeedTorchDistributor(TorchDistributor):
     """Drop-in for pyspark's class: a script gets ``--deepspeed --deepspeed_config FILE`` on its command line.
 
-    So does a function, in ``sys.argv``. The configuration travels with the job, and no file of it is left.
+    A function gets these arguments in ``sys.argv``. The configuration is sent with the job, and leaves no file behind.
 
     Args:
         numGpus: Ranks on each node.
-        nnodes: Nodes.
+        nnodes: Number of nodes.
         localMode: True runs on this machine, False as a barrier job of the active SparkSession.
-        useGpu: One GPU for each rank.
-        deepspeedConfig: A dict, or the path of a JSON file; a path that is not here is one of the executors. None:
-            DeepSpeed's defaults.
+        useGpu: Whether each rank gets a GPU.
+        deepspeedConfig: A dict, or the path of a JSON file; a path that does not exist here is a path on the executors.
+            None: DeepSpeed's defaults.
 
     Raises:
         InvalidJobError: a value is wrong.
@@ -65,12 +65,12 @@ class DeepspeedTorchDistributor(TorchDistributor):
         if not isinstance(self._config, dict):
             return launcher.run(train, *args, *_command_line(self._config))
         with tempfile.TemporaryDirectory(prefix="rankzero-deepspeed-") as directory:
-            # A reference is a local file for a script, on every host.
+            # A script gets the path of a local file for a reference, on every host.
             return launcher.run(train, *args, *_command_line(ResultRef.save(self._config, directory)))
 
 
 class _Configured:
-    """A function that finds the configuration in ``sys.argv``."""
+    """Wraps a function to find the configuration in ``sys.argv``."""
 
     def __init__(self, function: Callable[..., Any], config: dict[str, Any] | str | None) -> None:
         self._function = function
@@ -80,7 +80,7 @@ class _Configured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         config = self._config
         if isinstance(config, dict):
-            # The rank's own directory, which ends with it.
+            # The rank's temporary directory is removed when the rank ends.
             path = os.path.join(tempfile.mkdtemp(), CONFIG_FILE)
             with open(path, "w") as file:
                 json.dump(config, file)
@@ -94,7 +94,7 @@ def _command_line(config: Any) -> list[Any]:
 
 
 def _read(config: Any) -> dict[str, Any] | str | None:
-    """The configuration as it travels: its content, unless it is a file of the executors. Raises InvalidJobError."""
+    """Returns the configuration to send: its content, or the path of a file on executors. Raises InvalidJobError."""
     if config is None or config == "" or isinstance(config, dict):
         return config or None
     if not isinstance(config, (str, os.PathLike)):

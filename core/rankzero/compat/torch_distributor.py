@@ -24,26 +24,26 @@ TASK_GPUS = "spark.task.resource.gpu.amount"
 class TorchDistributor:
     """Drop-in for pyspark's class: same constructor, same ``run``, same attributes.
 
-    Differences that a user of pyspark's class will notice: the value is always global rank 0's, a
-    script that fails raises, errors name rank and cause, a script is shipped to the executors, and
-    with ``local_mode`` there need be no SparkSession. A job without GPUs sees none of this machine's.
+    It differs from pyspark's class as follows: the value is always global rank 0's, a script that fails raises, errors
+    name rank and cause, a script is shipped to the executors, and ``local_mode`` needs no SparkSession. A job without
+    GPUs cannot see the GPUs of this machine.
 
     Args:
         num_processes: World size.
         local_mode: True runs on this machine, False as a barrier job of the active SparkSession.
-        use_gpu: One GPU for each rank. With ``local_mode`` there are at most as many ranks as GPUs here.
-        _ssl_conf: Name of the Spark property that lets an encrypted cluster be used all the same.
+        use_gpu: Whether each rank gets a GPU. With ``local_mode`` there are at most as many ranks as local GPUs.
+        _ssl_conf: Name of the Spark property that allows a training on a cluster with encryption.
         num_workers: Old name of ``num_processes``, still found in guides.
-        backend: Of the process group, as for `rankzero.Launcher`; ``"gloo"`` with GPUs, too.
+        backend: Backend of the process group, as for `rankzero.Launcher`; ``"gloo"`` works with GPUs, too.
 
     Attributes:
         num_processes: World size.
-        local_mode: As given.
-        use_gpu: As given.
-        num_tasks: Spark tasks, or local processes.
+        local_mode: The argument of the same name.
+        use_gpu: The argument of the same name.
+        num_tasks: Number of Spark tasks, or of local processes.
         spark: The active SparkSession; None if there is none.
-        logger: Of this class's name.
-        ssl_conf: ``_ssl_conf``.
+        logger: Logger with the name of this class.
+        ssl_conf: The argument ``_ssl_conf``.
 
     Raises:
         InvalidJobError: a value is wrong (a ValueError).
@@ -86,7 +86,7 @@ class TorchDistributor:
 
     @property
     def input_params(self) -> dict[str, Any]:
-        """What was asked for: ``num_processes``, ``local_mode``, ``use_gpu``, ``num_tasks``."""
+        """Returns the values of ``num_processes``, ``local_mode``, ``use_gpu`` and ``num_tasks`` by name."""
         return {name: getattr(self, name) for name in ("num_processes", "local_mode", "use_gpu", "num_tasks")}
 
     def _get_num_tasks(self) -> int:
@@ -120,14 +120,14 @@ class TorchDistributor:
         return self.num_processes // per_task
 
     def _check_encryption(self) -> None:
-        """Refuses a cluster that asks for encryption. Raises EngineError."""
+        """Raises EngineError for a cluster with encryption, unless its configuration allows the training."""
         if not (self.spark and _is_true(self.spark.conf.get("spark.ssl.enabled", "false"))):
             return
         exposed = "arguments, gradients and results cross the network without encryption"
         if not _is_true(self.spark.conf.get(self.ssl_conf, "false")):
             raise EngineError(
                 f"the cluster has TLS encryption enabled (spark.ssl.enabled), but {exposed}: "
-                f"set {self.ssl_conf!r} to 'true' in the Spark configuration to train all the same"
+                f"set {self.ssl_conf!r} to 'true' in the Spark configuration to train without it"
             )
         self.logger.warning("the cluster has TLS encryption enabled, but %s, as %s allows", exposed, self.ssl_conf)
 
@@ -144,7 +144,7 @@ class TorchDistributor:
             kwargs: Keyword arguments of the function.
 
         Raises:
-            EngineError: the cluster asks for encryption.
+            EngineError: the cluster requires encryption.
             RankZeroError: see `Launcher.run`.
         """
         if kwargs and not callable(train_object):
@@ -170,16 +170,16 @@ class TorchDistributor:
     ) -> R:
         """Runs a function whose ranks read the rows of a DataFrame: `rankzero.train.get_dataset_shard`.
 
-        Of any number of partitions, of any sizes: every rank gets as many rows, but for one.
+        The DataFrame may have any partitions: the shares of two ranks differ by one row at most.
 
         Args:
-            train_function: Calls `_get_spark_partition_data_loader`, or has the shard itself.
+            train_function: A function that calls `_get_spark_partition_data_loader`, or reads the shard itself.
             spark_dataframe: The rows.
             args: Positional arguments of the function.
             kwargs: Keyword arguments of the function.
 
         Raises:
-            InvalidJobError: with ``local_mode``; a column that there is no tensor of, fewer rows than ranks.
+            InvalidJobError: ``local_mode`` is True, a column cannot become a tensor, or there are too few rows.
             RankZeroError: see `run`.
         """
         if self.local_mode:
@@ -201,13 +201,13 @@ class TorchDistributor:
 def _get_spark_partition_data_loader(
     num_samples: int, batch_size: int, num_workers: int = 1, prefetch_factor: int = 2
 ) -> DataLoader[Any]:
-    """A loader of this rank's rows of the DataFrame that `TorchDistributor._train_on_dataframe` was given.
+    """Returns a loader of this rank's rows of the DataFrame that `TorchDistributor._train_on_dataframe` was given.
 
     Args:
-        num_samples: Rows of an epoch: the first ones, or with more than there are the first ones again after the last.
+        num_samples: Rows of an epoch; if there are fewer, the loader restarts at the first row.
         batch_size: Rows of a batch, which is a list of the columns' tensors.
-        num_workers: Processes of the loader; 0 for none.
-        prefetch_factor: Batches that each of them has ready.
+        num_workers: Number of processes of the loader; 0 for none.
+        prefetch_factor: Batches that each process prepares in advance.
     """
     from torch.utils.data import DataLoader
 
@@ -220,7 +220,7 @@ def _get_spark_partition_data_loader(
 
 
 def _count(value: Any) -> int:
-    """A number of processes, numpy's too. Raises InvalidJobError."""
+    """Returns a number of processes, which may be an integer of numpy, as an int. Raises InvalidJobError."""
     try:
         count = value if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -230,7 +230,7 @@ def _count(value: Any) -> int:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """A flag, also as numpy's or as 0 and 1. Raises InvalidJobError."""
+    """Returns a flag, which may be a bool of numpy, 0 or 1, as a bool. Raises InvalidJobError."""
     if isinstance(value, (str, type(None))) or value not in (True, False):
         raise InvalidJobError(f"{name} is {value!r}; it must be True or False")
     return bool(value)
@@ -241,7 +241,7 @@ def _is_true(value: str) -> bool:
 
 
 def _driver_gpus(session: Any) -> list[str]:
-    """The GPUs of this machine: those that Spark's driver was given, else those that the system lists."""
+    """Returns the GPUs that Spark's driver was given; without them, the GPUs that the system lists."""
     context = getattr(session, "_sc", None)
     resource = context.resources.get("gpu") if context is not None else None
     if resource is not None:
@@ -252,7 +252,7 @@ def _driver_gpus(session: Any) -> list[str]:
 
 
 def active_session() -> Any:
-    """The SparkSession of this thread or process; None if there is none, or no pyspark."""
+    """Returns the active SparkSession of this thread or process; None if there is none, or pyspark is not loaded."""
     import sys
 
     if "pyspark" not in sys.modules:

@@ -196,7 +196,7 @@ def test_a_rank_that_has_joined_has_nothing_to_gather(launcher: Launcher) -> Non
 
         hvd.init()
         if hvd.rank() == 1:
-            with pytest.raises(hvd.MismatchError, match="needs something of rank .0., which has joined"):
+            with pytest.raises(hvd.MismatchError, match="needs data of rank .0., which has joined"):
                 hvd.allgather(torch.ones(3), name="x")
             with pytest.raises(hvd.MismatchError, match="only sums and averages"):
                 hvd.allreduce(torch.ones(300), name="y", op=hvd.Min)

@@ -1,6 +1,6 @@
-"""Horovod's names: `install` makes ``import horovod.torch`` and ``from sparkdl import HorovodRunner`` find ours.
+"""`install` makes ``import horovod.torch`` and ``from sparkdl import HorovodRunner`` find rankzero's modules.
 
-What is found is our own module, under another name: what refers to it is pickled by the first, which every rank has.
+The modules keep rankzero's names. Objects that refer to them are therefore pickled by names that every rank can import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLACES = {
     "horovod.torch.optimizer": ".torch.optimizer",
     "horovod.torch.sync_batch_norm": ".torch.sync_batch_norm",
 }
-"""Names of Horovod's modules, and where below this package their content is."""
+"""Names of Horovod's modules, each with the module of this package that has its content."""
 
 _TORCH = ", which trains torch: use {root}.torch"
 _ESTIMATORS = ": give a training function to {root}.spark.run, and the DataFrame as dataset= of its launcher"
@@ -54,14 +54,14 @@ _INSTEAD = {
     "spark.tensorflow": _TORCH,
     "spark.torch": _ESTIMATORS,
 }
-"""What to use for those that are not here."""
+"""Advice for Horovod's modules that this package does not have."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module below its roots: one of ours, or an error that names what to use.
+    """An importer for every module below some packages: it finds rankzero's module, or raises an error with advice.
 
     Args:
-        roots: Packages.
+        roots: Names of the packages.
     """
 
     def __init__(self, *roots: str) -> None:
@@ -82,14 +82,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if place is None:
             instead = _INSTEAD.get(below, ": see docs/migrate-horovod.md for what is")
             raise ImportError(f"{name} is not part of rankzero{instead.format(root=root)}")
-        # The import system gives what stands here then.
+        # The import system returns the module that is registered here.
         sys.modules[name] = importlib.import_module(_HERE + place)
 
 
 def install() -> None:
     """Lets ``horovod.torch`` and ``sparkdl`` be imported in this process, whether they are installed or not.
 
-    In ranks the variable ``RANKZERO_HOROVOD=1`` in ``env=`` does it; those of `HorovodRunner` and `run` have it.
+    In ranks, the variable ``RANKZERO_HOROVOD=1`` in ``env=`` does the same; `HorovodRunner` and `run` set it.
     """
     if _INSTALLED not in sys.meta_path:
         sys.meta_path.insert(0, _INSTALLED)
@@ -97,7 +97,7 @@ def install() -> None:
 
 def answer_here() -> None:
     """Lets Horovod's names be imported from this package, too: ``rankzero.compat.horovod.torch.mpi_ops``."""
-    # After all others: it is for what is no file of ours.
+    # The last importer, for names without a file in this package.
     if _OWN not in sys.meta_path:
         sys.meta_path.append(_OWN)
 

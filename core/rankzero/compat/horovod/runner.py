@@ -14,7 +14,7 @@ from rankzero.submit.training import check_callable
 from rankzero.worker.main import HOROVOD
 
 MESSAGE = "log_to_driver: "
-"""What a line of `log_to_driver` begins with."""
+"""Prefix of a line of `log_to_driver`."""
 
 VERBOSITIES = ("log_callback_only", "all")
 
@@ -23,9 +23,10 @@ class HorovodRunner:
     """Runs a training function on ``np`` ranks.
 
     Args:
-        np: Above 0: ranks of a barrier job of the active SparkSession. Below 0: so many processes on this machine.
-        driver_log_verbosity: ``"log_callback_only"`` shows what ranks give to `log_to_driver`, ``"all"`` their output.
-        launcher: Where and how it runs otherwise; its engine is used for ``np > 0``.
+        np: Above 0: ranks of a barrier job of the active SparkSession. Below 0: ``-np`` processes on this machine.
+        driver_log_verbosity: ``"log_callback_only"`` shows the messages of `log_to_driver`, ``"all"`` all output of
+            the ranks.
+        launcher: All other options; its engine is used for ``np > 0``.
 
     Raises:
         InvalidJobError: a value is wrong.
@@ -74,16 +75,16 @@ class HorovodRunner:
 
 
 def on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
-    """A launcher for the active SparkSession.
+    """Returns a launcher for the active SparkSession.
 
     Args:
-        caller: For the error.
-        num_proc: Ranks; None: as many as the session has slots.
-        otherwise: What to do without a session.
+        caller: Name of the calling function, for errors.
+        num_proc: Number of ranks; None: as many as the session has slots.
+        otherwise: Advice for the error without a session.
 
     Raises:
         EngineError: there is no session.
-        InvalidJobError: ``num_proc`` is None, and it is a session of Spark Connect.
+        InvalidJobError: ``num_proc`` is None, and the session is one of Spark Connect.
     """
     from rankzero.compat.torch_distributor import active_session
     from rankzero.engines.specs import engine_of_session
@@ -102,15 +103,15 @@ def on_spark(caller: str, num_proc: int | None, otherwise: str) -> Launcher:
 
 
 def with_names(launcher: Launcher, env: Mapping[str, str] | None = None) -> Launcher:
-    """The same, whose ranks find ``horovod`` and ``sparkdl``, and have more environment variables."""
+    """Returns a launcher whose ranks can import ``horovod`` and ``sparkdl``, with more environment variables."""
     return launcher.options(env={HOROVOD: "1", **(launcher.env or {}), **(env or {})})
 
 
 def log_to_driver(message: str) -> None:
-    """Shows a message of a rank where `HorovodRunner.run` was called.
+    """Shows a message of a rank in the process that called `HorovodRunner.run`.
 
     Raises:
-        TypeError: no text.
+        TypeError: the message is not a string.
     """
     if not isinstance(message, str):
         raise TypeError(f"log_to_driver takes a text, not {type(message).__name__}")
@@ -161,24 +162,24 @@ def run(
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Any]:
-    """``horovod.run`` and ``horovod.spark.run``: calls ``fn`` on every rank and returns the values of all, by rank.
+    """Calls ``fn`` on every rank and returns the values of all, by rank, as ``horovod.run`` does.
 
-    On the active SparkSession; without one, in ``num_proc`` processes of this machine.
+    The ranks run on the active SparkSession; without one, in ``num_proc`` processes of this machine.
 
     Args:
-        fn: The training function; ``func`` is the same.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        num_proc: Ranks; ``np`` is the same. None: as many as the SparkSession has slots.
+        fn: The training function; ``func`` is an alias.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
+        num_proc: Number of ranks; ``np`` is an alias. None: as many as the SparkSession has slots.
         start_timeout: Seconds until every rank must have started.
         env: Environment variables of the ranks.
-        launcher: Where and how it runs otherwise.
-        options: Horovod's others. ``verbose``, ``stdout``, ``stderr``, ``nics``, ``use_gloo`` and the like change
-            nothing.
+        launcher: All other options, and the engine.
+        options: Horovod's other options. ``verbose``, ``stdout``, ``stderr``, ``nics``, ``use_gloo`` and similar ones
+            are accepted and have no effect.
 
     Raises:
         EngineError: neither a SparkSession nor ``num_proc``.
-        InvalidJobError: a value is wrong, or an option means nothing here.
+        InvalidJobError: a value is wrong, or an option is not supported.
         RankZeroError: see `Launcher.run`.
 
     Example:
@@ -205,7 +206,7 @@ def run(
 def run_all(
     launcher: Launcher, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[Any]:
-    """Calls ``fn`` on every rank and returns the values of all."""
+    """Calls ``fn`` on every rank and returns the values of all ranks."""
     if not callable(fn):
         raise InvalidJobError(f"fn is {fn!r}; give a function. Launcher runs scripts, too")
     if not isinstance(args, (tuple, list)):
@@ -217,7 +218,7 @@ def run_all(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises InvalidJobError for an option of Horovod's that would change something, or that nobody knows."""
+    """Raises InvalidJobError for an option of Horovod that is not supported, and for an unknown one."""
     for name, value in options.items():
         if name in _REFUSED and value not in (None, False):
             raise InvalidJobError(f"{name}={value!r} is not supported: {_REFUSED[name]}")
@@ -226,9 +227,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose value on rank 0 is that of all ranks."""
+    """Wraps a function so that it returns the list of all ranks' values on rank 0."""
 
-    # The run bears its name, and the arguments are its own.
+    # The wrapped name becomes the name of the run, and the signature checks the arguments.
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> list[Any] | None:
         import cloudpickle

@@ -9,11 +9,11 @@ from rankzero.compat.horovod import runner
 from rankzero.launcher import Launcher
 
 RESETS = 100
-"""New attempts without ``reset_limit``: Horovod's have no bound, but leave out the host of each failure."""
+"""New attempts without ``reset_limit``. Horovod has no limit, but excludes the host of each failure."""
 
 _OTHERWISE = "give launcher=Launcher(...)"
 
-# A package for the import system, without a file: what is asked of it is refused with what to use.
+# Makes this module a package for the import system: the importer refuses its submodules with advice.
 __path__: list[str] = []
 
 
@@ -32,13 +32,13 @@ def run(
 
     Args:
         fn: The training function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        num_proc: Ranks; None: as many as the SparkSession has slots.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
+        num_proc: Number of ranks; None: as many as the SparkSession has slots.
         start_timeout: Seconds until every rank must have started.
         env: Environment variables of the ranks.
-        launcher: Where and how it runs otherwise. None: the active SparkSession.
-        options: As for `rankzero.compat.horovod.run`.
+        launcher: All other options, and the engine. None: the active SparkSession.
+        options: Horovod's other options, as for `rankzero.compat.horovod.run`.
 
     Raises:
         EngineError: no active SparkSession.
@@ -64,21 +64,21 @@ def run_elastic(
     launcher: Launcher | None = None,
     **options: Any,
 ) -> list[Any]:
-    """``horovod.spark.run_elastic``: an elastic world, whose attempts go on from the last ``state.commit()``.
+    """Runs ``fn`` in an elastic world, whose attempts resume from the last ``state.commit()``, as Horovod's does.
 
     Args:
-        fn: The training function, with a `rankzero.compat.horovod.torch.elastic.run` in it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        num_proc: Ranks; None: as many as the SparkSession has slots.
-        min_num_proc: Ranks that it goes on with at least; None: ``num_proc``.
-        max_num_proc: Ranks at most; None: ``num_proc``.
+        fn: The training function, which uses `rankzero.compat.horovod.torch.elastic.run`.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
+        num_proc: Number of ranks; None: as many as the SparkSession has slots.
+        min_num_proc: Smallest number of ranks of an attempt; None: ``num_proc``.
+        max_num_proc: Largest number of ranks of an attempt; None: ``num_proc``.
         start_timeout: Seconds until every rank must have started.
-        elastic_timeout: The same, in later attempts: the longer one of both counts.
+        elastic_timeout: The same limit for later attempts; the longer one of both is used for all.
         reset_limit: New attempts (``max_restarts``); None: 100.
         env: Environment variables of the ranks.
-        launcher: Where and how it runs otherwise. None: the active SparkSession.
-        options: As for `rankzero.compat.horovod.run`.
+        launcher: All other options, and the engine. None: the active SparkSession.
+        options: Horovod's other options, as for `rankzero.compat.horovod.run`.
 
     Returns:
         The values of all ranks of the last attempt.

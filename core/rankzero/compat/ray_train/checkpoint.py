@@ -1,4 +1,4 @@
-"""`Checkpoint`: a directory, in a worker and where the run is read."""
+"""`Checkpoint`: a directory with a checkpoint, in a worker or in the process that reads the run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Checkpoint:
-    """A directory of the user's, as Ray has it.
+    """A checkpoint that is a directory, with the interface of Ray's class.
 
     Attributes:
-        path: Where it lies; for one of a run, its folder in the run directory.
+        path: Path of the directory; for a checkpoint of a run, its folder in the run directory.
     """
 
     def __init__(self, path: str | os.PathLike[str], unpack: Callable[[str], Any] | None = None) -> None:
@@ -22,20 +22,20 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """The checkpoint that a local directory is.
+        """Returns the checkpoint for a local directory.
 
         Raises:
-            ValueError: there is no such directory.
+            ValueError: the directory does not exist.
         """
         if not os.path.isdir(path):
             raise ValueError(f"checkpoint directory {os.fspath(path)!r} does not exist")
         return cls(path)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Copies it to a local directory, by default a new temporary one. Returns the directory.
+        """Copies the checkpoint to a local directory, by default a new temporary one, and returns its path.
 
         Raises:
-            ResultError: it is damaged, or not kept any more.
+            ResultError: the checkpoint is damaged, or was deleted since it is not kept.
         """
         target = tempfile.mkdtemp(prefix="rankzero-checkpoint-") if path is None else os.fspath(path)
         if self._unpack:
@@ -48,7 +48,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """A local directory with it, for the block. Raises like `to_directory`."""
+        """Yields a local directory with the checkpoint, for the block. Raises like `to_directory`."""
         if self._unpack is None:
             yield self.path
             return

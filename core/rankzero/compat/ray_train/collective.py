@@ -1,4 +1,4 @@
-"""``ray.train.collective``."""
+"""Collectives under the names of ``ray.train.collective``."""
 
 from rankzero.train import barrier
 from rankzero.train import broadcast_object as broadcast_from_rank_zero

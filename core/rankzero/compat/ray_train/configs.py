@@ -1,4 +1,4 @@
-"""Ray's configurations, and what each of their fields is to a `rankzero.Launcher`."""
+"""Ray's configuration classes, whose fields are translated to options of `rankzero.Launcher`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rankzero.errors import InvalidJobError
 from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
 
 UNLIMITED = 1_000_000
-"""Restarts that stand for Ray's ``-1``."""
+"""Number of restarts for Ray's ``-1`` (no limit)."""
 
 TIMEOUT_S = 1800
-"""Ray's seconds for a collective."""
+"""Ray's default timeout of a collective, in seconds."""
 
 
 def _removed(what: str, value: object, instead: str) -> None:
@@ -25,16 +25,17 @@ def _removed(what: str, value: object, instead: str) -> None:
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """How many workers, and what each has.
+    """The number of workers, and their resources.
 
     Attributes:
         num_workers: World size; 0 runs in one local process, ``(min, max)`` is elastic.
-        use_gpu: One GPU for each worker.
-        resources_per_worker: ``{"GPU": 1}`` is ``use_gpu``; ``"CPU"`` is what the cluster's configuration says.
-        placement_strategy: Ray's; where tasks run is the cluster's decision.
+        use_gpu: Whether each worker gets a GPU.
+        resources_per_worker: ``{"GPU": 1}`` means ``use_gpu``; ``"CPU"`` has no effect, since the cluster's
+            configuration decides.
+        placement_strategy: Accepted for compatibility; the cluster decides where tasks run.
 
     Raises:
-        InvalidJobError: a value is wrong, or belongs to Ray's cluster.
+        InvalidJobError: a value is wrong, or an option exists only on Ray's clusters.
     """
 
     num_workers: int | tuple[int, int] = 1
@@ -60,18 +61,18 @@ class ScalingConfig:
 
     @property
     def gpus_per_worker(self) -> float:
-        """GPUs of each worker."""
+        """Returns the number of GPUs of each worker, 0 or 1."""
         return (self.resources_per_worker or {}).get("GPU", 1 if self.use_gpu else 0)
 
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """The process group, which is made before the training function is called.
+    """Options of the process group, which is created before the training function is called.
 
     Attributes:
         backend: ``"nccl"`` or ``"gloo"``; None: nccl with GPUs, else gloo.
-        init_method: Ray's; workers always meet through their environment.
-        timeout_s: Seconds that a collective may take.
+        init_method: Accepted for compatibility; workers always use environment variables.
+        timeout_s: Timeout of a collective in seconds.
     """
 
     backend: str | None = None
@@ -85,12 +86,12 @@ class TorchConfig:
 
 @dataclass(frozen=True)
 class FailureConfig:
-    """What is tried again.
+    """Limits of new attempts after failures.
 
     Attributes:
         max_failures: New attempts, from the last checkpoint, after any failure of a worker; -1 for no limit.
-        fail_fast: Removed by Ray.
-        max_preemption_failures: New attempts after the cluster took a worker back; -1 for no limit.
+        fail_fast: Refused, since Ray has removed it.
+        max_preemption_failures: New attempts after the cluster has preempted a worker; -1 for no limit.
     """
 
     max_failures: int = 0
@@ -98,7 +99,7 @@ class FailureConfig:
     max_preemption_failures: int = -1
 
     def __post_init__(self) -> None:
-        _removed("fail_fast", self.fail_fast or None, "a failure ends the run at once unless max_failures is set")
+        _removed("fail_fast", self.fail_fast or None, "a failure ends the run immediately unless max_failures is set")
         for name in ("max_failures", "max_preemption_failures"):
             value = getattr(self, name)
             if type(value) is not int or value < -1:
@@ -107,11 +108,11 @@ class FailureConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which checkpoints are kept.
+    """Options that decide which checkpoints are kept.
 
     Attributes:
-        num_to_keep: None keeps all.
-        checkpoint_score_attribute: Keep the best by this metric; None keeps the newest.
+        num_to_keep: Number of checkpoints to keep; None keeps all.
+        checkpoint_score_attribute: Metric by which the best ones are kept; None keeps the newest.
         checkpoint_score_order: ``"max"`` or ``"min"``.
     """
 
@@ -128,24 +129,24 @@ class CheckpointConfig:
         self.kept()
 
     def kept(self) -> KeptCheckpoints:
-        """As a launcher takes it. Raises InvalidJobError for a wrong value."""
+        """Returns the configuration for `rankzero.Launcher`. Raises InvalidJobError for a wrong value."""
         return KeptCheckpoints(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Name and place of the run.
+    """Name and storage of the run, and its other options.
 
     Attributes:
-        name: The run's id; None makes one up.
+        name: Id of the run; None creates one.
         storage_path: Root of the run directories, a path or an fsspec URL; None: ``$RANKZERO_STORE``, else
             ``~/.rankzero/runs``.
-        failure_config: What is tried again.
-        checkpoint_config: Which checkpoints are kept.
-        worker_runtime_env: ``{"env_vars": {...}}``.
+        failure_config: Limits of new attempts after failures.
+        checkpoint_config: Options that decide which checkpoints are kept.
+        worker_runtime_env: Environment variables of the workers: ``{"env_vars": {...}}``.
 
     Raises:
-        InvalidJobError: an option that Ray removed, or that belongs to Ray's cluster.
+        InvalidJobError: an option was removed by Ray, or exists only on Ray's clusters.
     """
 
     name: str | None = None

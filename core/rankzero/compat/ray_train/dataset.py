@@ -20,7 +20,7 @@ def install(datasets: Mapping[str, Any]) -> None:
 
 
 def shard(name: str) -> DatasetShard | TableShard:
-    """The share of the data set ``name``. Raises KeyError, which names those that there are."""
+    """Returns this worker's share of the data set ``name``. Raises KeyError, which lists the known names."""
     tables = rt.dataset_names()
     if name in tables:
         return TableShard(rt.get_dataset_shard(name))
@@ -31,7 +31,7 @@ def shard(name: str) -> DatasetShard | TableShard:
 
 
 class DatasetShard:
-    """This worker's share of a torch data set."""
+    """A worker's share of a torch data set."""
 
     def __init__(self, data: Any, name: str) -> None:
         self._data = data
@@ -47,15 +47,15 @@ class DatasetShard:
         local_shuffle_seed: int | None = None,
         prefetch_batches: int = 1,
     ) -> Iterator[Any]:
-        """Batches of one epoch, on this worker's device; every worker gets as many. Each call is the next epoch.
+        """Yields the batches of the next epoch on this worker's device; every worker gets the same number of batches.
 
         Args:
             batch_size: Rows of a batch.
-            drop_last: Leave out the last batch if it is smaller.
-            collate_fn: Makes a batch of a list of rows; None: torch's.
-            local_shuffle_buffer_size: Anything but None shuffles the whole data set.
-            local_shuffle_seed: Of the order.
-            prefetch_batches: Ray's; one batch is always ahead on a GPU.
+            drop_last: Whether to leave out the last batch if it is smaller.
+            collate_fn: Makes a batch of a list of rows; None: torch's default.
+            local_shuffle_buffer_size: Any value except None shuffles the whole data set.
+            local_shuffle_seed: Seed of the order.
+            prefetch_batches: Accepted for compatibility; on a GPU one batch is always copied in advance.
 
         Raises:
             ValueError: ``local_shuffle_buffer_size`` for a data set without indices.
@@ -76,7 +76,7 @@ class DatasetShard:
 
 
 class TableShard:
-    """This worker's share of the rows of a DataFrame or of a table at a path."""
+    """A worker's share of the rows of a DataFrame or of a table at a path."""
 
     def __init__(self, rows: rt.DatasetShard) -> None:
         self._rows = rows
@@ -91,15 +91,15 @@ class TableShard:
         local_shuffle_seed: int | None = None,
         prefetch_batches: int = 1,
     ) -> Iterator[Any]:
-        """Dicts of tensors by column, on this worker's device; every worker gets as many. Each call is the next epoch.
+        """Yields the batches of the next epoch as dicts of tensors by column, the same number on every worker.
 
         Args:
             batch_size: Rows of a batch.
-            drop_last: Leave out the last batch if it is smaller.
+            drop_last: Whether to leave out the last batch if it is smaller.
             collate_fn: Makes a batch of the dict of columns.
-            local_shuffle_buffer_size: Anything but None shuffles all rows, over all workers.
-            local_shuffle_seed: Of the order.
-            prefetch_batches: 0 for no reading ahead.
+            local_shuffle_buffer_size: Any value except None shuffles all rows, over all workers.
+            local_shuffle_seed: Seed of the order.
+            prefetch_batches: 0 reads nothing in advance.
 
         Raises:
             InvalidJobError: as `rankzero.train.DatasetShard.iter_batches`.

@@ -1,4 +1,4 @@
-"""`Result`: what a run of the trainer came to."""
+"""`Result`: the outcome of a run of the trainer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rankzero.values import formats
 
 @dataclass(frozen=True)
 class Result:
-    """Of a run.
+    """The outcome of a run: metrics, checkpoints, error and value.
 
     Attributes:
-        metrics: Rank 0's last report; None if there was none.
-        checkpoint: The newest; None if there was none.
-        error: Why it failed; None after a success.
+        metrics: Metrics of rank 0's last report; None if there was none.
+        checkpoint: The newest checkpoint; None if there is none.
+        error: The error of a failed run; None after a success.
         path: The run directory.
-        best_checkpoints: Those that are kept, with the metrics of their reports; the newest last.
-        return_value: What the training function returned on rank 0; tensors, too.
+        best_checkpoints: The kept checkpoints with the metrics of their reports, the newest last.
+        return_value: The value that the training function returned on rank 0, which may contain tensors.
     """
 
     metrics: dict[str, Any] | None
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> Any:
-        """Rank 0's reports as a `pandas.DataFrame`."""
+        """Returns rank 0's reports as a `pandas.DataFrame`."""
         import pandas
 
         rows = RunHandle[Any].attach(self.path).metrics()
@@ -46,10 +46,10 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str) -> Result:
-        """The result of a run directory that has ended, whoever started the run.
+        """Returns the result of an ended run from its directory, whichever process started it.
 
         Raises:
-            RunNotFoundError: there is no run.
+            RunNotFoundError: the directory has no run.
         """
         handle = RunHandle[Any].attach(path)
         try:
@@ -64,7 +64,7 @@ class Result:
         A value that is not a number is the worst.
 
         Args:
-            metric: Its name.
+            metric: Name of the metric.
             mode: ``"max"`` or ``"min"``.
         """
         found = [(metrics, checkpoint) for checkpoint, metrics in self.best_checkpoints if metric in metrics]
@@ -72,7 +72,7 @@ class Result:
 
 
 def result_of(handle: RunHandle[Any], value: Any, error: Exception | None = None) -> Result:
-    """The result of a run that has ended."""
+    """Returns the result of a run that has ended."""
     run = RunDirectory(handle.directory)
     kept = [(_checkpoint(run, manifest), manifest.metrics) for manifest in handle.checkpoints()]
     metrics = dict(handle.status().metrics) or None

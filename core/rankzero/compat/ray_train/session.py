@@ -1,4 +1,4 @@
-"""``ray.air.session``, as scripts before Ray 2.7 spell it; right on every worker."""
+"""Functions under the names of ``ray.air.session``, which scripts before Ray 2.7 use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ray.train.torch``."""
+"""Functions for PyTorch under the names of ``ray.train.torch``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prepare_model(
     parallel_strategy: Literal["ddp", "fsdp"] | None = "ddp",
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """`rankzero.train.prepare_model`; ``"fsdp"`` is FSDP2, on a CPU too.
+    """Prepares a model with `rankzero.train.prepare_model`; ``"fsdp"`` is FSDP2, and works on a CPU, too.
 
     Raises:
         ValueError: ``move_to_device=False``, or an unknown strategy.
@@ -52,25 +52,25 @@ def prepare_data_loader(
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> PreparedDataLoader:
-    """`rankzero.train.prepare_data_loader`: keeps every argument of the loader, and sets epochs by itself.
+    """Prepares a loader with `rankzero.train.prepare_data_loader`: keeps its arguments, and sets epochs automatically.
 
-    ``auto_transfer`` changes nothing: batches for a GPU always come one ahead.
+    ``auto_transfer`` has no effect: the next batch for a GPU is always copied in advance.
     """
     return rt.prepare_data_loader(data_loader, shard=add_dist_sampler, move=move_to_device)
 
 
 def get_device() -> torch.device:
-    """The device of this worker."""
+    """Returns the device of this worker."""
     return rt.get_context().device
 
 
 def get_devices() -> list[torch.device]:
-    """The devices of this worker: one."""
+    """Returns a list with the device of this worker."""
     return [get_device()]
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seeds Python, numpy where it is loaded, and torch; makes torch choose deterministic algorithms."""
+    """Seeds Python, torch and, if it is loaded, numpy; makes torch use deterministic algorithms."""
     import random
     import sys
 
@@ -85,17 +85,17 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def accelerate(amp: bool = False) -> NoReturn:
-    """Removed by Ray. Raises NotImplementedError."""
+    """Raises NotImplementedError, since Ray has removed the function."""
     raise NotImplementedError("accelerate() was removed: use rankzero.train.autocast() and grad_scaler()")
 
 
 def prepare_optimizer(optimizer: object) -> NoReturn:
-    """Removed by Ray. Raises NotImplementedError."""
+    """Raises NotImplementedError, since Ray has removed the function."""
     raise NotImplementedError("prepare_optimizer() was removed: use the optimizer as it is")
 
 
 def backward(tensor: object) -> NoReturn:
-    """Removed by Ray. Raises NotImplementedError."""
+    """Raises NotImplementedError, since Ray has removed the function."""
     raise NotImplementedError("backward() was removed: call loss.backward(); see rankzero.train.grad_scaler")
 
 

@@ -1,4 +1,4 @@
-"""``ray.train``: what a training function calls."""
+"""Functions for training functions under the names of ``ray.train``."""
 
 from __future__ import annotations
 
@@ -33,56 +33,57 @@ __all__ = [
 
 
 class TrainContext:
-    """Who this worker is, by Ray's names."""
+    """The ranks and the run of this worker, under Ray's names."""
 
     def get_world_size(self) -> int:
-        """Number of workers."""
+        """Returns the number of workers."""
         return rt.get_context().world_size
 
     def get_world_rank(self) -> int:
-        """Rank of this worker."""
+        """Returns the rank of this worker."""
         return rt.get_context().rank
 
     def get_local_rank(self) -> int:
-        """Index of this worker in its task."""
+        """Returns the index of this worker in its task."""
         return rt.get_context().local_rank
 
     def get_local_world_size(self) -> int:
-        """Workers in this task."""
+        """Returns the number of workers in this task."""
         return rt.get_context().local_world_size
 
     def get_node_rank(self) -> int:
-        """Index of the task."""
+        """Returns the index of this worker's task."""
         return rt.get_context().node_rank
 
     def get_experiment_name(self) -> str:
-        """Name of the run."""
+        """Returns the name of the run."""
         return rt.get_context().run_id
 
     def get_storage(self) -> str | None:
-        """The run directory, where this host sees it."""
+        """Returns the run directory if this host sees it; else None."""
         return rt.get_context().storage_path
 
 
 def get_context() -> TrainContext:
-    """The context of this worker."""
+    """Returns the context of this worker."""
     return TrainContext()
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
-    """Reports metrics, and optionally a checkpoint. Like Ray's, it is a barrier: each worker has to call it.
+    """Reports metrics, and optionally a checkpoint. Like Ray's, it is a barrier: each worker must call it.
 
-    So a worker that fails behind a report costs no checkpoint of it: every other one has been taken, and is written
-    before the attempt ends. Rank 0's checkpoint is the run's. Ray merges the directories of all workers: a directory
-    with files that rank 0's lacks is refused, and belongs into `rankzero.train.report` with ``sharded=True``.
+    A worker that fails after a report therefore loses no checkpoint of that report: those of all workers have been
+    copied, and are written before the attempt ends. Rank 0's checkpoint becomes the run's. Ray merges the directories
+    of all workers. Here a directory with files that rank 0's lacks is refused; report it with
+    `rankzero.train.report` and ``sharded=True``.
 
     Args:
         metrics: Name to number or string.
-        checkpoint: `Checkpoint.from_directory` of what was saved; it may be deleted after this call.
-        options: Ray's, of uploading and validation: refused.
+        checkpoint: The checkpoint from `Checkpoint.from_directory`; its directory may be deleted after this call.
+        options: Ray's options for uploads and validation, which are refused.
 
     Raises:
-        TypeError: an option, no `Checkpoint`, or one with files that would be lost.
+        TypeError: an option was given; ``checkpoint`` is not a `Checkpoint`, or has files that would be lost.
         ResultError: the checkpoint cannot be written.
     """
     if options:
@@ -109,29 +110,29 @@ def _check_files(by_rank: list[list[str]]) -> None:
     for rank, names in enumerate(by_rank):
         if lost := sorted(set(names) - set(by_rank[0])):
             raise TypeError(
-                f"worker {rank} reports a checkpoint with {lost[0]}, which that of rank 0 has not: rank 0's is kept. "
+                f"worker {rank} reports a checkpoint with {lost[0]}, which rank 0's lacks: only rank 0's is kept. "
                 "For parts of all workers use rankzero.train.report(metrics, checkpoint=path, sharded=True)"
             )
 
 
 def _has_group() -> bool:
-    """Returns True if the workers have a process group; `TorchTrainer` makes one."""
+    """Returns True if the workers have a process group, which `TorchTrainer` creates."""
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """The last committed checkpoint of the run; None at its begin."""
+    """Returns the last committed checkpoint of the run; None if there is none yet."""
     last = rt.get_checkpoint()
     return Checkpoint(last.id, last.to_directory) if last else None
 
 
 def get_dataset_shard(dataset_name: str = "train") -> DatasetShard | TableShard:
-    """This worker's share of one of the trainer's ``datasets``.
+    """Returns this worker's share of one of the trainer's ``datasets``.
 
     Raises:
-        KeyError: the trainer was given no such data set.
+        KeyError: the trainer was given no data set of this name.
     """
     from rankzero.compat.ray_train import dataset
 

@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 class TorchTrainer:
     """Ray's ``TorchTrainer``: runs a training function on every worker.
 
-    A trainer is a training, too: ``launcher.run(trainer)``, an Airflow task and a Dagster asset take it where they
-    take a function, with its number of workers, restarts and checkpoints.
+    A trainer can replace a training function: ``launcher.run(trainer)``, an Airflow task and a Dagster asset accept it,
+    and use its number of workers, restarts and checkpoints.
 
     Args:
         train_loop_per_worker: A function of no argument, or of the configuration.
         train_loop_config: The configuration; its `rankzero.ResultRef` values are opened in the workers.
-        torch_config: The process group.
-        scaling_config: How many workers.
-        run_config: Name and place of the run, restarts, checkpoints.
-        datasets: By name: torch data sets, for `get_dataset_shard`.
+        torch_config: Options of the process group.
+        scaling_config: Number of workers, and their resources.
+        run_config: Name and storage of the run, restarts, checkpoints.
+        datasets: Torch data sets, DataFrames or paths of tables by name, for `get_dataset_shard`.
         torch_backend: Another name of ``torch_config``, found in Ray's guides.
-        launcher: Where it runs, and what Ray has no word for. None: the active SparkSession, else this machine.
-        dataset_config, metadata, resume_from_checkpoint, validation_config: Ray's; refused.
+        launcher: The engine, and options that Ray lacks. None: the active SparkSession, else this machine.
+        dataset_config, metadata, resume_from_checkpoint, validation_config: Options of Ray that are refused.
 
     Raises:
-        InvalidJobError: a value is wrong, or has no meaning here.
+        InvalidJobError: a value is wrong, or an option is not supported.
 
     Example:
         >>> from rankzero.compat.ray_train import ScalingConfig, TorchTrainer, train
@@ -95,20 +95,20 @@ class TorchTrainer:
         self._launcher = launcher
 
     def __getstate__(self) -> dict[str, Any]:
-        """Workers get what they train, and not where: a launcher may hold a SparkSession, and credentials."""
+        """Returns the state for workers, without the launcher, which may have a SparkSession and credentials."""
         own = {name: data for name, data in self.datasets.items() if name not in self._tables()}
         return {**vars(self), "_launcher": None, "datasets": own}
 
     def _tables(self) -> dict[str, Any]:
-        """The data sets that the launcher delivers: DataFrames and paths. Others travel with the training."""
+        """Returns the data sets that the launcher delivers: DataFrames and paths. All others are pickled."""
         return {name: data for name, data in self.datasets.items() if is_table(data)}
 
     def fit(self) -> Result:
-        """Trains, and returns what it came to; the workers' lines go to standard output.
+        """Trains, and returns the result; the workers' lines go to standard output.
 
         Raises:
-            InvalidJobError: refused before anything started.
-            TrainingFailedError: a worker failed, or the run did; describes the first cause.
+            InvalidJobError: the training was refused before it started.
+            TrainingFailedError: a worker or the run failed; the error describes the first cause.
         """
         from rankzero.compat.ray_train.result import result_of
 
@@ -129,7 +129,7 @@ class TorchTrainer:
         return Launcher(engine=engine_of_session(session))
 
     def launch_options(self) -> dict[str, Any]:
-        """Fields of a `rankzero.Launcher` that this trainer sets, whoever launches it."""
+        """Returns the options of `rankzero.Launcher` that this trainer sets, also for a launcher of the caller."""
         scaling, run = self.scaling_config, self.run_config
         failures = run.failure_config or FailureConfig()
         options: dict[str, Any] = {
@@ -158,11 +158,11 @@ class TorchTrainer:
 
     @property
     def resumes_by_name(self) -> bool:
-        """True for a run with a name: like Ray's, it continues the run of that name, whatever has changed."""
+        """Returns True if the run has a name: as in Ray, it resumes the run of that name, whatever has changed."""
         return self.run_config.name is not None
 
     def __call__(self) -> Any:
-        """One worker: makes the process group and calls the training function."""
+        """Creates the process group and calls the training function, in one worker."""
         dataset.install(self.datasets)
         rt.ensure_process_group(timedelta(seconds=self.torch_config.timeout_s))
         if self._wants_config:
@@ -174,7 +174,7 @@ class TorchTrainer:
 
 
 def is_table(data: object) -> bool:
-    """True for a Spark DataFrame and for the path of a table."""
+    """Returns True for a Spark DataFrame and for the path of a table."""
     return isinstance(data, (str, os.PathLike)) or type(data).__module__.startswith("pyspark.sql.")
 
 

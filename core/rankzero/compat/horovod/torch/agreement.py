@@ -1,4 +1,4 @@
-"""`Agreement`: what the ranks of a set have issued. Every rank hears the same, and so decides the same."""
+"""`Agreement`: the operations that the ranks of a set have issued. All ranks receive the same, and decide the same."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from rankzero.compat.horovod.torch.execute import AVERAGE, SUM
 from rankzero.compat.horovod.torch.messages import Meta, Report
 
 DEADLOCK_ROUNDS = 2000
-"""Rounds in which every rank waits, and for nothing that all have issued, before that is an error: some seconds."""
+"""Consecutive rounds (some seconds) in which all ranks wait for different operations before this is a deadlock."""
 
 JOINED, SHUT_DOWN, WAITING = 1, 2, 4
-"""Flags that a rank sends: it has joined, it issues nothing more, it waits for a result."""
+"""Flags that a rank sends: it has joined, it issues no more operations, it waits for a result."""
 
 NAMED = 5
-"""Operations that a message names, of those that it is about."""
+"""Most operations that a message names."""
 
 Issued = dict[int, Meta]
-"""What each rank issued under one name, by index of the rank."""
+"""The operation that each rank has issued under one name, by index of the rank."""
 
 
 class Agreement:
-    """Of one set of ranks, as one of them knows it.
+    """A rank's record of the operations that all ranks of a set have issued.
 
     Args:
         ranks: Global ranks of the set.
-        timeout: Seconds after which what some rank has not issued is an error.
-        warn_after: Seconds after which it is a warning, and again.
+        timeout: Seconds after which an operation that a rank has not issued is an error.
+        warn_after: Seconds after which such an operation is logged as a warning, and between two warnings.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: float, warn_after: float) -> None:
@@ -44,21 +44,21 @@ class Agreement:
 
     @property
     def is_over(self) -> bool:
-        """No rank issues anything more."""
+        """Returns True if no rank issues more operations."""
         return all(flags & SHUT_DOWN for flags in self._flags)
 
     def receive(self, reports: Sequence[Report]) -> dict[str, Issued]:
-        """What the ranks have sent in a round.
+        """Records the reports of all ranks in a round.
 
         Returns:
-            The names that every rank has issued now, in the same order on all ranks.
+            The operations that every rank has now issued, by name, in the same order on all ranks.
         """
         now = time.monotonic()
         touched: dict[str, None] = {}
         for index, message in enumerate(reports):
             if message.flags & JOINED and not self._flags[index] & JOINED:
                 self._last_joined = index
-                # What waited for that rank alone.
+                # Operations that waited only for that rank become ready.
                 touched.update(dict.fromkeys(self._issued))
             self._flags[index] = message.flags
             for name, meta in message.issued.items():
@@ -71,50 +71,51 @@ class Agreement:
         return {name: self._issued.pop(name) for name in ready}
 
     def refusal(self, name: str, meta: Meta, issued: Issued) -> MismatchError | None:
-        """Why the ranks cannot carry something out that all have issued; None if they can."""
+        """Returns why the ranks cannot execute an operation that all have issued; None if they can."""
         if len(set(issued.values())) > 1:
             parts = [f"rank {self._ranks[index]}: {issued[index].describe()}" for index in sorted(issued)]
             return MismatchError(f"{name!r} is not the same on all ranks: {'; '.join(parts)}")
         joined = [rank for rank, flags in zip(self._ranks, self._flags, strict=True) if flags & JOINED]
         if joined and not (meta.kind == "barrier" or meta.op in (AVERAGE, SUM)):
             return MismatchError(
-                f"{name!r} needs something of rank {joined}, which has joined: only sums and averages go on"
+                f"{name!r} needs data of rank {joined}, which has joined: only sums and averages work without it"
             )
         return None
 
     def end_joins(self) -> int | None:
-        """The rank that joined last, once all have, which begins anew; else None."""
+        """Returns the rank that joined last and resets the joins, once all ranks have joined; else None."""
         if not all(flags & JOINED for flags in self._flags):
             return None
         self._flags = [flags & ~JOINED for flags in self._flags]
         return self._ranks[self._last_joined]
 
-    def look_for_stalls(self, reports: Sequence[Report], *, agreed: bool) -> str | None:
-        """Looks for what does not come.
+    def check_stalls(self, reports: Sequence[Report], *, agreed: bool) -> str | None:
+        """Checks for operations that some ranks do not issue.
 
         Returns:
-            A warning of what has not come for long, now and then.
+            A warning about operations that are late, every ``warn_after`` seconds; else None.
 
         Raises:
-            StallError: it can never come, seen in the same round by every rank; or it has not for too long.
+            StallError: an operation can never become ready, which every rank detects in the same round; or it is late
+                by more than the timeout.
         """
         for name in self._issued:
             if ended := [index for index in self._missing(name) if self._flags[index] & SHUT_DOWN]:
                 raise StallError(self._stalled(name, ended, "has ended without it"))
-        self._look_for_lost_joins()
+        self._check_lost_joins()
         is_stuck = self._issued and not agreed and all(message.flags & (WAITING | JOINED) for message in reports)
         self._stuck_rounds = self._stuck_rounds + 1 if is_stuck else 0
         if self._stuck_rounds > DEADLOCK_ROUNDS:
             raise StallError(self._all_stalled(list(self._issued)))
-        return self._look_at_the_time() if self._first_issued else None
+        return self._check_late() if self._first_issued else None
 
-    def _look_for_lost_joins(self) -> None:
+    def _check_lost_joins(self) -> None:
         joined = [index for index, flags in enumerate(self._flags) if flags & JOINED]
         ended = [index for index, flags in enumerate(self._flags) if flags & SHUT_DOWN and not flags & JOINED]
         if joined and ended:
             raise StallError(f"rank {self._named(joined)} waits in join(), but rank {self._named(ended)} has ended")
 
-    def _look_at_the_time(self) -> str | None:
+    def _check_late(self) -> str | None:
         now = time.monotonic()
         if late := [name for name, since in self._first_issued.items() if now - since > self._timeout]:
             raise StallError(f"for {self._timeout:.0f} s {self._all_stalled(late)}")
@@ -141,6 +142,6 @@ class Agreement:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message, some of many."""
+    """Returns names as text for a message, at most `NAMED` of them."""
     more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
     return ", ".join(map(repr, names[:NAMED])) + more

@@ -1,4 +1,4 @@
-"""Reductions of tensors, by name; synchronous, asynchronous and differentiable."""
+"""Reductions of tensors, matched by name: synchronous, asynchronous and differentiable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Adasum = "Adasum"
 
 
 def checked_op(op: str | None, average: bool | None = None) -> str:
-    """How to reduce. Raises ValueError, or NotImplementedError for Adasum."""
+    """Returns the reduction that ``op`` or ``average`` names. Raises ValueError, or NotImplementedError for Adasum."""
     if average is not None:
         if op is not None:
             raise ValueError("give op= or average=, not both")
@@ -46,7 +46,7 @@ _REDUCIBLE = {
 
 
 def _check_type(tensor: torch.Tensor, op: str) -> None:
-    """Raises TypeError where torch would give something for small tensors only, or a wrong value, or fail."""
+    """Raises TypeError for a type that torch reduces wrongly, not at all, or only in small tensors."""
     if tensor.dtype not in _REDUCIBLE:
         raise TypeError(f"torch does not reduce tensors of {tensor.dtype}: convert it before")
     if tensor.dtype == torch.bool and op == AVERAGE:
@@ -72,7 +72,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begins a reduction in place; `synchronize` gives the tensor."""
+    """Starts a reduction in place; `synchronize` returns the tensor."""
     key = key_of("allreduce", name, process_set)
     return begin(_issue(tensor, key, checked_op(op, average), prescale_factor, postscale_factor, process_set))
 
@@ -86,7 +86,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begins a reduction; `synchronize` gives a new tensor."""
+    """Starts a reduction; `synchronize` returns a new tensor."""
     copy = checked(tensor).detach().clone()
     return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor, process_set)
 
@@ -100,7 +100,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce`, in place."""
+    """Reduces every rank's tensor in place, and returns it. Arguments as for `allreduce`."""
     key = key_of("allreduce", name, process_set)
     pending = _issue(tensor, key, checked_op(op, average), prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = synchronize(pending)
@@ -108,7 +108,7 @@ def allreduce_(
 
 
 class _Allreduce(torch.autograd.Function):
-    """Of one tensor, or of several together; the gradients are reduced as the tensors are."""
+    """Differentiable reduction of tensors, whose gradients are reduced in the same way."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, name: str | None, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
@@ -133,24 +133,24 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The reduction of every rank's tensor, on every rank; differentiable.
+    """Returns the reduction of every rank's tensor, on every rank; differentiable.
 
     Args:
-        tensor: Of the same type and shape on all ranks.
+        tensor: A tensor of the same type and shape on all ranks.
         average: Old name of ``op``.
-        name: By which ranks find each other; None: the number of the call.
-        compression: `Compression`: the type in which it travels.
+        name: Name by which the ranks' calls are matched; None: the number of the call.
+        compression: A member of `Compression`: the type in which the tensor is sent.
         op: ``Average`` (None), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after it.
+        postscale_factor: Factor after the reduction.
         process_set: The ranks that take part.
 
     Returns:
         A new tensor.
 
     Raises:
-        MismatchError: type, shape or ``op`` differ between ranks; names them.
-        StallError: another rank does not issue it.
+        MismatchError: type, shape or ``op`` differ between ranks; the error names them.
+        StallError: another rank does not issue the operation.
         HorovodInternalError: another rank died.
     """
     compressed, context = compression.compress(checked(tensor))
@@ -172,7 +172,7 @@ def issue_reductions(
     after: float,
     group: ProcessSet,
 ) -> list[Pending]:
-    """Issues reductions in place, which `synchronize` carries out together."""
+    """Issues reductions in place, which `synchronize` executes together."""
     keys = keys_of(kind, name, group, len(tensors))
     return [_issue(tensor, key, op, before, after, group) for tensor, key in zip(tensors, keys, strict=True)]
 
@@ -186,18 +186,18 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Pending]:
-    """Begins reductions in place; `synchronize` gives the tensors."""
+    """Starts reductions in place; `synchronize` returns the tensors."""
     op = checked_op(op, average)
     return begin(issue_reductions("grouped", name, tensors, op, prescale_factor, postscale_factor, process_set))
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[Pending]:
-    """As `grouped_allreduce_async_`, of copies."""
+    """Starts reductions of several tensors together; `synchronize` returns new tensors."""
     return grouped_allreduce_async_([tensor.detach().clone() for tensor in tensors], *args, **kwargs)
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """Reductions in place."""
+    """Reduces several tensors together, in place, and returns them."""
     found: list[torch.Tensor] = synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))
     return found
 
@@ -212,7 +212,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reductions of several tensors, together; differentiable; arguments as for `allreduce`."""
+    """Returns the reductions of several tensors together; differentiable. Arguments as for `allreduce`."""
     options = checked_op(op, average), prescale_factor, postscale_factor, process_set
     return compressed_by(
         compression,
@@ -226,7 +226,7 @@ def compressed_by(
     tensors: Sequence[torch.Tensor],
     reduce: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """What ``reduce`` makes of tensors in the type in which they travel."""
+    """Applies ``reduce`` to compressed tensors, and decompresses its results."""
     pairs = [compression.compress(checked(tensor)) for tensor in tensors]
     reduced = reduce([tensor for tensor, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]

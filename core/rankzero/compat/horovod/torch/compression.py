@@ -1,4 +1,4 @@
-"""The type in which a tensor travels."""
+"""Compressions: the types in which tensors are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import torch
 
 
 class Compressor:
-    """What a compression has: base of `NoneCompressor` and `FP16Compressor`, and of users' own."""
+    """The interface of a compression: base of `NoneCompressor`, `FP16Compressor` and of users' classes."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor that travels, and what `decompress` needs."""
+        """Returns the tensor to send, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """The tensor in its own type."""
+        """Returns the received tensor in its original type."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """As it is."""
+    """Sends tensors without compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor that travels, and what `decompress` needs."""
+        """Returns the tensor to send, and the context that `decompress` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """The tensor in its own type."""
+        """Returns the received tensor in its original type."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors in float16."""
+    """Sends floating-point tensors as float16."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor that travels, and what `decompress` needs."""
+        """Returns the tensor to send, and the context that `decompress` needs."""
         return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """The tensor in its own type."""
+        """Returns the received tensor in its original type."""
         return tensor.to(context)
 
 
 class Compression:
-    """Which there are."""
+    """The compressions that the operations accept: ``none`` and ``fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,9 +1,10 @@
-"""`Coordinator`: collectives matched by name, in whatever order each rank issues them.
+"""`Coordinator`: executes collectives that are matched by name, in whatever order each rank issues them.
 
-torch.distributed matches collectives by their order, Horovod by their names: the hooks of a backward pass fire in
-another order on each rank. So ranks first agree, in rounds. In a round each rank sends what it has newly issued (an
-all-gather of a small buffer); what all of them have issued is then carried out by all, in the same order, small
-allreduces of one kind fused. A rank that waits for nothing joins no round, and the others wait for it in theirs.
+torch.distributed matches collectives by their order, Horovod by their names, since the hooks of a backward pass fire in
+a different order on each rank. The ranks therefore first agree, in rounds. In a round each rank sends the operations
+that it has newly issued (an all-gather of a small buffer). All ranks then execute the operations that every rank has
+issued, in the same order; small allreduces of one kind are fused. A rank that waits for no result takes part in no
+round, and the other ranks wait for it in theirs.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from rankzero.compat.horovod.torch.turn import Turn
 logger = logging.getLogger(__name__)
 
 ROUND_PAUSE = 0.001
-"""Seconds before the next round when one has agreed on nothing."""
+"""Seconds before the next round after a round without a ready operation."""
 
 
 class Coordinator:
-    """Of one set of ranks, in one rank. Its rounds are driven by whoever waits, and else by a thread of its own."""
+    """A rank's member of a set of ranks. A thread that waits for a result runs the rounds, or else its own thread."""
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, warn_after: float) -> None:
-        """Makes the set's process groups. Every rank of the world must make them, members or not.
+        """Creates the set's process groups. Every rank of the world must do so, members or not.
 
         Args:
             ranks: Global ranks of the set.
-            timeout: After which an operation that some rank has not issued is an error.
-            warn_after: Seconds after which it is a warning.
+            timeout: Time after which an operation that a rank has not issued is an error.
+            warn_after: Seconds after which such an operation is logged as a warning.
         """
         control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-        # One for tensors on the CPU, and where there are GPUs another one for theirs.
+        # A group for tensors on the CPU, and with GPUs another one for theirs.
         self._data = {"cpu": dist.new_group(list(ranks), timeout=timeout, backend="gloo")}
         if dist.get_backend() != "gloo":
             self._data["gpu"] = dist.new_group(list(ranks), timeout=timeout)
@@ -64,13 +65,13 @@ class Coordinator:
         self.ranks = list(ranks)
         me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
-        """This rank's index in the set; -1 if it is no member."""
+        """This rank's index in the set; -1 if it is not a member."""
         self._rounds = Rounds(control, self.rank, len(ranks))
         self._roll = roll_of(control, self.ranks, self.rank) if self.rank >= 0 else None
         self._timeout = timeout.total_seconds()
         self.warn_after = warn_after
         self.optimizers = itertools.count(1)
-        """Numbers of the optimizers that reduce gradients here."""
+        """Numbers of the optimizers that reduce gradients over this set."""
         self._numbers = Numbers()
         self._agreement = Agreement(self.ranks, self._timeout, warn_after)
         self._flag = 0
@@ -79,24 +80,24 @@ class Coordinator:
         self._waiters = 0
         self._mutex = threading.Lock()
         self.requests = Requests(self._mutex)
-        """What this rank has issued; `wait` or `drive` carries it out."""
+        """The operations that this rank has issued; `wait` or `drive` executes them."""
         self._turn = Turn(self._mutex)
         self._thread: threading.Thread | None = None
         self._round_since: float | None = None
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks of the set."""
         return len(self.ranks)
 
     def process_group(self, device: torch.device) -> Any:
-        """torch's, for tensors of a device."""
+        """Returns torch's process group for tensors on a device."""
         return self._data["cpu"] if device.type == "cpu" else self._data.get("gpu", self._data["cpu"])
 
     # -- what callers do -----------------------------------------------------------------------
 
     def drive(self) -> None:
-        """Lets the coordinator's own thread carry out what was issued, while this one goes on."""
+        """Lets the coordinator's thread execute the issued operations while the caller continues."""
         with self._mutex:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rankzero-horovod", daemon=True)
@@ -104,10 +105,10 @@ class Coordinator:
             self._turn.wake()
 
     def wait(self, handle: Handle) -> Any:
-        """The result of an operation. Raises what it failed with."""
+        """Returns the result of an operation. Raises the error with which it failed."""
 
         def is_needed() -> bool:
-            # Not the turn alone ends the wait: whoever has it may wait for ranks that wait for this one to go on.
+            # A finished operation ends the wait, too: the thread with the turn may block on ranks that need this one.
             return not handle.is_done
 
         with self._mutex:
@@ -116,7 +117,7 @@ class Coordinator:
                 while self._turn.take(is_needed):
                     self._carry_on()
                     if self.requests.failed and not handle.is_done:
-                        # It failed while it was carried out.
+                        # The operation failed while it was executed.
                         handle.finish(error=self.requests.failed)
             finally:
                 self._waiters -= 1
@@ -126,7 +127,7 @@ class Coordinator:
         return handle.result
 
     def join(self) -> int:
-        """Takes part in the others' allreduces, with zeros, until every rank is here; the rank that came last."""
+        """Takes part in other ranks' allreduces with zeros until all have joined; returns the rank that joined last."""
         handle = Handle()
         with self._mutex:
             if self.requests.failed:
@@ -136,9 +137,9 @@ class Coordinator:
         return int(self.wait(handle))
 
     def end(self) -> None:
-        """Says that this rank issues nothing more; `await_end` waits until all say so.
+        """Announces that this rank issues no more operations; `await_end` waits until all ranks have done so.
 
-        What another rank still expects of this one fails there, at once.
+        Operations for which other ranks still wait for this one fail there immediately.
         """
         with self._mutex:
             self._flag |= SHUT_DOWN
@@ -148,13 +149,13 @@ class Coordinator:
             self._turn.wake()
 
     def await_end(self) -> None:
-        """Waits until no rank issues anything more, or one has failed."""
+        """Waits until no rank issues more operations, or one has failed."""
         if self._ending:
             with contextlib.suppress(HorovodInternalError):
                 self.wait(self._ending)
 
     def destroy(self) -> None:
-        """Closes the connections of the set, after its end."""
+        """Closes the connections of a set that has ended."""
         for group in self._groups:
             if self.rank >= 0:
                 dist.destroy_process_group(group)
@@ -162,24 +163,24 @@ class Coordinator:
     # -- who is waited for ---------------------------------------------------------------------
 
     def stall(self) -> float:
-        """Seconds for which the present round has waited for a rank."""
+        """Returns the seconds for which the current round has waited for a rank."""
         since = self._round_since
         return 0.0 if since is None else time.monotonic() - since
 
     def call_roll(self) -> str:
-        """Notes that this rank is there; who is not, and what this rank waits for."""
+        """Records that this rank is in its round; returns which ranks are missing, and what this rank waits for."""
         number, stall = self._rounds.number, self.stall()
         missing = self._roll.answer(number) if self._roll else []
         whom = f"rank {missing}" if missing else "another rank"
         names = self._awaited()
-        return f"{self._me} has waited {stall:.0f} s for {whom} to {f'issue {names}' if names else 'go on or to end'}"
+        return f"{self._me} has waited {stall:.0f} s for {whom} to {f'issue {names}' if names else 'continue or end'}"
 
     @property
     def _me(self) -> str:
         return f"rank {self.ranks[self.rank]}"
 
     def _awaited(self) -> str:
-        """What this rank has issued and not got."""
+        """Returns the names of the operations that this rank has issued and that have not finished."""
         return listed(self.requests.names())
 
     # -- rounds --------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Coordinator:
                 self._carry_on()
 
     def _carry_on(self) -> None:
-        """A round, without the mutex, and the end of the turn."""
+        """Runs one round without the mutex, and ends the turn."""
         try:
             self._mutex.release()
             self._round()
@@ -207,11 +208,11 @@ class Coordinator:
             self._turn.give()
 
     def _round(self) -> None:
-        """One exchange, and what it makes possible. Needs the turn."""
+        """Exchanges messages, and executes the operations that are ready. Needs the turn."""
         if self.requests.failed:
             return
         try:
-            # In this order: a rank that has joined has issued all before.
+            # The flags are read first: a rank that has joined has issued all operations before.
             flags = self._flag | (WAITING if self._waiters else 0)
             new = self.requests.new()
             message = self._numbers.encode(flags, new)
@@ -220,24 +221,24 @@ class Coordinator:
             except StallError as error:
                 self._fail(error, is_known=True)
                 return
-            if self._reduced_at_once(new, message, received):
+            if self._reduced_inline(new, message, received):
                 return
             reports = [self._numbers.decode(message) for message in received.messages]
             if failures := [report.failure for report in reports if report.failure]:
                 self._fail(HorovodInternalError(failures[0]), is_known=True)
                 return
             ready = self._agreement.receive(reports)
-            # A caller that waits in inference mode carries out what others train with, too.
+            # A caller that waits in inference mode may execute operations whose tensors others train with.
             with torch.inference_mode(False):
                 self._carry_out(ready, reports, received)
             self._end_waits()
-            if late := self._agreement.look_for_stalls(reports, agreed=bool(ready)):
+            if late := self._agreement.check_stalls(reports, agreed=bool(ready)):
                 logger.warning("%s", late)
         except Exception as error:
             self._fail(error)
             return
         except BaseException as error:
-            # Of a signal's handler: this rank no longer knows where the others are.
+            # A signal handler has raised: this rank no longer knows which operations the others execute.
             self._fail(HorovodInternalError(f"{self._me} was interrupted by {type(error).__name__}"))
             raise
         if not ready:
@@ -258,8 +259,8 @@ class Coordinator:
         finally:
             self._round_since = None
 
-    def _reduced_at_once(self, new: Sequence[Request], message: bytes, received: Received) -> bool:
-        """What most rounds are: all ranks send tiny tensors of the same names, known to all, and nothing else."""
+    def _reduced_inline(self, new: Sequence[Request], message: bytes, received: Received) -> bool:
+        """Handles the most frequent round, in which all ranks send only tiny tensors of the same known names."""
         begin = inline_begin(message, (0, WAITING))
         if not begin or any(other[:begin] != message[:begin] for other in received.messages):
             return False
@@ -277,7 +278,7 @@ class Coordinator:
             if error := self._agreement.refusal(name, meta, issued):
                 request.handle.finish(error=error)
             elif meta.kind != "allreduce":
-                # The others' order is the order in which all ranks do it.
+                # Other operations are executed in the agreed order, after the reductions before them.
                 self._reduce(batch)
                 batch = []
                 with _naming([name]):
@@ -294,10 +295,10 @@ class Coordinator:
             execute.allreduce(self, batch)
 
     def _end_waits(self) -> None:
-        """Ends a `join` that all ranks have come to, and the wait for the end of all."""
+        """Finishes `join` once all ranks have joined, and `await_end` once all have ended."""
         last = self._agreement.end_joins()
         if last is not None:
-            # Ranks that joined early have called less.
+            # Ranks that joined early have made fewer calls, so the numbers of calls differ.
             self.requests.forget_calls()
             with self._mutex:
                 joining, self._joining = self._joining, None
@@ -308,7 +309,7 @@ class Coordinator:
             self._ending.finish()
 
     def _fail(self, error: Exception, *, is_known: bool = False) -> None:
-        """Ends everything here, and tells the other ranks, unless they know or cannot be told."""
+        """Fails all operations of this rank, and sends the failure to the other ranks unless it is known to them."""
         failed = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
         if failed is not error:
             failed.__cause__ = error
@@ -319,20 +320,20 @@ class Coordinator:
         for handle in waiting:
             handle.finish(error=failed)
         if not is_known:
-            # The others learn of it in their next round, which nobody here waits for.
-            words = failure_message(f"{self._me} failed: {failed}")
+            # The other ranks receive the failure in their next round, for which this rank does not wait.
+            message = failure_message(f"{self._me} failed: {failed}")
             threading.Thread(
-                target=self._report_failure, args=(words,), name="rankzero-horovod-failure", daemon=True
+                target=self._report_failure, args=(message,), name="rankzero-horovod-failure", daemon=True
             ).start()
 
-    def _report_failure(self, words: bytes) -> None:
+    def _report_failure(self, message: bytes) -> None:
         with contextlib.suppress(RuntimeError):
-            self._rounds.exchange(words)
+            self._rounds.exchange(message)
 
 
 @contextlib.contextmanager
 def _naming(names: Sequence[str]) -> Iterator[None]:
-    """Lets what torch says of an operation begin with its name."""
+    """Adds the names of the operations to torch's error messages in the block."""
     try:
         yield
     except RuntimeError as error:

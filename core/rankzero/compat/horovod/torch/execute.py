@@ -1,4 +1,4 @@
-"""What ranks do once they have agreed on an operation, by torch.distributed."""
+"""Executes the operations on which the ranks have agreed, with torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rankzero.compat.horovod.torch.messages import Meta, Request
 
 LARGE = 1 << 20
-"""Bytes from which a tensor is reduced alone: copying it beside others would take longer than a message of its own."""
+"""Bytes from which a tensor is reduced alone, since copying it into a fused buffer would take longer than a message."""
 
 FUSION_LIMIT = 64 << 20
 """Bytes of smaller tensors that are reduced together."""
@@ -31,27 +31,27 @@ _REDUCE = {
 
 
 _WIDER = {torch.int16: torch.int32}
-"""Types that torch cannot reduce, and in which they are reduced."""
+"""Types that torch cannot reduce, each with the wider type in which it is reduced."""
 
 
 class Group(Protocol):
-    """The ranks that carry something out."""
+    """The ranks that execute an operation."""
 
     ranks: list[int]
     rank: int
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         ...
 
     def process_group(self, device: torch.device) -> Any:
-        """torch's, for tensors of a device."""
+        """Returns torch's process group for tensors on a device."""
         ...
 
 
 def neutral(meta: Meta) -> torch.Tensor:
-    """What a rank that has joined gives to a sum or an average; nothing to a barrier."""
+    """Returns the zeros that a rank that has joined adds to a sum or an average; an empty tensor for a barrier."""
     if not meta.dtype:
         return torch.empty(0, device="cpu")
     return torch.zeros(meta.shape, dtype=meta.torch_dtype, device=meta.device)
@@ -67,7 +67,7 @@ _TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def reduce_inline(meta: Meta, request: Request, tensors: Sequence[torch.Tensor]) -> None:
-    """A reduction of tiny tensors, which every rank has, and reduces in the same order."""
+    """Reduces tiny tensors that every rank has received, in the same order on all ranks."""
     if meta.before != 1.0:
         tensors = [scaled(tensor, meta.before) for tensor in tensors]
     total = functools.reduce(_TWO[meta.op], tensors)
@@ -76,14 +76,14 @@ def reduce_inline(meta: Meta, request: Request, tensors: Sequence[torch.Tensor])
 
 
 def allreduce(group: Group, batch: Sequence[tuple[Meta, Request]]) -> None:
-    """Reductions: of large tensors where they are, of small ones of one kind together; all are on their way at once."""
+    """Reduces large tensors in place and small ones of one kind fused; all reductions run concurrently."""
     under_way = [_begin(group, meta, requests) for meta, requests in _fused(batch)]
     for finish in under_way:
         finish()
 
 
 def _fused(batch: Sequence[tuple[Meta, Request]]) -> Iterator[tuple[Meta, list[Request]]]:
-    """Which are reduced together; the same on all ranks, so by what is the same on all."""
+    """Yields the reductions to fuse. All ranks yield the same, since only facts that all have decide."""
     kinds: dict[Any, list[Request]] = {}
     sizes: Counter[Any] = Counter()
     for meta, request in batch:
@@ -104,7 +104,7 @@ def _fused(batch: Sequence[tuple[Meta, Request]]) -> Iterator[tuple[Meta, list[R
 
 
 def _begin(group: Group, meta: Meta, requests: Sequence[Request]) -> Callable[[], None]:
-    """Begins a reduction; what it returns waits for the end."""
+    """Starts a reduction, and returns a function that waits for its end."""
     tensors = [request.tensor for request in requests]
     is_one = len(tensors) == 1 and tensors[0].is_contiguous()
     flat = tensors[0].view(-1) if is_one else torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -130,7 +130,7 @@ def _begin(group: Group, meta: Meta, requests: Sequence[Request]) -> Callable[[]
 
 def _after(total: torch.Tensor, meta: Meta, size: int) -> torch.Tensor:
     if meta.op == AVERAGE and size > 1:
-        # Integers are cut off, as Horovod does.
+        # Averages of integers are truncated, as in Horovod.
         total = total.div_(size) if total.is_floating_point() or total.is_complex() else _cut(total, size)
     return scaled(total, meta.after) if meta.after != 1.0 else total
 
@@ -140,13 +140,13 @@ def _cut(total: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Times a factor, in the tensor's own type. Of integers in float64, as Horovod does."""
+    """Returns a tensor times a factor, in the tensor's type. Integers are multiplied in float64, as in Horovod."""
     is_real = tensor.is_floating_point() or tensor.is_complex()
     return ((tensor if is_real else tensor.double()) * factor).to(tensor.dtype)
 
 
 def run(group: Group, meta: Meta, request: Request) -> None:
-    """Any operation but a reduction."""
+    """Executes an operation that is not a reduction."""
     if meta.kind == "barrier":
         request.handle.finish(request.tensor)
     elif meta.kind == "broadcast":
@@ -158,9 +158,9 @@ def run(group: Group, meta: Meta, request: Request) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor: what only moves may be of types that torch cannot reduce."""
+    """Returns the memory of a tensor as bytes, so that types that torch cannot send are sent, too."""
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not `view`: one element alone may have any stride, and keeps it.
+    # `view` fails for a single element with an arbitrary stride.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
@@ -178,7 +178,7 @@ def _broadcast(group: Group, meta: Meta, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(group: Group, counts: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Every rank's numbers, by rank."""
+    """Returns every rank's numbers, by rank."""
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
     found = [torch.empty_like(mine) for _ in range(group.size)]
     dist.all_gather(found, mine, group=group.process_group(device))
@@ -186,7 +186,7 @@ def _counts(group: Group, counts: Sequence[int], device: torch.device) -> list[l
 
 
 def _allgather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, one after the other; their first dimensions may differ."""
+    """Returns the concatenated tensors of all ranks, whose first dimensions may differ."""
     if group.size == 1:
         return tensor.detach().clone()
     rows = [count for [count] in _counts(group, [len(tensor)], tensor.device)]
@@ -202,7 +202,7 @@ def _allgather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alltoall(group: Group, tensor: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to every rank, and those from every rank, with how many came from each."""
+    """Sends rows to every rank; returns the rows from every rank, and how many came from each."""
     received = [counts[group.rank] for counts in _counts(group, splits, tensor.device)] if group.size > 1 else splits
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     if group.size == 1:

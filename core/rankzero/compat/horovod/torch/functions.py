@@ -1,4 +1,4 @@
-"""Parameters and the state of an optimizer, from one rank to all."""
+"""Broadcasts of parameters, and of the state of an optimizer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """One rank's parameters on all ranks, in place.
+    """Copies one rank's parameters to all ranks, in place.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, or tensors.
-        root_rank: Global rank whose they are.
+        root_rank: Global rank whose parameters are copied.
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: neither a mapping nor a list, or a part that is no tensor with data; names it.
-        StallError: a rank has a parameter that another one has not.
+        ValueError: ``params`` is neither a mapping nor a list, or has a part that is not a tensor with data.
+        StallError: a rank has a parameter that another rank lacks.
         MismatchError: a parameter has another shape or type on another rank.
     """
     if isinstance(params, Mapping):
@@ -51,12 +51,12 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """One rank's state and options of an optimizer on all ranks, by its ``state_dict``; also to a fresh one.
+    """Copies the ``state_dict`` of one rank's optimizer to all ranks, also into new optimizers without state.
 
     Args:
-        optimizer: Wrapped or not.
-        root_rank: Global rank whose they are.
-        model: Unused: nothing depends on which parameters are sparse.
+        optimizer: The optimizer, wrapped or not.
+        root_rank: Global rank whose state is copied.
+        model: Unused; accepted for compatibility.
         process_set: The ranks that take part.
     """
     is_root = global_process_set.rank() == root_rank
@@ -76,7 +76,7 @@ def broadcast_optimizer_state(
 
 
 class _Packer(pickle.Pickler):
-    """Takes tensors out of an object, at whatever depth."""
+    """Pickles an object without its tensors, which it collects at any depth."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -99,7 +99,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """The object, with new tensors."""
+    """Unpickles an object with new, empty tensors, which it collects."""
 
     def __init__(self, data: bytes, device: torch.device) -> None:
         super().__init__(io.BytesIO(data))

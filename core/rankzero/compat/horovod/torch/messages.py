@@ -1,4 +1,4 @@
-"""What ranks send each other in a round of a `Coordinator`: which operations they have newly issued."""
+"""The messages of a round of a `Coordinator`: the operations that each rank has newly issued."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from typing import Any
 import torch
 
 INLINE = 64
-"""Bytes of a tensor that travels in the round itself."""
+"""Most bytes of a tensor that is sent in the round's message itself."""
 
 _ALIGNED = 16
-"""Bytes at whose multiples tensors begin, so that they are read where they lie."""
+"""Alignment in bytes of tensors in a message, so that they are read without a copy."""
 
 _HEAD = struct.Struct("<IIIHBx")
 """Bytes of the message, bytes of the text, count of operations, count of inline tensors, flags."""
 
 FAILED = 8
-"""Flag of a message that says that its rank has failed, and why."""
+"""Flag of a message that reports the failure of its rank, with the reason."""
 
 INLINED = 1 << 12
-"""Tensors of one rank that travel in a round at most."""
+"""Most tensors of one rank that are sent in a round's message."""
 
 KNOWN = 1 << 14
-"""Names that have numbers: more than a model has parameters. Who makes up new names for ever begins anew then."""
+"""Most names with numbers, more than a model has parameters. A program that keeps creating names resets them then."""
 
 _OPERATION = struct.Struct("<II")
-"""Number of the name, and of the call without a name."""
+"""An operation in a message: number of the name, and number of the call if the user gave no name."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What must be the same on all ranks for a name.
+    """The properties of an operation that must be the same on all ranks.
 
     Attributes:
         kind: ``"allreduce"``, ``"allgather"``, ``"broadcast"``, ``"alltoall"`` or ``"barrier"``.
-        dtype: Of the tensor, as text.
-        shape: Of the tensor; without the first dimension where that may differ.
-        op: Of a reduction.
+        dtype: Type of the tensor, as text.
+        shape: Shape of the tensor; without the first dimension if that may differ between ranks.
+        op: Operation of a reduction.
         root: Rank within the set that broadcasts.
         before: Factor before a reduction.
         after: Factor after a reduction.
@@ -62,7 +62,7 @@ class Meta:
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
-        """The type of the tensor."""
+        """Returns the type of the tensor."""
         found: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
         return found
 
@@ -82,7 +82,7 @@ class Meta:
         return hash(astuple(self))
 
     def describe(self) -> str:
-        """For a message."""
+        """Returns the properties as text for an error message."""
         words = [self.kind, self.op, self.dtype, str(list(self.shape)), "" if self.device == "cpu" else self.device]
         if self.kind == "broadcast":
             words.append(f"of rank {self.root}")
@@ -90,30 +90,30 @@ class Meta:
 
 
 class Handle:
-    """An operation on its way."""
+    """The state of an operation that was issued: its result or error, once it is done."""
 
     def __init__(self) -> None:
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = False
-        """It has succeeded or failed."""
+        """True once the operation has succeeded or failed."""
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Ends it."""
+        """Sets the result or the error, and marks the operation as done."""
         self.result, self.error = result, error
         self.is_done = True
 
 
 @dataclass
 class Request:
-    """One rank's part of an operation.
+    """A rank's part of an operation.
 
     Attributes:
-        name: By which ranks find each other.
-        call: Number of the call, from 1, where the user gave no name; else 0.
-        meta: What must be the same on all.
-        tensor: This rank's; a reduction and a broadcast overwrite it.
-        splits: Rows for each rank, of an alltoall.
+        name: Name by which the ranks' operations are matched.
+        call: Number of the call, from 1, if the user gave no name; else 0.
+        meta: The properties that must be the same on all ranks.
+        tensor: This rank's tensor; a reduction and a broadcast overwrite it.
+        splits: Number of rows for each rank in an alltoall.
     """
 
     name: str
@@ -125,30 +125,30 @@ class Request:
 
     @property
     def full_name(self) -> str:
-        """The name, different for each call."""
+        """Returns the name of the operation, which is different for each call."""
         return full_name(self.name, self.call)
 
 
 @functools.lru_cache(maxsize=10_000)
 def meta_of(*values: Any) -> Meta:
-    """As the constructor, which takes its time."""
+    """Returns a cached `Meta`, whose constructor is slow."""
     return Meta(*values)
 
 
 def full_name(name: str, call: int) -> str:
-    """The name of an operation, different for each call without one."""
+    """Returns the name of an operation, with the number of the call if the user gave no name."""
     return f"{name}.noname.{call}" if call else name
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sent.
+    """The decoded message of a rank in a round.
 
     Attributes:
-        flags: Of the coordinator.
-        issued: What it has newly issued, by full name.
-        inline: Where the data of tiny tensors begins in the message, by full name.
-        failure: Of a rank that has failed: how.
+        flags: Flags of the rank's coordinator.
+        issued: Operations that the rank has newly issued, by full name.
+        inline: Offset of the data of tiny tensors in the message, by full name.
+        failure: Reason why the rank has failed; empty if it has not.
     """
 
     flags: int
@@ -158,16 +158,16 @@ class Report:
 
 
 class Numbers:
-    """Short numbers for names with their `Meta`, the same on all ranks. They hold for one round."""
+    """Maps names with their `Meta` to short numbers, the same on all ranks in a round."""
 
     def __init__(self) -> None:
         self._known: list[tuple[str, Meta]] = []
         self._numbers: dict[tuple[str, Meta], int] = {}
 
     def encode(self, flags: int, new: Sequence[Request]) -> bytes:
-        """The message of a rank that has newly issued ``new``. Called once in each round, before it is sent."""
+        """Returns the message of a rank that has newly issued ``new``. Called once in each round, before sending."""
         if len(self._known) >= KNOWN:
-            # Every rank knows as many at the begin of a round.
+            # At the beginning of a round, every rank has the same number of names.
             self._known.clear()
             self._numbers.clear()
         operations: list[bytes] = []
@@ -189,7 +189,7 @@ class Numbers:
         return _HEAD.pack(_HEAD.size + len(body), len(text), count, len(operations), flags) + body
 
     def decode(self, message: memoryview) -> Report:
-        """What a rank sent. Called for the messages of a round in the order of ranks, so that all number alike."""
+        """Decodes a rank's message. Must be called in the order of ranks, so that all ranks assign the same numbers."""
         length, text, count, inlined, flags = _HEAD.unpack_from(message)
         if flags & FAILED:
             return Report(flags, {}, {}, bytes(message[length - text : length]).decode())
@@ -215,34 +215,34 @@ class Numbers:
 
 
 def failure_message(text: str) -> bytes:
-    """The message of a rank that has failed."""
+    """Returns the message of a rank that has failed."""
     data = text.encode()
     return _HEAD.pack(_HEAD.size + len(data), len(data), 0, 0, FAILED) + data
 
 
 def length_of(message: memoryview) -> int:
-    """Bytes of a message, of which this is the begin."""
+    """Returns the length in bytes of a message, from its beginning."""
     return int(_HEAD.unpack_from(message)[0])
 
 
 def inline_begin(message: bytes, undisturbed: Sequence[int]) -> int:
-    """Where inline tensors begin in a message that holds nothing else but them, with one of these flags; else 0."""
+    """Returns the offset of inline tensors if a message has only these, with one of the given flags; else 0."""
     _, text, count, inlined, flags = _HEAD.unpack_from(message)
     is_plain = count and count == inlined and not text and flags in undisturbed
     return aligned(_HEAD.size + count * _OPERATION.size) if is_plain else 0
 
 
 def aligned(size: int) -> int:
-    """Bytes from one tensor's begin to the next one's."""
+    """Returns a size rounded up to the alignment of tensors in a message."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 def padded(data: bytes) -> bytes:
-    """Data with as many zeros as make it `aligned`."""
+    """Returns data, padded with zeros to the alignment of tensors in a message."""
     return data.ljust(aligned(len(data)), b"\0")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The memory of a tensor on the CPU."""
+    """Returns a copy of the memory of a tensor on the CPU."""
     whole = tensor.contiguous()
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)

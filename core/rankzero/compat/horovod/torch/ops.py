@@ -1,4 +1,4 @@
-"""Collectives that reduce nothing, on tensors, by name; synchronous, asynchronous and differentiable."""
+"""Collectives of tensors other than reductions, matched by name: synchronous, asynchronous and differentiable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _issue_allgather(tensor: torch.Tensor, key: Key, group: ProcessSet) -> Pendi
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """Begins `allgather`."""
+    """Starts an `allgather`; `synchronize` returns its result."""
     return begin(_issue_allgather(tensor, key_of("allgather", name, process_set), process_set))
 
 
@@ -47,12 +47,12 @@ def _issue_allgathers(kind: str, name: str | None, tensors: Sequence[torch.Tenso
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Pending]:
-    """Begins `grouped_allgather`."""
+    """Starts a `grouped_allgather`; `synchronize` returns its results."""
     return begin(_issue_allgathers("grouped_allgather", name, tensors, process_set))
 
 
 class _Allgather(torch.autograd.Function):
-    """Of one tensor, or of several together. The gradient is this rank's rows of the average, as Horovod's."""
+    """Differentiable allgather of tensors. The gradient is this rank's rows of the average, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, name: str | None, group: ProcessSet, *tensors: torch.Tensor) -> Any:
@@ -73,14 +73,14 @@ class _Allgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors, together."""
+    """Returns the `allgather` of several tensors, executed together; differentiable."""
     return list(_Allgather.apply("grouped_allgather", name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensors of all ranks along the first dimension, in which they may differ; differentiable."""
+    """Returns the tensors of all ranks, concatenated in the first dimension, which may differ; differentiable."""
     (found,) = _Allgather.apply("allgather", name, process_set, tensor)  # type: ignore[no-untyped-call]
     return cast(torch.Tensor, found)
 
@@ -97,27 +97,27 @@ def _issue_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, gro
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """Begins a broadcast into the tensor."""
+    """Starts a broadcast into the tensor; `synchronize` returns it."""
     return begin(_issue_broadcast(tensor, root_rank, name, process_set))
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """Begins a broadcast into a new tensor."""
+    """Starts a broadcast; `synchronize` returns a new tensor."""
     return broadcast_async_(checked(tensor).detach().clone(), root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor of ``root_rank``, in place."""
+    """Copies the tensor of ``root_rank`` into the given tensor, and returns it."""
     found: torch.Tensor = synchronize(_issue_broadcast(tensor, root_rank, name, process_set))
     return found
 
 
 class _Broadcast(torch.autograd.Function):
-    """The gradient is the average on the root, as Horovod's, and nothing elsewhere."""
+    """Differentiable broadcast. The gradient is the average on the root, as in Horovod, and zero on other ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, group: ProcessSet) -> Any:
@@ -135,13 +135,13 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor of ``root_rank``, on every rank; differentiable."""
+    """Returns the tensor of ``root_rank`` on every rank; differentiable."""
     found: torch.Tensor = _Broadcast.apply(checked(tensor), root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return found
 
 
 def _issue_alltoall(tensor: torch.Tensor, splits: Splits, name: str | None, group: ProcessSet) -> Pending:
-    """Issues it; the result is rows, and how many came from each rank."""
+    """Issues an alltoall, whose result is the rows, and how many came from each rank."""
     size, rows = group.size(), len(checked(tensor))
     if splits is None and rows % size:
         raise ValueError(f"alltoall of {rows} rows to {size} ranks needs splits")
@@ -158,7 +158,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Begins `alltoall`."""
+    """Starts an `alltoall`; `synchronize` returns its result."""
     pending = _issue_alltoall(tensor, splits, name, process_set)
     if splits is None:
         pending.finish = _rows
@@ -193,21 +193,21 @@ def alltoall(
     """Sends rows to every rank; differentiable.
 
     Returns:
-        What came from every rank; with ``splits`` also how many rows from each.
+        The rows from every rank; with ``splits`` also how many came from each.
     """
     found: Any = _Alltoall.apply(checked(tensor), splits, name, process_set)  # type: ignore[no-untyped-call]
     return found[0] if splits is None else found
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until every rank is here."""
+    """Waits until every rank of the set has called it."""
     synchronize(issue(key_of("barrier", None, process_set), Meta("barrier"), torch.empty(0, device="cpu"), process_set))
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data: it gives zeros to the others' reductions until all have joined.
+    """Announces that this rank has no more data; it adds zeros to other ranks' reductions until all have joined.
 
     Returns:
-        The rank that came last.
+        The rank that joined last.
     """
     return global_process_set.coordinator.join()

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: reduces gradients while the backward pass goes on."""
+"""`DistributedOptimizer`: reduces gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer itself, whose class is now a subclass that reduces gradients over ranks before each step.
+    """Returns the same optimizer, whose class is now a subclass that reduces gradients over ranks before each step.
 
     Args:
-        optimizer: Any; schedulers may have been made for it.
-        named_parameters: ``model.named_parameters()``; None numbers them.
-        compression: `Compression`: the type in which gradients travel.
-        backward_passes_per_step: Backward passes that add up before a reduction.
+        optimizer: Any optimizer; schedulers may have been created for it before.
+        named_parameters: ``model.named_parameters()``; None numbers the parameters.
+        compression: A member of `Compression`: the type in which gradients are sent.
+        backward_passes_per_step: Backward passes whose gradients are summed before a reduction.
         op: ``Average`` (None) or ``Sum``.
-        gradient_predivide_factor: Divides the average before the sum, the rest after it.
+        gradient_predivide_factor: Factor by which gradients are divided before the sum; the rest of the division by
+            the number of ranks follows after it.
         num_groups: Old name of ``groups``.
-        groups: A number, or lists of parameters; it is checked, and small gradients are always reduced together.
-        sparse_as_dense: Sparse gradients travel dense; the step gets them sparse.
+        groups: A number, or lists of parameters. It is checked and has no effect, since small gradients are always
+            reduced together.
+        sparse_as_dense: Whether sparse gradients are sent as dense tensors; the step gets them sparse.
         process_set: The ranks that take part.
 
     Raises:
@@ -63,12 +65,12 @@ def DistributedOptimizer(
     how = Reduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     reducer = Reducer(names, backward_passes_per_step, how)
     base = type(optimizer)
-    # Not a new object: its attributes are its own, and schedulers and scalers know this one.
+    # The object stays the same, since schedulers and scalers refer to it.
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     distributed = cast(_Distributed, optimizer)
     distributed._rz = reducer
     if "step" in vars(optimizer):
-        # A scheduler that was made before has put its own there, which calls that of the class of then.
+        # A scheduler that was created before has replaced `step` by a function that calls the old class's step.
         vars(optimizer)["step"] = _reducing(vars(optimizer)["step"], reducer)
     reducer.add(_parameters(optimizer))
     return distributed
@@ -96,7 +98,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _named(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None) -> dict[torch.Tensor, str]:
-    """The names that the user gave. Raises ValueError."""
+    """Returns the names that the user gave to the parameters. Raises ValueError."""
     if named_parameters is None:
         return {}
     pairs = list(named_parameters)
@@ -115,7 +117,7 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters |
 
 
 def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
-    """A step, with gradients reduced before it; if it has a closure, after each call of that."""
+    """Wraps a step to reduce gradients before it; with a closure, after each call of the closure."""
 
     @functools.wraps(step)
     def reduced(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -126,7 +128,7 @@ def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
             return step(closure, **options)
 
         if reducer.has_begun():
-            # Of a backward pass before the step, as SAM has one.
+            # Gradients of a backward pass before the step, as SAM has one.
             reducer.before_step()
 
         def with_gradients() -> Any:
@@ -140,15 +142,15 @@ def _reducing(step: Callable[..., Any], reducer: Reducer) -> Callable[..., Any]:
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What `DistributedOptimizer` adds to an optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class."""
 
     _rz: Reducer
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Waits for the gradients of all ranks, then steps; with a closure, after each call of it."""
+        """Waits for the gradients of all ranks, then steps; with a closure, after each call of the closure."""
         return _reducing(super().step, self._rz)(closure, **options)
 
-    # torch wraps the step of each class, which calls hooks: that of the base does.
+    # torch wraps the step of each class to call hooks; here the wrapped step of the base class calls them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
@@ -157,7 +159,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A `step` in the block does not reduce again."""
+        """Makes `step` in the block skip the reduction, after a call of `synchronize`."""
         self._rz.should_synchronize = False
         try:
             yield
@@ -166,7 +168,8 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch's GradScaler asks this in its step, before it looks for overflows, which must be those of all ranks.
+        # torch's GradScaler reads this property in its step, before it checks for overflows, which must include those
+        # of all ranks.
         self._rz.before_unscaling()
         own = vars(self).get("_step_supports_amp_scaling")
         return bool(getattr(super(), "_step_supports_amp_scaling", False) if own is None else own)
@@ -176,22 +179,22 @@ class _Distributed(torch.optim.Optimizer):
         vars(self)["_step_supports_amp_scaling"] = value
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's. Raises AssertionError between ``backward()`` and ``step()``."""
+        """Resets the gradients like the optimizer. Raises AssertionError between ``backward()`` and ``step()``."""
         self._rz.check_idle()
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Backward passes that add up before a reduction, from now on. Raises ValueError."""
+        """Sets the number of backward passes whose gradients are summed before a reduction. Raises ValueError."""
         _check_passes(passes)
         self._rz.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the gradients of the parameters are reduced, too."""
+        """Adds a group like torch's optimizer, and reduces the gradients of its parameters, too."""
         super().add_param_group(param_group)
         self._rz.add(_parameters(self))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's; what was on its way is waited for and forgotten."""
+        """Loads a state like torch's optimizer, after running reductions have ended; their results are discarded."""
         self._rz.forget()
         super().load_state_dict(state_dict)
 

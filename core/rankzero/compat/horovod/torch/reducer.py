@@ -1,4 +1,4 @@
-"""`Reducer`: the gradients of an optimizer's parameters, on their way to the other ranks."""
+"""`Reducer`: reduces the gradients of an optimizer's parameters over ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rankzero.compat.horovod.torch.sparse import empty_sparse, sparse_allreduce_
 from rankzero.compat.horovod.torch.world import ProcessSet
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
-"""The hook of each parameter: one, of the optimizer that was made last for it."""
+"""The hook of each parameter, which belongs to the optimizer that was created last for it."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced.
+    """Options of the reduction of gradients.
 
     Attributes:
-        compression: In which type they travel.
+        compression: The type in which gradients are sent.
         op: ``Average`` or ``Sum``.
-        predivide: Divides an average before the sum; the rest after it.
-        sparse_as_dense: Sparse gradients travel dense.
+        predivide: Factor by which gradients are divided before the sum of an average; the rest follows after it.
+        sparse_as_dense: Whether sparse gradients are sent as dense tensors.
         group: The ranks that take part.
     """
 
@@ -53,12 +53,12 @@ class _Sent:
 
 
 class Reducer:
-    """Sends gradients while the backward pass goes on, and waits for them.
+    """Starts the reduction of gradients during the backward pass, and waits for the results.
 
     Args:
-        names: Of parameters, which may be more than the optimizer's.
-        passes: Backward passes that add up before a reduction.
-        how: How gradients are reduced.
+        names: Names of parameters, which may be more than the optimizer's.
+        passes: Backward passes whose gradients are summed before a reduction.
+        how: Options of the reduction.
     """
 
     def __init__(self, names: Mapping[torch.Tensor, str], passes: int, how: Reduction) -> None:
@@ -67,7 +67,7 @@ class Reducer:
         self._is_ready = False
         self._passes = passes
         self._how = how
-        # A second optimizer may have parameters of the same names, as the two networks of a GAN.
+        # A second optimizer may have parameters with the same names, such as the second network of a GAN.
         number = next(how.group.coordinator.optimizers)
         self._suffix = f"#{number}" if number > 1 else ""
         self._known = names
@@ -79,7 +79,7 @@ class Reducer:
         self._has_peers = how.group.size() > 1 and how.group.included()
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Takes over the gradients of parameters; of those it has, too, once they require gradients."""
+        """Adds parameters, and installs a hook on each one that requires gradients and has none yet."""
         for parameter in parameters:
             if parameter not in self._names:
                 self._names[parameter] = self._known.get(parameter, f"noname.{len(self._names)}") + self._suffix
@@ -91,12 +91,12 @@ class Reducer:
                 self._hooked.add(parameter)
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes that add up before a reduction, from now on."""
+        """Sets the number of backward passes whose gradients are summed before a reduction."""
         self._passes = passes
         self._left = dict.fromkeys(self._names, passes)
 
     def has_begun(self) -> bool:
-        """True between a backward pass and what waits for its gradients."""
+        """Returns True between a backward pass and the wait for its gradients."""
         return bool(self._sent) or any(left != self._passes for left in self._left.values())
 
     def check_idle(self) -> None:
@@ -113,25 +113,25 @@ class Reducer:
             )
 
     def before_step(self) -> None:
-        """`synchronize`, unless the user said that it is not needed, or `before_unscaling` did."""
+        """Calls `synchronize`, unless the user has switched it off or `before_unscaling` has called it."""
         if self.should_synchronize and not self._is_ready:
             self.synchronize()
         self._is_synchronized = self._is_ready = False
 
     def before_unscaling(self) -> None:
-        """`synchronize` for the step that follows, or does not where gradients have overflowed."""
+        """Calls `synchronize` for the next step, which a gradient scaler skips if gradients have overflowed."""
         if self.should_synchronize and not self._is_synchronized:
             self.synchronize()
             self._is_ready = True
 
-    # A compiled step does not trace what waits for other ranks.
+    # A compiled step must not trace waits for other ranks.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def synchronize(self) -> None:
-        """Begins what no hook has begun, with zeros where there is no gradient, and waits for all.
+        """Starts the reductions that no hook has started, with zeros for missing gradients, and waits for all.
 
         Raises:
-            HorovodInternalError: a reduction failed; the others have ended.
-            AssertionError: a gradient was changed on its way.
+            HorovodInternalError: a reduction failed; all others have ended.
+            AssertionError: a gradient was changed while it was reduced.
         """
         if not self._has_peers:
             return
@@ -153,23 +153,23 @@ class Reducer:
                 self._finish(parameter, sent)
             except HorovodInternalError as error:
                 errors.append(error)
-        self._begin_anew()
+        self._reset()
         if errors:
             raise errors[0]
         self._is_synchronized = True
 
     def forget(self) -> None:
-        """Waits for what is on its way, and is as new."""
+        """Waits for running reductions, and resets the state as after a step."""
         for sent in self._sent.values():
             try:
                 synchronize(sent.pending)
             except HorovodInternalError:
-                # Of a step that is given up: elastic.run restores after such an error.
+                # The step is discarded anyway: elastic.run restores the state after such an error.
                 continue
-        self._begin_anew()
+        self._reset()
         self._is_synchronized = self._is_ready = False
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._sent.clear()
         self.set_passes(self._passes)
 
@@ -199,7 +199,7 @@ class Reducer:
         how, name = self._how, f"gradient.{self._names[parameter]}"
         gradient = parameter.grad
         if gradient is None:
-            # Another rank may have one.
+            # Another rank may have a gradient of this parameter.
             dims = self._sparse_dims.get(parameter)
             gradient = parameter.grad = empty_sparse(parameter, dims) if dims else torch.zeros_like(parameter)
         if gradient.requires_grad:
@@ -213,7 +213,7 @@ class Reducer:
             pending: Pending = sparse_allreduce_async(gradient, name, how.op, how.group)
             context = None
         else:
-            # Not `detach`: that would count what the reduction does as the user's changes.
+            # `detach` would count the reduction's writes as changes by the user.
             dense = gradient.to_dense() if gradient.is_sparse else gradient.data
             compressed, context = how.compression.compress(dense)
             before = 1.0 / how.predivide if how.op == AVERAGE else 1.0
@@ -232,7 +232,7 @@ class Reducer:
 
 
 def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A hook that keeps nothing alive: a parameter that holds its reducer, which holds it, is never freed."""
+    """Returns a hook with a weak reference, since a cycle of a parameter and its reducer would never be freed."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Reductions of which each rank gets its share of rows; synchronous, asynchronous and differentiable.
+"""Reductions of which each rank gets its share of rows: synchronous, asynchronous and differentiable.
 
-torch's gloo reduces to all ranks faster than to each its share, so a rank takes its rows of the whole.
+torch's gloo executes an allreduce faster than a reducescatter, so a rank takes its rows of an allreduce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankzero.compat.horovod.torch.world import ProcessSet, global_process_set
 def _issue(
     name: str | None, tensors: Sequence[torch.Tensor], op: str, before: float, after: float, group: ProcessSet
 ) -> list[Pending]:
-    """Issues them; the result of each is this rank's rows."""
+    """Issues reductions, each of which results in this rank's rows."""
     op = checked_op(op)
     if op not in (AVERAGE, SUM):
         raise ValueError(f"op is {op!r}; reducescatter takes hvd.Average or hvd.Sum")
@@ -42,7 +42,7 @@ def _share(whole: torch.Tensor, group: ProcessSet) -> torch.Tensor:
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Horovod's gradient: a sum's is gathered times the number of ranks, an average's as it is."""
+    """Differentiable reducescatter. The gathered gradient of a sum is times the number of ranks, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, options: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Pending]:
-    """Begins `grouped_reducescatter`."""
+    """Starts a `grouped_reducescatter`; `synchronize` returns its results."""
     return begin(_issue(name, tensors, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -78,7 +78,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors, together."""
+    """Returns this rank's rows of the reductions of several tensors, executed together; differentiable."""
     options = op, prescale_factor, postscale_factor, process_set
     return compressed_by(
         compression,
@@ -88,15 +88,15 @@ def grouped_reducescatter(
 
 
 def reducescatter_async(tensor: torch.Tensor, name: str | None = None, *args: Any, **kwargs: Any) -> Pending:
-    """Begins `reducescatter`; arguments as for `grouped_reducescatter_async`."""
+    """Starts a `reducescatter`; arguments as for `grouped_reducescatter_async`."""
     (found,) = grouped_reducescatter_async([tensor], name, *args, **kwargs)
     return found
 
 
 def reducescatter(tensor: torch.Tensor, name: str | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """This rank's rows of the reduction; the first ranks get one more where they do not divide; differentiable.
+    """Returns this rank's rows of the reduction of every rank's tensor; differentiable.
 
-    Arguments as for `grouped_reducescatter`.
+    If the rows do not divide evenly, the first ranks get one more. Arguments as for `grouped_reducescatter`.
     """
     (found,) = grouped_reducescatter([tensor], name, *args, **kwargs)
     return found

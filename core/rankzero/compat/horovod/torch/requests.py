@@ -1,4 +1,4 @@
-"""`Requests`: what one rank has issued, and not got."""
+"""`Requests`: the operations that one rank has issued and that have not finished."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rankzero.compat.horovod.torch.messages import Handle, Meta, Request
 
 
 class Requests:
-    """By name. Any thread may issue; the one that carries out a round takes them.
+    """The unfinished operations of a rank, by name. Any thread may issue one; the thread that runs a round takes them.
 
     Args:
-        mutex: Is held by each method.
+        mutex: Lock that each method holds.
     """
 
     def __init__(self, mutex: threading.Lock) -> None:
@@ -24,24 +24,24 @@ class Requests:
         self._open: dict[str, Request] = {}
         self._new: list[Request] = []
         self.failed: HorovodInternalError | None = None
-        """Why nothing more can be issued."""
+        """The error because of which no more operations can be issued."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def count_call(self, kind: str) -> int:
-        """The number of a call without a name, from 1."""
+        """Returns the number of a call without a name, from 1."""
         with self._mutex:
             self._calls[kind] += 1
             return self._calls[kind]
 
     def forget_calls(self) -> None:
-        """Counts from 1 again."""
+        """Resets the numbers of calls without a name to 1."""
         with self._mutex:
             self._calls.clear()
 
     def issue(self, request: Request) -> Handle:
-        """Notes an operation. Raises ValueError if its name is on its way already, or what failed before."""
+        """Adds an operation. Raises ValueError if one of its name has not finished, or an earlier failure's error."""
         with self._mutex:
             if self.failed:
                 raise self.failed
@@ -49,37 +49,37 @@ class Requests:
             if name in self._open:
                 raise ValueError(
                     f"{request.meta.kind} of {name!r} was issued again before it had ended: synchronize it "
-                    "first, or give each tensor a name of its own"
+                    "first, or give each tensor its own name"
                 )
             self._open[name] = request
             self._new.append(request)
         return request.handle
 
     def new(self) -> list[Request]:
-        """Those that no round has told the other ranks of."""
+        """Returns the operations that no round has sent to the other ranks yet, once."""
         with self._mutex:
             found, self._new = self._new, []
         return found
 
     def take(self, name: str, meta: Meta) -> Request:
-        """The one of a name that all ranks have issued; zeros of a rank that has joined."""
+        """Removes and returns the operation of a name that all ranks have issued; zeros if this rank has joined."""
         with self._mutex:
             request = self._open.pop(name, None)
         return request or Request(name, 0, meta, execute.neutral(meta))
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Takes several."""
+        """Removes several operations that are being executed."""
         with self._mutex:
             for request in requests:
                 del self._open[request.full_name]
 
     def names(self) -> list[str]:
-        """Of all."""
+        """Returns the sorted names of all operations."""
         with self._mutex:
             return sorted(self._open)
 
     def fail(self, error: HorovodInternalError) -> None:
-        """Ends all, and what is issued from now on."""
+        """Fails all operations with an error, also those that are issued later."""
         with self._mutex:
             self.failed = error
             waiting = [request.handle for request in self._open.values()]

@@ -1,4 +1,4 @@
-"""One round of a `Coordinator`: what every rank has to say, at once."""
+"""`Rounds`: the exchange of all ranks' messages in one round of a `Coordinator`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from rankzero.compat.horovod.torch.messages import Meta, aligned, length_of
 
 SMALL = 1024
-"""Bytes of a round's first buffer; what is longer goes in a second one."""
+"""Bytes of a round's first buffer; longer messages are exchanged in a second one."""
 
 KEPT = 64
-"""Places of tensors in a buffer that are kept: as many as fit in a round that repeats itself, and more."""
+"""Most cached views of tensors in a buffer: more than the tensors of a round that repeats."""
 
 
 class Rounds:
     """An all-gather of short messages.
 
-    Gloo's own collectives change threads twice on each rank, which takes longer than the messages do. These go from the
-    calling thread, to ranks at distances of 1, 2, 4, ...: each rank sends on what it has (the dissemination of Bruck
-    et al., "Efficient algorithms for all-to-all communications", 1997).
+    Gloo's own collectives change threads twice on each rank, which takes longer than the messages do. Here the calling
+    thread sends to ranks at distances of 1, 2, 4, ..., and each rank forwards the messages that it has (the
+    dissemination of Bruck et al., "Efficient algorithms for all-to-all communications", 1997).
     """
 
     def __init__(self, process_group: Any, rank: int, size: int) -> None:
@@ -30,12 +30,12 @@ class Rounds:
         self._size = size
         self._small = Received(rank, size, SMALL)
         self.number = 0
-        """Of the present round, from 1; the same on all ranks."""
+        """Number of the current round, from 1; the same on all ranks."""
         self.source = rank
         """Index of the rank from which this one receives."""
 
     def exchange(self, message: bytes) -> Received:
-        """Sends this rank's message. What it returns stays as it is until the next round. Raises RuntimeError."""
+        """Exchanges the messages of all ranks. The result is valid until the next round. Raises RuntimeError."""
         self.number += 1
         self._gather(self._small, message)
         longest = max(map(length_of, self._small.messages))
@@ -56,16 +56,16 @@ class Rounds:
 
 
 class Received:
-    """What the ranks have sent.
+    """The messages of all ranks in a round, and the buffers in which they are exchanged.
 
     Attributes:
-        messages: By rank.
-        mine: This rank's among them.
-        steps: For each distance to whom it sends, and what; and from whom it receives, and where to.
+        messages: The messages by rank.
+        mine: This rank's message among them.
+        steps: For each distance the rank to send to, the buffer to send, the rank to receive from, and its buffer.
     """
 
     def __init__(self, rank: int, size: int, length: int) -> None:
-        # This rank's first, then the next rank's, and so on.
+        # The first row is this rank's, the second the next rank's, and so on.
         table = torch.zeros(size, aligned(length), dtype=torch.uint8, device="cpu")
         self._rows = [table[(other - rank) % size] for other in range(size)]
         self.messages = [_memory(row) for row in self._rows]
@@ -80,7 +80,7 @@ class Received:
             distance *= 2
 
     def tensors(self, meta: Meta, begins: tuple[int, ...]) -> list[torch.Tensor]:
-        """Each rank's tensor, by rank, which begins at these places of the messages."""
+        """Returns each rank's tensor, by rank, which starts at the given offset of its message."""
         found = self._tensors.get((meta, begins))
         if found is None:
             places = [slice(begin, begin + meta.inline_bytes) for begin in begins]
@@ -89,12 +89,12 @@ class Received:
                 for row, place in zip(self._rows, places, strict=True)
             ]
             if len(self._tensors) == KEPT:
-                # Where each rank has an order of its own, hardly a place comes twice.
+                # If each rank has a different order, the same offsets hardly repeat.
                 del self._tensors[next(iter(self._tensors))]
             self._tensors[meta, begins] = found
         return found
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    # Without numpy, which torch can do without. The memory is held by `_rows`, as long as these views are.
+    # Works without numpy, which torch does not need. `_rows` keeps the memory as long as these views exist.
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,4 +1,4 @@
-"""Ranks that others wait for: who they are, and a warning that names them."""
+"""Finds the ranks for which other ranks wait, and logs warnings that name them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL = 1.0
-"""Seconds between two looks at what this rank waits for, and after which it notes that it is there."""
+CHECK_INTERVAL = 1.0
+"""Seconds between two checks of a rank's wait, and after which it records that it is in its round."""
 
 
 class Roll:
-    """Which ranks of a set have come to a round that takes long, by what they note in torch's store.
+    """Finds the ranks of a set that have not come to a slow round, by their entries in torch's store.
 
     Args:
-        store: Of the ranks, for this set alone.
+        store: Store of the ranks, with a prefix for this set.
         ranks: Global ranks of the set.
-        rank: Index of this one.
+        rank: Index of this rank in the set.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
@@ -31,10 +31,10 @@ class Roll:
         self._answered = 0
 
     def answer(self, number: int) -> list[int]:
-        """Notes that this rank has come to a round.
+        """Records that this rank has come to a round.
 
         Returns:
-            Global ranks of which that is not known; none if nobody can tell, as the store is gone.
+            Global ranks that have not recorded it; an empty list if the store is closed.
         """
         try:
             if number > self._answered:
@@ -51,30 +51,30 @@ class Roll:
 
 
 def roll_of(group: Any, ranks: Sequence[int], rank: int) -> Roll:
-    """The roll of the ranks of a process group, whose name all of them know it by."""
+    """Returns the roll of the ranks of a process group, whose name is the prefix of its entries."""
     store = distributed_c10d._get_default_store()
     return Roll(distributed_c10d.PrefixStore(f"rankzero.horovod.{group.group_name}", store), ranks, rank)
 
 
 class Waiting(Protocol):
-    """A set of ranks, as one of them knows it."""
+    """A set of ranks in which this rank may wait for others."""
 
     warn_after: float
 
     def stall(self) -> float:
-        """Seconds for which the present round has waited for a rank."""
+        """Returns the seconds for which the current round has waited for a rank."""
         ...
 
     def call_roll(self) -> str:
-        """Notes that this rank is there; who is not, and what this rank waits for."""
+        """Records that this rank is in its round; returns which ranks are missing, and what this rank waits for."""
         ...
 
 
 class Watcher:
-    """Warns of what some ranks have not issued for long, in a thread, until it is stopped.
+    """Logs warnings about ranks for which this rank has waited long, in a thread, until it is stopped.
 
     Args:
-        sets: Gives the sets of ranks that there are.
+        sets: Returns the current sets of ranks.
     """
 
     def __init__(self, sets: Callable[[], Sequence[Waiting]]) -> None:
@@ -84,18 +84,18 @@ class Watcher:
         threading.Thread(target=self._run, name="rankzero-horovod-stalls", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stops the thread without waiting for it."""
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(LOOK_INTERVAL):
+        while not self._stopped.wait(CHECK_INTERVAL):
             for group in self._sets():
-                if group.stall() >= LOOK_INTERVAL:
-                    self._look(group)
+                if group.stall() >= CHECK_INTERVAL:
+                    self._check(group)
                 else:
                     self._warn_at.pop(group, None)
 
-    def _look(self, group: Waiting) -> None:
+    def _check(self, group: Waiting) -> None:
         found, stall = group.call_roll(), group.stall()
         if stall >= self._warn_at.setdefault(group, group.warn_after):
             self._warn_at[group] = stall + group.warn_after

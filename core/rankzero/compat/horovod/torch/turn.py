@@ -1,4 +1,4 @@
-"""`Turn`: which thread of a rank carries out the next round."""
+"""`Turn`: decides which thread of a rank runs the next round."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Turn:
-    """One at a time. Who waits for it also looks whether it still needs it. All methods need the mutex.
+    """A lock whose waiters also wake when they no longer need it. The caller of each method must hold the mutex.
 
     Args:
-        mutex: Of what the conditions look at.
+        mutex: Lock of the state that the conditions read.
     """
 
     def __init__(self, mutex: threading.Lock) -> None:
@@ -19,14 +19,14 @@ class Turn:
         self._sleepers = 0
 
     def take(self, is_needed: Callable[[], bool], may_begin: Callable[[], bool] | None = None) -> bool:
-        """Waits for the turn, without the mutex.
+        """Waits for the turn, and releases the mutex meanwhile.
 
         Args:
-            is_needed: False if the caller can go on without it.
-            may_begin: False if it is not needed yet; None: never.
+            is_needed: Returns False if the caller no longer needs the turn.
+            may_begin: Returns False if the caller does not need the turn yet; None: it always does.
 
         Returns:
-            Whether it was taken; then `give` must follow.
+            True if the turn was taken; then `give` must follow.
         """
         while is_needed():
             if not self._is_taken and (may_begin is None or may_begin()):
@@ -40,11 +40,11 @@ class Turn:
         return False
 
     def give(self) -> None:
-        """Lets the next one have it, and those go on who needed it for what has been done."""
+        """Releases the turn, and wakes all waiters, some of which may no longer need it."""
         self._is_taken = False
         self.wake()
 
     def wake(self) -> None:
-        """Lets who waits look at its conditions again."""
+        """Makes all waiting threads check their conditions again."""
         if self._sleepers:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Who a rank is, and the sets of ranks that communicate."""
+"""The rank of this process, and the sets of ranks that communicate."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rankzero.train.context import at_return
 logger = logging.getLogger(__name__)
 
 WARN_AFTER = 60.0
-"""Seconds; ``HOROVOD_STALL_CHECK_TIME_SECONDS``."""
+"""Default of ``HOROVOD_STALL_CHECK_TIME_SECONDS``."""
 
 STALL_TIMEOUT = 1800.0
-"""Seconds; ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
+"""Default of ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``."""
 
 MOST_SECONDS = 30 * 24 * 3600.0
-"""Of both."""
+"""Largest value of both variables."""
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
-    """Some of the ranks, which communicate among themselves.
+    """A set of ranks that communicate with each other.
 
     Args:
-        ranks: Global ranks.
+        ranks: Global ranks of the set.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -45,21 +45,21 @@ class ProcessSet:
 
     @property
     def coordinator(self) -> Coordinator:
-        """What carries its operations out. Raises ValueError before `add_process_set` or `init`."""
+        """Returns the coordinator that executes the set's operations. Raises ValueError before it is created."""
         if self._coordinator is None:
             raise ValueError(NOT_INITIALIZED if self is global_process_set else "give it to hvd.add_process_set first")
         return self._coordinator
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks in the set."""
         return self.coordinator.size
 
     def rank(self) -> int:
-        """Index of this rank in the set; -1 if it is no member."""
+        """Returns the index of this rank in the set; -1 if it is not a member."""
         return self.coordinator.rank
 
     def included(self) -> bool:
-        """True if this rank is a member."""
+        """Returns True if this rank is a member of the set."""
         return self.coordinator.rank >= 0
 
     def _open(self, number: int) -> None:
@@ -91,10 +91,10 @@ _world: Any = None
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Makes this process a rank; again does nothing. Makes torch's process group, if nobody has.
+    """Makes this process a rank, and creates torch's process group if there is none. A second call does nothing.
 
     Args:
-        comm: Must be None, or all ranks: subsets are `ProcessSet`.
+        comm: None, or all ranks; use `ProcessSet` for subsets.
         process_sets: Further sets, as for `add_process_set`.
 
     Raises:
@@ -103,7 +103,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _watcher, _world
     if is_initialized():
         return
-    # What a training of this process has left that failed before.
+    # Removes the sets of an earlier training of this process that failed.
     _forget()
     rt.ensure_process_group()
     _world = dist.group.WORLD
@@ -121,18 +121,18 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Ends this rank's part, once all ranks do: what another one still expects of it fails there."""
+    """Ends this rank's part once all ranks end theirs; operations that still wait for this rank fail on other ranks."""
     for coordinator in _end():
         coordinator.destroy()
 
 
 def _end() -> list[Coordinator]:
-    """Ends this rank's part, but leaves connections to the end of the process."""
+    """Ends this rank's part, but keeps its connections until the process exits."""
     found = [process_set.coordinator for process_set in _sets.values()]
     for coordinator in found:
         coordinator.end()
     if len(found) > 1:
-        # Ranks wait in one set for what this rank leaves out, while it waits for those of another.
+        # Ranks may wait for this rank in one set while it waits for ranks of another set.
         for coordinator in found:
             if coordinator.rank >= 0:
                 coordinator.drive()
@@ -153,16 +153,16 @@ def _forget() -> None:
 
 
 def is_initialized() -> bool:
-    """True between `init` and `shutdown`, or the end of torch's process group."""
+    """Returns True between `init` and `shutdown`, or the end of torch's process group."""
     return global_process_set._coordinator is not None and dist.is_initialized() and dist.group.WORLD is _world
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes a set of ranks able to communicate. Called by every rank, with the same ranks in the same order.
+    """Makes a set of ranks able to communicate. Every rank must call it, with the same sets in the same order.
 
     Raises:
-        ValueError: a rank that does not exist, or a set that is there already.
-        MismatchError: the ranks gave different ones.
+        ValueError: a rank does not exist, or a set of these ranks exists already.
+        MismatchError: the ranks gave different sets.
     """
     everybody = global_process_set.coordinator.ranks
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -170,7 +170,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"process set {found.ranks} has ranks that do not exist; there are {len(everybody)}")
     if any(found.ranks == other.ranks for other in _sets.values()):
         raise ValueError(f"a process set of the ranks {found.ranks} is there already")
-    # Groups that ranks make of different ranks wait for each other: this names them.
+    # Ranks that create different groups would block each other; this barrier detects and names them.
     agreed = global_process_set.coordinator
     agreed.wait(
         agreed.requests.issue(
@@ -185,7 +185,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a set; False if it is not there, or the global one. Called by every rank."""
+    """Removes a set; returns False for an unknown set and for the global one. Every rank must call it."""
     if process_set is global_process_set or process_set not in _sets.values():
         return False
     process_set.coordinator.end()
@@ -197,62 +197,62 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_ids() -> list[int]:
-    """The sets' ids."""
+    """Returns the ids of all process sets."""
     return list(_sets)
 
 
 def rank() -> int:
-    """Rank of this process."""
+    """Returns the global rank of this process."""
     return global_process_set.coordinator.rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Returns the number of ranks."""
     return global_process_set.coordinator.size
 
 
 def local_rank() -> int:
-    """Index of this rank in its task: ``cuda:{local_rank()}`` is its GPU, wherever ranks are placed."""
+    """Returns the index of this rank in its task: ``cuda:{local_rank()}`` is its GPU, wherever ranks are placed."""
     size()
     return rt.get_context().local_rank
 
 
 def local_size() -> int:
-    """Ranks in this task."""
+    """Returns the number of ranks in this task."""
     size()
     return rt.get_context().local_world_size
 
 
 def cross_rank() -> int:
-    """Index of this rank's task."""
+    """Returns the index of this rank's task."""
     size()
     return rt.get_context().node_rank
 
 
 def cross_size() -> int:
-    """Number of tasks."""
+    """Returns the number of tasks."""
     size()
     return rt.get_context().num_nodes
 
 
 def is_homogeneous() -> bool:
-    """True: every task has as many ranks."""
+    """Returns True, since every task has the same number of ranks."""
     size()
     return True
 
 
 def gloo_built() -> bool:
-    """Whether torch has gloo."""
+    """Returns True if torch has gloo."""
     return dist.is_gloo_available()
 
 
 def gloo_enabled() -> bool:
-    """Whether torch has gloo."""
+    """Returns True if torch has gloo."""
     return dist.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """The version of NCCL that torch has, 0 for none."""
+    """Returns the version of NCCL that torch has; 0 if it has none."""
     if not dist.is_nccl_available():
         return 0
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -260,44 +260,44 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether torch has CUDA."""
+    """Returns True if torch has CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch has ROCm."""
+    """Returns True if torch has ROCm."""
     return torch.version.hip is not None
 
 
 def mpi_built() -> bool:
-    """False: ranks meet without MPI."""
+    """Returns False, since ranks communicate without MPI."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False: ranks meet without MPI."""
+    """Returns False, since ranks communicate without MPI."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False: ranks meet without MPI."""
+    """Returns False, since ranks communicate without MPI."""
     return False
 
 
 def ddl_built() -> bool:
-    """False."""
+    """Returns False, since IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """Returns False, since Intel's oneCCL is not supported."""
     return False
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Does nothing but warn: use `torch.profiler`."""
+    """Only logs a warning: use `torch.profiler` instead."""
     logger.warning("hvd.start_timeline(%r) writes no timeline: use torch.profiler.profile", file_path)
 
 
 def stop_timeline() -> None:
-    """Does nothing."""
+    """Does nothing, since there is no timeline."""

@@ -1,7 +1,7 @@
-"""`hvd.elastic`: a state that survives a failure, on rankzero's attempts and checkpoints.
+"""`hvd.elastic`: states that survive a failure, by rankzero's attempts and checkpoints.
 
-Horovod keeps the processes and makes a new ring; rankzero starts the next attempt (``max_restarts``), which `run` lets
-begin from the last commit.
+Horovod keeps the processes and creates a new ring. rankzero starts the next attempt (``max_restarts``), in which `run`
+restores the last commit.
 """
 
 from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler

@@ -1,4 +1,4 @@
-"""`ElasticSampler`: shares of what is left of an epoch."""
+"""`ElasticSampler`: shares out the rest of an epoch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rankzero.compat.horovod.torch import world
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's share of the indices that no rank has processed in this epoch.
+    """Yields this rank's share of the indices that no rank has processed in this epoch.
 
     Args:
-        dataset: With a length.
-        shuffle: Another order in each epoch.
-        seed: Of the order.
+        dataset: A data set with a length.
+        shuffle: Whether each epoch has a new order.
+        seed: Seed of the order.
 
     Attributes:
-        epoch: Of `set_epoch`.
-        num_replicas: Ranks among which the indices are shared out; `rank` is this one.
-        processed_indices: What is known to be processed in this epoch.
-        remaining_indices: Of all ranks, in the order of the epoch.
-        indices: This rank's, as many as every other rank's: some are taken twice.
-        num_samples: Their number.
-        total_size: That of all ranks.
+        epoch: Number of the epoch, from `set_epoch`.
+        num_replicas: Number of ranks among which the indices are shared out; `rank` is this one.
+        processed_indices: Indices that this rank knows to be processed in this epoch.
+        remaining_indices: Remaining indices of all ranks, in the order of the epoch.
+        indices: This rank's indices, as many as every other rank's: some are taken twice.
+        num_samples: Number of this rank's indices.
+        total_size: Number of all ranks' indices.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
@@ -38,21 +38,21 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """A new epoch, in which nothing is processed."""
+        """Starts a new epoch, in which no index is processed."""
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Notes that this rank has processed a batch."""
+        """Records that this rank has processed a batch."""
         self.record_indices(self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size])
 
     def record_indices(self, indices: Any) -> None:
-        """Notes that this rank has processed indices."""
+        """Records that this rank has processed some indices."""
         self.processed_indices.update(indices)
 
     def reset(self) -> None:
-        """Shares out what is left."""
+        """Shares out the remaining indices among the current ranks."""
         left = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         if self.shuffle:
             generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
@@ -65,20 +65,20 @@ class ElasticSampler(Sampler[int]):
         self.indices = [left[place % len(left)] for place in share]
 
     def merge(self, states: list[dict[str, Any]]) -> None:
-        """Takes rank 0's epoch, and notes what all ranks have processed in it.
+        """Sets rank 0's epoch, and records the indices that all ranks have processed in it.
 
         Args:
-            states: Of all ranks.
+            states: The states of all ranks.
         """
         self.load_state_dict(merged(states))
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and processed indices, as a sorted tensor: there may be millions."""
+        """Returns the epoch and the processed indices, as a sorted tensor since there may be millions."""
         indices = torch.tensor(list(self.processed_indices), dtype=torch.int64)
         return {"epoch": self.epoch, "processed_indices": indices.sort().values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Sets the epoch and the processed indices, and shares out the rest."""
         self.epoch = state["epoch"]
         indices = state["processed_indices"]
         self.processed_indices = set(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
@@ -92,7 +92,7 @@ class ElasticSampler(Sampler[int]):
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's epoch, and what all ranks have processed in it."""
+    """Returns rank 0's epoch, and the indices that all ranks have processed in it."""
     epoch = states[0]["epoch"]
     indices = torch.cat([state["processed_indices"] for state in states if state["epoch"] == epoch])
     return {"epoch": epoch, "processed_indices": torch.unique(indices)}

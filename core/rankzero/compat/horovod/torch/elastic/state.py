@@ -1,4 +1,4 @@
-"""States that are committed and restored, and `run`, which begins from the last commit."""
+"""States that are committed and restored, and `run`, which starts from the last commit."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ R = TypeVar("R")
 
 
 _committed: rt.TrainContext | None = None
-"""The attempt in which this rank has committed last."""
+"""The attempt in which this rank made its last commit."""
 
 _NOT_STATE = frozenset({"_reset_callbacks", "_bcast_object", "_rank", "_values", "_states", "_number"})
 
 
 class State:
-    """What a training goes on from. Subclasses say how it is saved, restored and sent to all ranks.
+    """A state from which a training resumes. Subclasses define how it is saved, restored and sent to all ranks.
 
-    One with a `save` of its own remembers in its attributes. A commit keeps all of them that have no ``state_dict``;
-    the next attempt sets them, and calls `restore`.
+    A subclass that overrides `save` keeps the saved values in attributes. A commit stores all attributes without a
+    ``state_dict``; the next attempt sets them and calls `restore`.
 
     Args:
-        bcast_object: What `sync` of a subclass may call; None: `broadcast_object`.
-        get_rank: The same; None: ``hvd.rank``.
+        bcast_object: Function that broadcasts objects in `sync` of a subclass; None: `broadcast_object`.
+        get_rank: Function that returns the rank; None: ``hvd.rank``.
     """
 
     _number = 0
@@ -46,23 +46,23 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
-        """Functions to be called when the world may have changed, before the training goes on."""
+        """Registers functions to call when the world may have changed, before the training resumes."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Calls them."""
+        """Calls `reset` and the registered functions."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def reset(self) -> None:
-        """What a subclass does when the world may have changed."""
+        """Adapts a subclass to a world that may have changed; does nothing by default."""
 
     def commit(self) -> None:
-        """Saves the state, and makes it the checkpoint that the next attempt begins with.
+        """Saves the state, and makes it the checkpoint that the next attempt starts from.
 
-        Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. A commit that the
-        store does not take is a line in the log, and the commit before it stays.
+        Returns on every rank once the checkpoint is durable, whatever happens to any rank after that. If the store
+        refuses the checkpoint, a message is logged and the previous commit stays.
         """
         global _committed
         self.save()
@@ -74,42 +74,42 @@ class State:
         _committed = rt.get_context()
 
     def check_host_updates(self) -> None:
-        """Nothing: the world changes between attempts only."""
+        """Does nothing, since the world changes only between attempts."""
 
     def save(self) -> None:
-        """Remembers the state."""
+        """Saves the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to what `save` remembered."""
+        """Restores the state from the last `save`."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Gives every rank what rank 0 has."""
+        """Sends rank 0's state to every rank."""
         raise NotImplementedError
 
     def saved(self) -> dict[str, Any]:
-        """What `save` remembered, for a checkpoint."""
+        """Returns the values from the last `save`, for a checkpoint."""
         found = {name: value for name, value in vars(self).items() if name not in _NOT_STATE and not _is_part(value)}
         return {"attributes": found}
 
     def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """What `saved` gave, with what only other ranks know."""
+        """Returns the values of `saved`, completed with those that only other ranks have."""
         return saved
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Takes what `saved` gave, in a later attempt."""
+        """Sets the values of `saved` in a later attempt, and restores the state from them."""
         vars(self).update(saved.get("attributes", {}))
         self.restore()
 
 
 class ObjectState(State):
-    """Attributes of plain values.
+    """A state of attributes with plain values.
 
     Args:
-        bcast_object: See `State`.
-        get_rank: See `State`.
-        kwargs: Names and values.
+        bcast_object: Function that broadcasts objects; None: `broadcast_object`.
+        get_rank: Function that returns the rank; None: ``hvd.rank``.
+        kwargs: Names and values of the attributes.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class ObjectState(State):
         self._values = dict(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
-        # Not what a subclass makes of it, which has no attributes yet.
+        # The method of this class, since a subclass has no attributes yet.
         ObjectState.save(self)
 
     def save(self) -> None:
-        """Remembers the attributes."""
+        """Saves copies of the attributes in memory."""
         self._values = {name: copy.deepcopy(getattr(self, name)) for name in self._values}
 
     def restore(self) -> None:
-        """Sets the attributes that were remembered."""
+        """Sets the attributes to the values of the last `save`."""
         for name, value in self._values.items():
             setattr(self, name, copy.deepcopy(value))
 
@@ -142,23 +142,23 @@ class ObjectState(State):
         self.save()
 
     def saved(self) -> dict[str, Any]:
-        """The attributes; all of them of a subclass with a `save` of its own."""
+        """Returns the saved attributes; for a subclass that overrides `save`, all attributes."""
         others = {} if type(self).save.__module__ == __name__ else super().saved()
         return {**others, "values": self._values}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Sets the attributes."""
+        """Sets the attributes from a checkpoint of an earlier attempt."""
         self._values = saved["values"]
         super().load(saved)
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, samplers, and attributes of plain values.
+    """A state of a model, an optimizer, samplers, and attributes with plain values.
 
     Args:
         model: A module.
-        optimizer: Of its parameters.
-        kwargs: Names and values; one with a ``state_dict``, such as a scheduler, is saved by it.
+        optimizer: The optimizer of its parameters.
+        kwargs: Names and values; a value with a ``state_dict``, such as a scheduler, is saved by it.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
         values, states = vars(self).get("_values", {}), vars(self).get("_states", {})
         if _is_part(value) and (name in values or name in states):
-            # What a restore goes back to.
+            # The state that `restore` sets.
             states[name] = copy.deepcopy(value.state_dict())
             values.pop(name, None)
         elif name in states:
@@ -179,18 +179,18 @@ class TorchState(ObjectState):
             del states[name]
 
     def save(self) -> None:
-        """Remembers everything."""
+        """Saves copies of the attributes and of each ``state_dict`` in memory."""
         super().save()
         self._states = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._states}
 
     def restore(self) -> None:
-        """Goes back to what was remembered."""
+        """Restores the attributes and each ``state_dict`` from the last `save`."""
         super().restore()
         for name, state in self._states.items():
             getattr(self, name).load_state_dict(copy.deepcopy(state))
 
     def sync(self) -> None:
-        """Gives every rank what rank 0 has; samplers learn what all ranks have processed."""
+        """Sends rank 0's state to every rank; samplers get the indices that all ranks have processed."""
         for name in self._states:
             part = getattr(self, name)
             if isinstance(part, torch.nn.Module):
@@ -204,11 +204,11 @@ class TorchState(ObjectState):
         super().sync()
 
     def saved(self) -> dict[str, Any]:
-        """Everything."""
+        """Returns the saved attributes and each saved ``state_dict``."""
         return {**super().saved(), "parts": self._states}
 
     def of_all_ranks(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The indices that all ranks have processed."""
+        """Returns the saved values, in which samplers have the processed indices of all ranks."""
         parts = dict(saved["parts"])
         for name, state in parts.items():
             if isinstance(getattr(self, name), ElasticSampler):
@@ -216,22 +216,22 @@ class TorchState(ObjectState):
         return {**saved, "parts": parts}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Sets everything."""
+        """Sets the attributes and each ``state_dict`` from a checkpoint of an earlier attempt."""
         self._states = saved["parts"]
         super().load(saved)
 
 
 def _is_part(value: object) -> bool:
-    """Whether it is saved by its own ``state_dict``."""
+    """Returns True if a value is saved by its own ``state_dict``."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 _numbered: tuple[Any, int] = (None, 0)
-"""Of this attempt, which has numbered so many states."""
+"""The current attempt, and the number of its last state."""
 
 
 def _number(state: State) -> int:
-    """Of a state, in the order in which the training has come to them: the same in each attempt."""
+    """Returns the number of a state, counted in the order of first use: the same in each attempt."""
     global _numbered
     if not state._number:
         context = rt.get_context()
@@ -245,10 +245,10 @@ def _names(saved: Mapping[str, Any]) -> set[str]:
 
 
 def _saved(checkpoint: Any, state: State) -> Any:
-    """What the last commit holds of a state. Raises ValueError if it holds something else."""
+    """Returns the values that a checkpoint has for a state. Raises ValueError if it is of another state."""
     if not isinstance(checkpoint, Mapping) or "elastic" not in checkpoint:
         raise ValueError(
-            "the last checkpoint is of rt.report, not of state.commit(): report none of your own beside it"
+            "the last checkpoint is of rt.report, not of state.commit(): report no checkpoints together with commits"
         )
     saved = checkpoint["elastic"]
     mine, theirs = _names(state.saved()), _names(saved)
@@ -266,19 +266,19 @@ def _saved(checkpoint: Any, state: State) -> Any:
 
 
 def run(function: Callable[..., R]) -> Callable[..., R]:
-    """A decorator of ``train(state, ...)``: begins from the last commit of an earlier attempt.
+    """Decorates ``train(state, ...)`` to start from the last commit of an earlier attempt.
 
-    A failure ends the attempt. With ``max_restarts`` the next one begins from the last ``state.commit()``, with as many
-    ranks as there are then; without, which is the default, it ends the run.
+    A failure ends the attempt. With ``max_restarts`` the next attempt starts from the last ``state.commit()``, with
+    whatever number of ranks it has. Without ``max_restarts``, which is the default, a failure ends the run.
 
     Raises:
-        ValueError: by what it makes, if the last commit is of a state with other names.
+        ValueError: raised by the decorated function if the last commit is of a state with other names.
     """
 
     @functools.wraps(function)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
         _number(state)
-        # What this attempt has committed, the state has.
+        # The state already has the values that this attempt has committed.
         if _committed != rt.get_context() and (checkpoint := rt.get_checkpoint()):
             saved = _saved(checkpoint.load(), state)
             state.load(saved)
