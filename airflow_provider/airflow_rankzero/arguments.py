@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from airflow.sdk import DAG, TaskGroup
     from airflow.sdk.definitions.retry_policy import RetryPolicy
 
-    from rankzero.job import RestartOn, WorldSize
-    from rankzero.run.checkpoints import CheckpointConfig
-    from rankzero.tracking.tracker import Tracker
+    from rankzero import CheckpointConfig
+    from rankzero.pipeline import RestartOn, WorldSize
+    from rankzero.tracking import Tracker
 
 Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 

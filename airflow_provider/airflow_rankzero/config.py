@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from rankzero.errors import InvalidJobError
-from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
+from rankzero.pipeline import DEFAULT_STORE, STORE_VARIABLE
 
 SECTION = "rankzero"
 

@@ -13,8 +13,8 @@ from typing import Any
 from airflow.listeners import hookimpl
 
 from airflow_rankzero.tries import TaskTry, state_of
-from rankzero import store
-from rankzero.run.handle import RunHandle
+from rankzero import RunHandle
+from rankzero.pipeline import store
 
 logger = logging.getLogger(__name__)
 

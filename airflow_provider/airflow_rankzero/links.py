@@ -15,7 +15,7 @@ from urllib.parse import quote
 from airflow.sdk import BaseOperatorLink
 
 from airflow_rankzero import config, pages
-from rankzero.report.page import FILE
+from rankzero.pipeline import REPORT_FILE
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -126,8 +126,8 @@ def report_address(directory: str) -> str | None:
         >>> report_address("gs://bucket/runs/a")
         'https://console.cloud.google.com/storage/browser/_details/bucket/runs/a/report.html'
     """
-    gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{FILE}"
-    s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{FILE}"
+    gcs = f"https://console.cloud.google.com/storage/browser/_details/{{bucket}}/{{key}}/{REPORT_FILE}"
+    s3 = f"https://s3.console.aws.amazon.com/s3/object/{{bucket}}?prefix={{key}}/{REPORT_FILE}"
     return _address(directory, config.report_url(), gcs, s3) or pages.address_of(directory)
 
 

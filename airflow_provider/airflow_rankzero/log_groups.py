@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankzero.job import describe_world
-from rankzero.run import reports
+from rankzero.pipeline import describe_world, reports
 
 if TYPE_CHECKING:
-    from rankzero.launcher import Launcher
-    from rankzero.run.handle import RunHandle
+    from rankzero import Launcher, RunHandle
 
 REPORT_LINES = 20
 """Reports in the log's table, evenly chosen."""

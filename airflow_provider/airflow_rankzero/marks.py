@@ -15,8 +15,8 @@ from typing import Any
 from airflow.listeners import hookimpl
 
 from airflow_rankzero.links import DIRECTORY_KEY
+from rankzero import RunHandle
 from rankzero.errors import RunNotFoundError
-from rankzero.run.handle import RunHandle
 
 logger = logging.getLogger(__name__)
 

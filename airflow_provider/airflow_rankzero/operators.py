@@ -25,25 +25,18 @@ from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, 
 from airflow_rankzero.openlineage import lineage
 from airflow_rankzero.record import record
 from airflow_rankzero.run_id import run_id_of
-from airflow_rankzero.task_run import Follower
+from airflow_rankzero.task_run import TaskLog
 from airflow_rankzero.tries import TaskTry
 from airflow_rankzero.xcom import value_of
-from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
+from rankzero import CheckpointConfig, Launcher, RunHandle
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.launcher import Launcher
-from rankzero.run.bookkeeping import attempt
-from rankzero.run.checkpoints import CheckpointConfig
-from rankzero.run.cursor import LogCursor
-from rankzero.run.detach import detaching, end
-from rankzero.run.handle import RunHandle
-from rankzero.run.retry import may_retry
+from rankzero.pipeline import EXIT_TIMEOUT, STOP_GRACE, Follower, attempt, detaching, end, may_retry
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from rankzero.job import RestartOn, WorldSize
-    from rankzero.submit.durable import Opened
-    from rankzero.tracking.tracker import Tracker
+    from rankzero.pipeline import Opened, RestartOn, WorldSize
+    from rankzero.tracking import Tracker
 
 
 class TorchDistributorOperator(BaseOperator):
@@ -290,10 +283,9 @@ class TorchDistributorOperator(BaseOperator):
         handle = opened.handle
         push_links(task_try.ti, directory=handle.directory)
         log_groups.show(self.log, "Training run", log_groups.describe(handle, launcher))
-        cursor = LogCursor(handle, ranks=self.log_ranks, attached=opened.attached)
-        follower = Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log)
+        task_log = self._task_log(handle, task_try, attached=opened.attached)
         if self.deferrable and not handle.status().final:
-            follower.detach_if_killed()
+            task_log.detach_if_killed()
             from airflow_rankzero.triggers import RunTrigger
 
             self.defer(
@@ -301,7 +293,11 @@ class TorchDistributorOperator(BaseOperator):
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
-        follower.follow()
+        task_log.follow()
+
+    def _task_log(self, handle: RunHandle[Any], task_try: TaskTry, *, attached: bool) -> TaskLog:
+        follower = Follower(handle, ranks=self.log_ranks, attached=attached)
+        return TaskLog(handle, follower, task_try, self.stop_grace, lambda: self._killed, self.log)
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Returns what `execute` does, after the trigger has seen the end of the run."""
@@ -319,8 +315,7 @@ class TorchDistributorOperator(BaseOperator):
             push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
             if not handle.status().final:
                 # The trigger has lost sight of it; its training has not.
-                cursor = LogCursor(handle, ranks=self.log_ranks, attached=True)
-                Follower(handle, cursor, task_try, self.stop_grace, lambda: self._killed, self.log).follow()
+                self._task_log(handle, task_try, attached=True).follow()
         return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:

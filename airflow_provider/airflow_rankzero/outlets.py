@@ -6,10 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero._compat import extra_of_alias
-from rankzero.run import reports
-from rankzero.run.handle import RunHandle
-from rankzero.values.digest import split
-from rankzero.values.plain import storable
+from rankzero import RunHandle
+from rankzero.pipeline import reports, split, storable
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

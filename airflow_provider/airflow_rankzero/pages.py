@@ -7,7 +7,7 @@ from urllib.parse import quote, urlsplit
 
 from airflow_rankzero import config
 from airflow_rankzero._compat import conf
-from rankzero import store
+from rankzero.pipeline import store
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -15,9 +15,7 @@ from airflow.models.dag import DagModel
 from fastapi import Depends, FastAPI, Request, Response
 
 from airflow_rankzero import config
-from rankzero import store
-from rankzero.job import Job
-from rankzero.report import pages
+from rankzero.pipeline import Job, pages, store
 
 app = FastAPI(title="rankzero", openapi_url=None)
 

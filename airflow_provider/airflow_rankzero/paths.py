@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rankzero import store
 from rankzero.errors import InvalidJobError
+from rankzero.pipeline import store
 
 
 def beside(dag_file: str, train: Any) -> Any:
@@ -28,7 +28,7 @@ def beside(dag_file: str, train: Any) -> Any:
     if not isinstance(train, (str, os.PathLike)):
         return train
     # Imported here: a process that only reads a DAG file needs no pickler.
-    from rankzero.submit.training import is_module_reference
+    from rankzero.pipeline import is_module_reference
 
     if isinstance(train, str) and is_module_reference(os.path.expanduser(train)):
         return train
@@ -65,7 +65,7 @@ def dataset_beside(dag_file: str, dataset: Any) -> Any:
         return {name: dataset_beside(dag_file, source) for name, source in dataset.items()}
     if not isinstance(dataset, (str, PurePath)) or store.is_url(os.fspath(dataset)):
         return dataset
-    from rankzero.submit import datasets
+    from rankzero.pipeline import datasets
 
     found = path_beside(dag_file, dataset)
     return found if datasets.is_path(dataset) or os.path.exists(found) else dataset

@@ -36,6 +36,6 @@ class RankZeroPlugin(AirflowPlugin):
         """
         if not LISTENERS:
             return
-        from rankzero.values.ref import ResultRef
+        from rankzero import ResultRef
 
         allow_class(ResultRef)

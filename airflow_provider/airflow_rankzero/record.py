@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from airflow_rankzero import log_groups, outlets
 from airflow_rankzero.delivery import offer
 from airflow_rankzero.tries import TaskTry
-from rankzero.run.bookkeeping import attempt
-from rankzero.run.handle import RunHandle
+from rankzero import RunHandle
+from rankzero.pipeline import attempt
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

@@ -13,11 +13,9 @@ from typing import Any
 from airflow_rankzero._compat import AirflowException, AirflowRescheduleException
 from airflow_rankzero.links import push_links
 from airflow_rankzero.tries import TaskTry
+from rankzero import RunHandle
 from rankzero.errors import RunCancelledError
-from rankzero.run.cursor import LogCursor
-from rankzero.run.detach import end
-from rankzero.run.directory import RunStatus
-from rankzero.run.handle import RunHandle
+from rankzero.pipeline import EngineOpened, Follower, LineWritten, end
 
 FOLLOW_INTERVAL = 0.1
 """Seconds between two looks at a run directory on a local disk."""
@@ -36,29 +34,29 @@ MAX_RESCHEDULES = 20
 """Drains of one try that cost nothing; after that, a place that never lasts costs tries."""
 
 
-class Follower:
-    """Shows a run in a task's log.
+class TaskLog:
+    """Shows a run in the log of its task, and detaches from the run when Airflow ends the task process.
 
     Args:
         handle: The run.
-        cursor: Where its lines are shown from.
+        follower: The follower of the run.
         task_try: The try.
-        stop_grace: Seconds that its ranks get to end.
-        is_killed: True once Airflow has asked this process to exit.
+        stop_grace: Seconds between SIGTERM and SIGKILL of the ranks, if the run is cancelled.
+        is_killed: Returns True once Airflow has asked this process to exit.
         log: The operator's logger, whose lines are the task's log.
     """
 
     def __init__(
         self,
         handle: RunHandle[Any],
-        cursor: LogCursor,
+        follower: Follower,
         task_try: TaskTry,
         stop_grace: float,
         is_killed: Callable[[], bool],
         log: Any,
     ) -> None:
         self._handle = handle
-        self._cursor = cursor
+        self._follower = follower
         self._try = task_try
         self._stop_grace = stop_grace
         self._is_killed = is_killed
@@ -73,24 +71,22 @@ class Follower:
             rankzero.RunCancelledError: a user ended the task, and so the training.
         """
         shown = time.monotonic()
-        url = None
         while True:
-            status = self._handle.status()
-            if status.engine_url and url is None:
-                url = status.engine_url
-                push_links(self._try.ti, spark_ui=url)
-            for line in self._cursor.lines(status):
-                self._log.info("%s", line)
-                shown = time.monotonic()
+            for event in self._follower.poll():
+                if isinstance(event, EngineOpened):
+                    push_links(self._try.ti, spark_ui=event.url)
+                elif isinstance(event, LineWritten):
+                    self._log.info("%s", event.text)
+                    shown = time.monotonic()
                 if self._is_killed():
                     break
-            if status.final:
+            if self._follower.ended:
                 return
             self.detach_if_killed()
             self._pause()
             if time.monotonic() - shown > PROGRESS_INTERVAL:
                 shown = time.monotonic()
-                self._report_progress(status)
+                self._report_progress()
 
     def _pause(self) -> None:
         until = time.monotonic() + max(FOLLOW_INTERVAL, self._handle.pace)
@@ -98,9 +94,10 @@ class Follower:
             # An Event, not a sleep: exceptions of signal handlers get out at once.
             self._tick.wait(min(left, LONGEST_WAIT))
 
-    def _report_progress(self, status: RunStatus) -> None:
-        age = time.time() - self._handle.created
-        self._log.info("%s for %.0f s %s", status.state, age, status.metrics or "")
+    def _report_progress(self) -> None:
+        if status := self._follower.status:
+            age = time.time() - self._handle.created
+            self._log.info("%s for %.0f s %s", status.state, age, status.metrics or "")
 
     def detach_if_killed(self) -> None:
         """Nothing, unless this process was asked to exit: with its worker, or by a user. Raises as `follow`."""

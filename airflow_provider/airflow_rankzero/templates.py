@@ -10,9 +10,9 @@ from typing import Any
 from airflow.sdk import ObjectStoragePath
 
 from airflow_rankzero.paths import check_store
+from rankzero import Launcher
 from rankzero.errors import InvalidJobError
-from rankzero.job import AUTO
-from rankzero.launcher import Launcher
+from rankzero.pipeline import AUTO
 
 TEMPLATE_FIELDS = (
     "train",

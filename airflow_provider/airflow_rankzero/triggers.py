@@ -15,9 +15,9 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_rankzero import tries
 from airflow_rankzero.connection.target import Target
+from rankzero import RunHandle
 from rankzero.errors import RankZeroError
-from rankzero.run.cursor import LogCursor
-from rankzero.run.handle import RunHandle
+from rankzero.pipeline import Follower, LineWritten
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,9 +80,9 @@ class RunTrigger(BaseTrigger):
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
             await _in_thread(handle.renew_lease)
             await _in_thread(self._mask_secrets)
-            cursor = await _in_thread(self._cursor, handle)
+            follower = await _in_thread(self._follower, handle)
             self.log.info("following the run in %s", self.directory)
-            while not await _in_thread(self._look, handle, cursor):
+            while not await _in_thread(self._show_new, follower):
                 await asyncio.sleep(max(POLL_INTERVAL, handle.pace))
         except Exception as error:
             # The task reports it, with its own retries.
@@ -99,8 +99,8 @@ class RunTrigger(BaseTrigger):
         with contextlib.suppress(Exception):
             Target.from_conn_id(self.conn_id)
 
-    def _cursor(self, handle: RunHandle[Any]) -> LogCursor:
-        return LogCursor(handle, ranks=self.log_ranks, attached=self.attached)
+    def _follower(self, handle: RunHandle[Any]) -> Follower:
+        return Follower(handle, ranks=self.log_ranks, attached=self.attached)
 
     def _event(self, **facts: str) -> TriggerEvent:
         return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]
@@ -123,12 +123,12 @@ class RunTrigger(BaseTrigger):
             if handle.submission == self.submission:
                 handle.cancel()
 
-    def _look(self, handle: RunHandle[Any], cursor: LogCursor) -> bool:
-        """Shows the lines since the last look; True if the run had ended before. Renews the run's lease."""
-        status = handle.status()
-        for line in cursor.lines(status):
-            self.log.info("%s", line)
-        return status.final
+    def _show_new(self, follower: Follower) -> bool:
+        """Logs the lines since the last call, and returns True if the run has ended."""
+        for event in follower.poll():
+            if isinstance(event, LineWritten):
+                self.log.info("%s", event.text)
+        return follower.ended
 
 
 async def _in_thread(action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

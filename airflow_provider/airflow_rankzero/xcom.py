@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_rankzero._compat import AirflowFailException, conf
-from rankzero.bounds import XCOM_LIMIT
-from rankzero.run.handle import RunHandle
-from rankzero.values.plain import find_unstorable, plain_view
-from rankzero.values.ref import ResultRef
+from rankzero import ResultRef, RunHandle
+from rankzero.pipeline import VALUE_LIMIT, find_unstorable, plain_view
 
 _MAX_MAP_LENGTH = 1024
 # Airflow's own default.
@@ -22,7 +20,7 @@ def value_of(handle: RunHandle[Any], task: Any, ti: Any) -> Any:
     """Returns rank 0's value as it becomes the task's XCom: plain if it is small JSON, else its `ResultRef`.
 
     A value whose keys or items other tasks depend on by ``multiple_outputs`` or ``expand`` is plain up to
-    `XCOM_LIMIT` bytes.
+    `VALUE_LIMIT` bytes.
 
     Args:
         handle: The run.
@@ -75,9 +73,9 @@ def _taken_apart(ref: ResultRef, inline: list[Any], uses: list[str]) -> Any:
 def _loaded(ref: ResultRef) -> Any:
     if "value" in ref.summary:
         return ref.summary["value"]
-    if ref.size > XCOM_LIMIT:
-        raise ValueError(f"it has {ref.size} bytes, and an XCom may have {XCOM_LIMIT}")
-    return plain_view(ref.load(), XCOM_LIMIT)
+    if ref.size > VALUE_LIMIT:
+        raise ValueError(f"it has {ref.size} bytes, and an XCom may have {VALUE_LIMIT}")
+    return plain_view(ref.load(), VALUE_LIMIT)
 
 
 def _refusal(ref: ResultRef, uses: list[str], why: str) -> AirflowFailException:

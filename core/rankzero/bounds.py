@@ -42,7 +42,7 @@ RETURNED_HANG = 300.0
 MEET_TIMEOUT = 30.0
 """Seconds for a rank to reach rank 0's rendezvous."""
 
-XCOM_LIMIT = 16 << 20
+VALUE_LIMIT = 16 << 20
 """Bytes of a result that an orchestrator's metadata database gets where its other tasks are mapped over the items."""
 
 UNFINISHED_AFTER = 3600.0

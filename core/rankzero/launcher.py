@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankzero.engines.base import Engine
-    from rankzero.run.detach import Caller
+    from rankzero.run.detach import PipelineTry
     from rankzero.run.identity import Identity
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
@@ -436,7 +436,7 @@ class Launcher:
         train: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        caller: Caller,
+        caller: PipelineTry,
         log: Any,
         identity: Identity | None = None,
     ) -> AbstractContextManager[durable.Opened]:

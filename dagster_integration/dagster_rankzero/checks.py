@@ -11,7 +11,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero.metadata.describe import METRIC_PREFIX
-from rankzero.run.reports import is_number
+from rankzero.pipeline import is_number
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec
 """An asset, or its key."""

@@ -6,7 +6,7 @@ from typing import Any
 import dagster as dg
 
 from rankzero import HangError, InsufficientSlotsError, RankZeroError, RunHandle, StartTimeoutError, WorkerFailedError
-from rankzero.run.retry import may_retry
+from rankzero.pipeline import may_retry
 
 
 def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_user_errors: bool) -> dg.Failure:

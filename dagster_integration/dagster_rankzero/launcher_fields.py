@@ -9,12 +9,11 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_
 
 from dagster_rankzero._compat import variable_of
 from dagster_rankzero.fields import KnownFields
-from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
-from rankzero.job import AUTO, NumProcesses, check_counts, qualified_name, world_bounds
+from rankzero.pipeline import AUTO, EXIT_TIMEOUT, STOP_GRACE, NumProcesses, check_counts, qualified_name, world_bounds
 
 if TYPE_CHECKING:
     from rankzero import Launcher
-    from rankzero.engines.base import Engine
+    from rankzero.pipeline import Engine
 
 
 _CHOICES = {"engine": ("spark", "local"), "deploy_mode": ("client", "cluster")}
@@ -211,9 +210,8 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         return dataclasses.asdict(given) if is_config else given
 
     def _launcher(self, env: Mapping[str, str]) -> "Launcher":
-        from rankzero import InvalidJobError, Launcher
-        from rankzero.run.checkpoints import CheckpointConfig
-        from rankzero.store import is_absolute
+        from rankzero import CheckpointConfig, InvalidJobError, Launcher
+        from rankzero.pipeline import is_absolute
 
         if self.store is not None and not is_absolute(self.store):
             raise InvalidJobError(

@@ -7,7 +7,7 @@ import dagster as dg
 from dagster_rankzero._compat import OutputFacts, expect_single_result, io_manager_of, outputs_of
 from dagster_rankzero.arguments.inputs import wants_reference
 from dagster_rankzero.arguments.partitions import keys_of
-from rankzero.values.digest import split
+from rankzero.pipeline import split
 
 if TYPE_CHECKING:
     from rankzero import RunHandle

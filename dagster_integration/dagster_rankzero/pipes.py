@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import assets_of
-from rankzero.run.bookkeeping import attempt
+from rankzero.pipeline import attempt
 
 _RANK_0 = "[0] "
 _VERSION = "__dagster_pipes_version"

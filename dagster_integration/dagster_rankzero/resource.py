@@ -238,7 +238,7 @@ class TorchDistributorResource(LauncherFields):
         from dagster_rankzero.metadata.observation import observe
         from dagster_rankzero.step import Step
         from rankzero import RankZeroError
-        from rankzero.launcher import print_line
+        from rankzero.pipeline import print_line
 
         handle: RunHandle[Any] | None = None
         step, output = Step.of(context), single_output(context)

@@ -16,8 +16,7 @@ from typing import Any, Self
 import dagster as dg
 
 from dagster_rankzero import _compat
-from rankzero.host.processes import describe_process
-from rankzero.run import lease as leases
+from rankzero.pipeline import describe_process, leases
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,7 @@ from dagster_rankzero import _compat
 from dagster_rankzero.metadata.observation import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
-from rankzero.run.bookkeeping import attempt
-from rankzero.run.cursor import LogCursor
-from rankzero.run.identity import Identity
-from rankzero.submit.durable import Opened
+from rankzero.pipeline import Follower, Identity, LineWritten, MetricsReported, Opened, attempt
 
 # Dagster runs that were interrupted in this process: Dagster goes on with their other steps.
 _interrupted: set[str] = set()
@@ -111,28 +108,30 @@ def follow(
     Args:
         opened: The run.
         on_line: Gets every line, with its ``[rank]`` prefix.
-        interval: Seconds between two looks at the metrics at least; more as time goes by. None for no look.
+        interval: Least seconds between two observations of the metrics, which grow with the run's age. None for none.
         log_ranks: Whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
         whole: Show every line, and again all that an earlier try has shown, however much it is.
 
     Yields:
         Rank 0's metrics, the last value of each, whenever they have changed.
     """
-    handle = opened.handle
-    cursor = LogCursor(handle, ranks=log_ranks, attached=opened.attached and not whole, whole=whole)
-    seen: dict[str, Any] = {}
-    started = next_look = time.monotonic()
+    follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached, whole=whole)
+    latest: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    started = next_at = time.monotonic()
     while True:
-        status = handle.status()
-        for line in cursor.lines(status):
-            on_line(line)
-        if status.final:
+        for event in follower.poll():
+            if isinstance(event, LineWritten):
+                on_line(event.text)
+            elif isinstance(event, MetricsReported):
+                latest = event.values
+        if follower.ended:
             return
         now = time.monotonic()
-        if interval is not None and status.metrics != seen and now >= next_look:
-            seen, next_look = status.metrics, now + next_interval(interval, now - started)
-            yield status.metrics
-        handle.pause()
+        if interval is not None and latest != shown and now >= next_at:
+            shown, next_at = latest, now + next_interval(interval, now - started)
+            yield latest
+        opened.handle.pause()
 
 
 def offer(handle: RunHandle[Any], step: Step | None, log: Any) -> None:

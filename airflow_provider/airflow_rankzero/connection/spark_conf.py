@@ -7,7 +7,7 @@ from typing import Any
 
 from airflow_rankzero._compat import mask_secret
 from rankzero.errors import InvalidJobError
-from rankzero.masking import secrets_of
+from rankzero.pipeline import secrets_of
 
 
 def as_text(name: str, pairs: Mapping[str, Any] | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ from rankzero.errors import InvalidJobError
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
-    from rankzero.engines.base import Engine
+    from rankzero.pipeline import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,8 @@ from airflow.sdk import BaseHook
 from airflow_rankzero.connection.examined import arguments
 from airflow_rankzero.connection.target import Target
 from rankzero import SparkConnectEngine
-from rankzero.doctor.before import find_problems
-from rankzero.doctor.examine import Examination, examine
-from rankzero.doctor.findings import OK
 from rankzero.errors import RankZeroError
-from rankzero.launcher import DEFAULT_STORE, STORE_VARIABLE
+from rankzero.pipeline import DEFAULT_STORE, OK, STORE_VARIABLE, Examination, examine, find_problems
 
 TEST_START_TIMEOUT = 30.0
 """Seconds for ranks to start, of which somebody waits at a web page."""

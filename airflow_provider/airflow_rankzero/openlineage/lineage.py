@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankzero import store
-from rankzero.values.ref import ResultRef, map_refs
+from rankzero import ResultRef
+from rankzero.pipeline import map_refs, store
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -97,7 +97,7 @@ def inputs_of(arguments: Any, dataset: Any, spark_conf: Mapping[str, Any] | None
     Returns:
         Nothing of it where that cannot be told: trouble with lineage stops no task.
     """
-    from rankzero.submit import datasets
+    from rankzero.pipeline import datasets
 
     files: list[str] = []
     queries: list[str] = []

@@ -32,7 +32,7 @@ def report(directory: tuple[str, ...], output: str, link: float | None, as_json:
 
     if link is not None:
         for one in directory:
-            address = store.presign(store.join(RunHandle.attach(one).directory, page.FILE), link)
+            address = store.presign(store.join(RunHandle.attach(one).directory, page.REPORT_FILE), link)
             click.echo(json.dumps({"directory": one, "link": address}) if as_json else address)
         return
     runs = [facts.collect(RunHandle.attach(one)) for one in directory]

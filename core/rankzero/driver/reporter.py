@@ -46,7 +46,7 @@ class Reporter:
             # At an object store there is none of before, and nobody waits for it again.
             with contextlib.suppress(OSError):
                 if not self._run.is_remote:
-                    store.remove(self._run.path(page.FILE))
+                    store.remove(self._run.path(page.REPORT_FILE))
 
     def _refresh(self) -> None:
         interval = REFRESH_INTERVAL
@@ -58,7 +58,7 @@ class Reporter:
         began = time.thread_time()
         try:
             text = page.render([self._collector.collect()])
-            store.write_bytes(self._run.path(page.FILE), text.encode("utf-8", "replace"))
+            store.write_bytes(self._run.path(page.REPORT_FILE), text.encode("utf-8", "replace"))
         except Exception as error:
             logger.warning("the report of the run could not be written: %s", error)
         return time.thread_time() - began

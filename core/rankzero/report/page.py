@@ -10,7 +10,7 @@ import math
 from importlib import resources
 from typing import Any
 
-FILE = "report.html"
+REPORT_FILE = "report.html"
 """Its name in a run directory."""
 
 _NOTHING_ELSE = "base-uri 'none'; form-action 'none'"

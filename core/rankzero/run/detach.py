@@ -11,8 +11,8 @@ from rankzero.errors import RankZeroError
 from rankzero.run.handle import RunHandle
 
 
-class Caller(Protocol):
-    """What one try of a pipeline step knows of its orchestrator."""
+class PipelineTry(Protocol):
+    """One try of a pipeline step, which answers questions about its orchestrator."""
 
     @property
     def is_followed_by_another(self) -> bool:
@@ -47,7 +47,9 @@ class Caller(Protocol):
 
 
 @contextlib.contextmanager
-def detaching(find: Callable[[], RunHandle[Any] | None], caller: Caller, stop_grace: float, log: Any) -> Iterator[None]:
+def detaching(
+    find: Callable[[], RunHandle[Any] | None], caller: PipelineTry, stop_grace: float, log: Any
+) -> Iterator[None]:
     """Around a run that outlives this process: decides about it when its start or its following is interrupted.
 
     Args:
@@ -81,7 +83,7 @@ _INTERRUPTS = 5
 
 
 def _detach_or_end(
-    handle: RunHandle[Any] | None, caller: Caller, error: BaseException, stop_grace: float, log: Any
+    handle: RunHandle[Any] | None, caller: PipelineTry, error: BaseException, stop_grace: float, log: Any
 ) -> None:
     if handle is None:
         return

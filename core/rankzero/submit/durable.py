@@ -10,7 +10,7 @@ from typing import Any
 
 from rankzero.driver.trackers import FLUSH_TIMEOUT
 from rankzero.run.bookkeeping import attempt
-from rankzero.run.detach import Caller, detaching
+from rankzero.run.detach import PipelineTry, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, describe
@@ -39,13 +39,14 @@ def open_durable(
     train: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    caller: Caller,
+    caller: PipelineTry,
     log: Any,
 ) -> Iterator[Opened]:
-    """The run of a step's training, to be followed in the block: a new one, or the one that an earlier try has left.
+    """Yields the run of a step's training, which is a new one or the run that an earlier try has left.
 
-    If another try of the step will come, the run outlives this process, and ends with the block only if `Caller` says
-    so of what interrupts it, from the first look at the store on; else it ends with the block and with this process.
+    If another try of the step can follow, the run outlives this process. It then ends with the block only if an
+    exception interrupts the block that the `PipelineTry` does not detach from. Without another try, the run ends with
+    the block and with this process.
 
     Args:
         request: What the launcher asks for, with a run id.
@@ -96,7 +97,7 @@ def _await_trackers(handle: RunHandle[Any]) -> None:
         handle.await_driver(FLUSH_TIMEOUT)
 
 
-def _reconcile(before: RunHandle[Any], asked: Asked, caller: Caller, log: Any) -> Decision:
+def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: Any) -> Decision:
     """Decides what the run is to this try. A living run of another training is ended."""
     run = RunDirectory(before.directory)
     existing = submission.look(run, asked, caller)

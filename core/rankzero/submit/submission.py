@@ -23,7 +23,7 @@ from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.checkpoints import FOLDER
-from rankzero.run.detach import Caller
+from rankzero.run.detach import PipelineTry
 from rankzero.run.directory import RunDirectory, RunStatus, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
@@ -82,7 +82,7 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def look(run: RunDirectory, asked: Asked, caller: Caller | None = None) -> Existing | None:
+def look(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
     """Returns what submitting a training under this run id would mean now; None if there is no such run.
 
     A driver on another host that does not show a heartbeat is watched until it does or counts as dead.

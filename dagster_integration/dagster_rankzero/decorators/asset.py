@@ -9,7 +9,7 @@ from dagster_rankzero.arguments.partitions import PartitionArguments, take_singl
 from dagster_rankzero.decorators.check_specs import with_reported_checks
 from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
-from rankzero.job import NumProcesses
+from rankzero.pipeline import NumProcesses
 
 
 @overload

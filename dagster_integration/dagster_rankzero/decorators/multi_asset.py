@@ -13,7 +13,7 @@ from dagster_rankzero.decorators.check_specs import check_result
 from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
 from dagster_rankzero.metadata.describe import RESULT_ENTRIES
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
-from rankzero.job import NumProcesses
+from rankzero.pipeline import NumProcesses
 
 
 def torch_multi_asset(

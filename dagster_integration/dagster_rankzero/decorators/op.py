@@ -8,7 +8,7 @@ import dagster as dg
 
 from dagster_rankzero.decorators.compute import build_compute, build_script_compute, check_function, collect_options
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
-from rankzero.job import NumProcesses
+from rankzero.pipeline import NumProcesses
 
 
 @overload

@@ -11,8 +11,7 @@ from dagster_rankzero.arguments.inputs import wants_reference
 from dagster_rankzero.fields import KnownFields, check_fields
 from dagster_rankzero.io_manager.paths import segment
 from dagster_rankzero.metadata.describe import describe_partitions, describe_result
-from rankzero.run.bookkeeping import attempt
-from rankzero.values.digest import split
+from rankzero.pipeline import attempt, split
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -73,7 +72,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
         """Finds the place to store in."""
         from upath import UPath
 
-        from rankzero import store
+        from rankzero.pipeline import store
 
         root = self.base_path
         if root is None:
@@ -142,7 +141,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
 
     def path_exists(self, path: "UPath") -> bool:
         """True if a version was committed there."""
-        from rankzero import store
+        from rankzero.pipeline import store
 
         return store.exists(str(path / "manifest.json"))
 

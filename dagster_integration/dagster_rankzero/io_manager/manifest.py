@@ -14,10 +14,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rankzero import ResultError, ResultRef, store
-from rankzero.values import formats
-from rankzero.values.digest import split, verify
-from rankzero.values.ref import fingerprint_of
+from rankzero import ResultError, ResultRef
+from rankzero.pipeline import fingerprint_of, formats, split, store, verify
 
 MANIFEST = "manifest.json"
 

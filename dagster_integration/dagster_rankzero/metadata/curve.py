@@ -4,8 +4,7 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 
-from rankzero.run.reports import height_of, is_number
-from rankzero.texts import encodable
+from rankzero.pipeline import encodable, height_of, is_number
 
 WIDTH, HEIGHT = 560, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 28, 30

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dagster_rankzero.metadata import curve
-from rankzero.report.page import FILE
-from rankzero.run import reports
-from rankzero.run.bookkeeping import attempt
-from rankzero.run.reports import is_number
-from rankzero.values.digest import BLOCKS, PLAIN, split
+from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, is_number, reports, split
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
@@ -65,7 +61,7 @@ def _describe_end(handle: "RunHandle[Any]") -> _Entries:
     status = handle.status()
     entries: _Entries = {
         "run_directory": dg.MetadataValue.path(handle.directory),
-        "report": dg.MetadataValue.path(f"{handle.directory}/{FILE}"),
+        "report": dg.MetadataValue.path(f"{handle.directory}/{REPORT_FILE}"),
         "world_size": dg.MetadataValue.int(handle.world_size),
     }
     if status.started is not None and status.ended is not None:

@@ -7,7 +7,7 @@ import dagster as dg
 
 from dagster_rankzero._compat import assets_of
 from dagster_rankzero.metadata.describe import METRIC_PREFIX
-from rankzero.run.reports import is_number
+from rankzero.pipeline import is_number
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:

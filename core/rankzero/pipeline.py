@@ -1,0 +1,143 @@
+"""The interface of rankzero for orchestrators: everything that an integration needs, and nothing that it does not.
+
+An integration (`airflow_rankzero`, `dagster_rankzero`, or one of your own) imports `rankzero`, `rankzero.pipeline`,
+`rankzero.errors` and `rankzero.tracking`. docs/integrations.md shows how to write one.
+
+Open a run
+    `PipelineTry` is the protocol by which an integration answers questions about one try of its step.
+    ``Launcher(...).durable(train, args, kwargs, step, log)`` opens the run of the step: it starts the run, attaches to
+    it, or finds its result, and yields an `Opened`. `detaching` and `end` do the same for a run that was opened before.
+    `Identity` tells trainings apart, `describe_process` names a process for `PipelineTry.retrier`.
+
+Follow it
+    `Follower` yields `LineWritten`, `MetricsReported`, `EngineOpened` and `RunEnded`. `print_line` writes a line to
+    standard output as the launcher does.
+
+Decide about tries
+    `may_retry` says whether another try can help. `leases` computes for how long a run waits for the next try.
+
+Deliver the result
+    ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `find_unstorable`, `storable` and
+    `plain_view` decide what an orchestrator's database can hold, up to `VALUE_LIMIT` bytes. `map_refs` finds the
+    references within arguments. `formats`, `split`, `verify`, `fingerprint_of`, `PLAIN` and `BLOCKS` read and write
+    stored values. `attempt` runs bookkeeping that must not fail a step.
+
+Describe it
+    `reports` makes tables and curves of the metrics, `is_number` and `height_of` scale them, `encodable` makes a text
+    storable, `REPORT_FILE` is the name of the report in a run directory, and `pages` serves reports.
+
+Take options
+    `NumProcesses`, `WorldSize`, `RestartOn`, `AUTO`, `EXIT_TIMEOUT`, `STOP_GRACE`, `DEFAULT_STORE` and `STORE_VARIABLE`
+    are the types and defaults of options; `check_counts`, `world_bounds`, `describe_world`, `qualified_name`,
+    `is_module_reference` and `datasets` check and show them. `store` joins and normalizes paths and URLs, `secrets_of`
+    finds what a log must not show, `find_problems` and `examine` test a connection.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankzero import store as store
+    from rankzero.bounds import EXIT_TIMEOUT as EXIT_TIMEOUT
+    from rankzero.bounds import STOP_GRACE as STOP_GRACE
+    from rankzero.bounds import VALUE_LIMIT as VALUE_LIMIT
+    from rankzero.doctor.before import find_problems as find_problems
+    from rankzero.doctor.examine import Examination as Examination
+    from rankzero.doctor.examine import examine as examine
+    from rankzero.doctor.findings import OK as OK
+    from rankzero.engines.base import Engine as Engine
+    from rankzero.host.processes import describe_process as describe_process
+    from rankzero.job import AUTO as AUTO
+    from rankzero.job import Job as Job
+    from rankzero.job import NumProcesses as NumProcesses
+    from rankzero.job import RestartOn as RestartOn
+    from rankzero.job import WorldSize as WorldSize
+    from rankzero.job import check_counts as check_counts
+    from rankzero.job import describe_world as describe_world
+    from rankzero.job import qualified_name as qualified_name
+    from rankzero.job import world_bounds as world_bounds
+    from rankzero.launcher import DEFAULT_STORE as DEFAULT_STORE
+    from rankzero.launcher import STORE_VARIABLE as STORE_VARIABLE
+    from rankzero.launcher import print_line as print_line
+    from rankzero.masking import secrets_of as secrets_of
+    from rankzero.report import pages as pages
+    from rankzero.run import reports as reports
+    from rankzero.run.bookkeeping import attempt as attempt
+    from rankzero.run.detach import PipelineTry as PipelineTry
+    from rankzero.run.detach import detaching as detaching
+    from rankzero.run.detach import end as end
+    from rankzero.run.follower import EngineOpened as EngineOpened
+    from rankzero.run.follower import Follower as Follower
+    from rankzero.run.follower import LineWritten as LineWritten
+    from rankzero.run.follower import MetricsReported as MetricsReported
+    from rankzero.run.follower import RunEnded as RunEnded
+    from rankzero.run.identity import Identity as Identity
+    from rankzero.run.reports import height_of as height_of
+    from rankzero.run.reports import is_number as is_number
+    from rankzero.run.retry import may_retry as may_retry
+    from rankzero.submit import datasets as datasets
+    from rankzero.submit.durable import Opened as Opened
+    from rankzero.submit.training import is_module_reference as is_module_reference
+    from rankzero.texts import encodable as encodable
+    from rankzero.values import formats as formats
+    from rankzero.values.digest import BLOCKS as BLOCKS
+    from rankzero.values.digest import PLAIN as PLAIN
+    from rankzero.values.digest import split as split
+    from rankzero.values.digest import verify as verify
+    from rankzero.values.plain import find_unstorable as find_unstorable
+    from rankzero.values.plain import plain_view as plain_view
+    from rankzero.values.plain import storable as storable
+    from rankzero.values.ref import fingerprint_of as fingerprint_of
+    from rankzero.values.ref import map_refs as map_refs
+
+_MODULES = {
+    "datasets": "submit.datasets",
+    "formats": "values.formats",
+    "leases": "run.lease",
+    "pages": "report.pages",
+    "reports": "run.reports",
+    "store": "store",
+}
+
+_NAMES = {
+    "bounds": "EXIT_TIMEOUT STOP_GRACE VALUE_LIMIT",
+    "doctor.before": "find_problems",
+    "doctor.examine": "Examination examine",
+    "doctor.findings": "OK",
+    "engines.base": "Engine",
+    "host.processes": "describe_process",
+    "job": "AUTO Job NumProcesses RestartOn WorldSize check_counts describe_world qualified_name world_bounds",
+    "launcher": "DEFAULT_STORE STORE_VARIABLE print_line",
+    "masking": "secrets_of",
+    "report.page": "REPORT_FILE",
+    "run.bookkeeping": "attempt",
+    "run.detach": "PipelineTry detaching end",
+    "run.follower": "EngineOpened Follower LineWritten MetricsReported RunEnded",
+    "run.identity": "Identity",
+    "run.reports": "height_of is_number",
+    "run.retry": "may_retry",
+    "submit.durable": "Opened",
+    "submit.training": "is_module_reference",
+    "texts": "encodable",
+    "values.digest": "BLOCKS PLAIN split verify",
+    "values.plain": "find_unstorable plain_view storable",
+    "values.ref": "fingerprint_of map_refs",
+}
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = [*sorted(_HOMES), *sorted(_MODULES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"rankzero.{_MODULES[name]}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankzero.pipeline' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rankzero.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
