@@ -7,7 +7,8 @@ Open a run
     `PipelineTry` is the protocol by which an integration answers questions about one try of its step.
     ``Launcher(...).durable(train, args, kwargs, step, log)`` opens the run of the step: it starts the run, attaches to
     it, or finds its result, and yields an `Opened`. `detaching` and `end` do the same for a run that was opened before.
-    `Identity` tells trainings apart, `describe_process` names a process for `PipelineTry.retrier`.
+    `Identity` tells trainings apart, `describe_process` names a process for `PipelineTry.retrier`. `Engine` and `Job`
+    are the types of an engine and of what was submitted.
 
 Follow it
     `Follower` yields `LineWritten`, `MetricsReported`, `EngineOpened` and `RunEnded`. `print_line` writes a line to
@@ -30,7 +31,8 @@ Take options
     `NumProcesses`, `WorldSize`, `RestartOn`, `AUTO`, `EXIT_TIMEOUT`, `STOP_GRACE`, `DEFAULT_STORE` and `STORE_VARIABLE`
     are the types and defaults of options; `check_counts`, `world_bounds`, `describe_world`, `qualified_name`,
     `is_module_reference` and `datasets` check and show them. `store` joins and normalizes paths and URLs, `secrets_of`
-    finds what a log must not show, `find_problems` and `examine` test a connection.
+    finds what a log must not show. `find_problems` and `examine` test a connection: an `Examination` has findings, and
+    the level of a finding is `OK` where nothing is wrong.
 """
 
 from __future__ import annotations
