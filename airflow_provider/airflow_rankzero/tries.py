@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_rankzero import _compat
 from airflow_rankzero._compat import AirflowRescheduleException, TaskDeferred, conf
-from rankzero.pipeline import leases
+from rankzero.pipeline import lease as leases
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator

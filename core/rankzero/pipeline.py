@@ -15,7 +15,7 @@ Follow it
     standard output as the launcher does.
 
 Decide about tries
-    `may_retry` says whether another try can help. `leases` computes for how long a run waits for the next try.
+    `may_retry` says whether another try can help. `lease` computes for how long a run waits for the next try.
 
 Deliver the result
     ``RunHandle.offer`` and ``RunHandle.acknowledge`` record who has the result. `find_unstorable`, `storable` and
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from rankzero.launcher import print_line as print_line
     from rankzero.masking import secrets_of as secrets_of
     from rankzero.report import pages as pages
+    from rankzero.report.page import REPORT_FILE as REPORT_FILE
+    from rankzero.run import lease as lease
     from rankzero.run import reports as reports
     from rankzero.run.bookkeeping import attempt as attempt
     from rankzero.run.detach import PipelineTry as PipelineTry
@@ -97,7 +99,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "datasets": "submit.datasets",
     "formats": "values.formats",
-    "leases": "run.lease",
+    "lease": "run.lease",
     "pages": "report.pages",
     "reports": "run.reports",
     "store": "store",
@@ -133,12 +135,14 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = [*sorted(_HOMES), *sorted(_MODULES)]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"rankzero.{_MODULES[name]}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rankzero.pipeline' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rankzero.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    # Type checkers would take every wrong name for one that exists.
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"rankzero.{_MODULES[name]}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'rankzero.pipeline' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"rankzero.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -211,9 +211,9 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
 
     def _launcher(self, env: Mapping[str, str]) -> "Launcher":
         from rankzero import CheckpointConfig, InvalidJobError, Launcher
-        from rankzero.pipeline import is_absolute
+        from rankzero.pipeline import store
 
-        if self.store is not None and not is_absolute(self.store):
+        if self.store is not None and not store.is_absolute(self.store):
             raise InvalidJobError(
                 f"store is {self.store!r}, a relative path, which would begin in the directory of the step's process; "
                 "give an absolute path or a URL"

@@ -16,7 +16,8 @@ from typing import Any, Self
 import dagster as dg
 
 from dagster_rankzero import _compat
-from rankzero.pipeline import describe_process, leases
+from rankzero.pipeline import describe_process
+from rankzero.pipeline import lease as leases
 
 logger = logging.getLogger(__name__)
 
