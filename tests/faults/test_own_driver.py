@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -100,3 +101,33 @@ def test_a_driver_that_was_a_thread_is_dead_when_that_thread_is() -> None:
     until(lambda: process_lives(status_of(name)) is False, WAIT, "the kernel's word of its end")
     # Another thread has its number.
     assert process_lives(status_of(f"{threading.get_native_id()} 1")) is False
+
+
+def test_a_driver_that_starts_slowly_is_alive_as_long_as_its_process(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The process of the driver is there at once, and its first heartbeat comes much later than heartbeats are awaited.
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 3\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(liveness, "DRIVER_DEAD_AFTER", 0.2)
+    monkeypatch.setattr(liveness, "_MISSED", 0)
+    named = launcher.options(run_id="run")
+    with monkeypatch.context() as starting:
+        starting.setattr(sys, "executable", str(slow))
+        first = named.submit(max, 1, 2)
+    second = named.submit(max, 1, 2)
+    assert second.submission == 0
+    assert second.status().state != "failed"
+    assert RunHandle[int].attach(first.directory).result(WAIT) == 2
+
+
+def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as starting:
+        starting.setattr(sys, "executable", "/bin/false")
+        first = launcher.options(run_id="run").submit(max, 1, 2)
+    reader = RunHandle[int].attach(first.directory)
+    # Long before a heartbeat would have been missed.
+    until(lambda: reader.status().state == "failed", liveness.DRIVER_DEAD_AFTER / 2, "the end of the driver")

@@ -9,6 +9,7 @@
         identity.json what its training is, by parts; see `rankzero.run.identity`
         modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
         driver        whose driver this is
+        starting      the process of its driver, until that writes a status; not on an object store
         stage-K/      where a driver in its own stage meets its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission
     token         tells an agent that it sees this very directory
@@ -250,6 +251,25 @@ class RunDirectory:
     def has_driver(self, submission: int) -> bool:
         """Returns True if a driver has claimed this submission."""
         return store.exists(self.submission_path(submission, "driver"))
+
+    def record_starting(self, submission: int, process: dict[str, Any]) -> None:
+        """Records the process that was started as a submission's driver, for readers on this host. Raises OSError.
+
+        Args:
+            submission: Number of the submission.
+            process: The process, as `rankzero.host.processes.describe_process` describes it.
+        """
+        if not self.is_remote:
+            store.write_bytes(self.submission_path(submission, "starting"), json.dumps(process).encode())
+
+    def starting(self, submission: int) -> dict[str, Any] | None:
+        """Returns the process that was started as a submission's driver; None if that is not recorded."""
+        if self.is_remote:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(store.read_bytes(self.submission_path(submission, "starting")))
+            return found
+        return None
 
     def newest_claim(self) -> int:
         """Number of the newest submission that somebody claimed; -1 if there is none."""

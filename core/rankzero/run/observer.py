@@ -122,6 +122,13 @@ class Observer:
             # A stopped child loses its agents. A thread stops together with this code.
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True
+        if status.driver_pid is None and (process := self._run.starting(status.submission)):
+            status = replace(
+                status,
+                driver_pid=process["pid"],
+                driver_start=process["start"],
+                driver_namespace=process["namespace"],
+            )
         return process_lives(status)
 
     def _driver_died(self, status: RunStatus) -> bool:

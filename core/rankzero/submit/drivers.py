@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from rankzero.errors import EngineError, RankZeroError
-from rankzero.host.processes import fork_safe
+from rankzero.host.processes import describe_process, fork_safe
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.submit.prepare import Request
@@ -93,6 +93,9 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
             pass_fds=[owner] if owner is not None else [],
             start_new_session=True,
         )
+    # On a busy host its first heartbeat may be late: until then readers query its process.
+    with contextlib.suppress(OSError):
+        run.record_starting(submission, describe_process(driver.pid))
     with _drivers_lock:
         _drivers[:] = [other for other in _drivers if other.poll() is None] + [driver]
     return driver
