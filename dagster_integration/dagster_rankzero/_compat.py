@@ -1,4 +1,4 @@
-"""Everything that is taken from Dagster's inside. One place to look at when Dagster changes."""
+"""All uses of Dagster's private interfaces. Only this module must change when they change."""
 
 import inspect
 import itertools
@@ -19,60 +19,60 @@ from dagster.components.core.context import ComponentDeclLoadContext
 
 
 def partition_paths(manager: dg.UPathIOManager, context: dg.OutputContext) -> dict[str, Any]:
-    """Where each partition of an output goes, by its key."""
+    """Returns the path of each partition of an output, by partition key."""
     return manager._get_paths_for_partitions(context)
 
 
 def dimensions_of(partition_key: str) -> list[str]:
-    """Returns the key of each dimension of a partition, by the names of the dimensions; one for most."""
+    """Returns the key of each dimension of a partition, sorted by the dimensions' names; most have only one."""
     if isinstance(partition_key, dg.MultiPartitionKey):
         return [key for _, key in sorted(partition_key.keys_by_dimension.items())]
     return [partition_key]
 
 
 def set_data_version(context: dg.OutputContext, version: str) -> None:
-    """Gives the asset being stored a data version, unless its step gave one; nothing for an op's output."""
+    """Sets the data version of the asset being stored, unless its step has set one; ignores an op's output."""
     step = context._step_context
     if step is not None and context.has_asset_key:
         step.set_data_version(context.asset_key, dg.DataVersion(version))
 
 
 def set_step_data_version(context: dg.AssetExecutionContext, key: dg.AssetKey, version: dg.DataVersion) -> None:
-    """Gives an asset of a step a data version, which its IO manager may replace."""
+    """Sets the data version of an asset of a step, which its IO manager may replace."""
     context.set_data_version(key, version)
 
 
 def component_folder(context: dg.ResolutionContext) -> str:
-    """The Python package of the folder whose component is being loaded."""
+    """Returns the Python package of the folder whose component is being loaded."""
     load_context = ComponentDeclLoadContext.from_resolution_context(context)
     path = load_context.path
     return load_context.defs_relative_module_name(path.parent if path.is_file() else path)
 
 
 def dagster_type_of(annotation: Any) -> dg.DagsterType:
-    """The Dagster type that an annotation of an input means."""
+    """Returns the Dagster type for the annotation of an input."""
     return resolve_dagster_type(annotation)
 
 
 IN_PROCESS, MULTIPROCESS, DELEGATED = EXECUTORS = "in process", "multiprocess", "delegated"
-"""What runs a step: the process of its run, a child of that, or a place of its own such as a pod."""
+"""The process that runs a step: that of its run, a child of that, or a separate one such as a pod."""
 
 
 def variable_of(value: Any) -> str | None:
-    """The name of the environment variable that a `dagster.EnvVar` stands for; None for any other value."""
+    """Returns the name of the environment variable of a `dagster.EnvVar`; None for any other value."""
     return str(env_var_to_config_dict(value)["env"]) if is_dagster_env_var(value) else None
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What Dagster knows of one try of a step.
+    """Dagster's facts about one try of a step.
 
     Attributes:
-        run: The run.
-        instance: The instance.
-        key: The step's key; of a mapped step with its index.
+        run: The Dagster run.
+        instance: The Dagster instance.
+        key: The step's key; a mapped step's key includes its index.
         number: Tries of the step before this one, in this run.
-        policy: The step's retry policy; None also where the executor does not retry.
+        policy: The step's retry policy; None also if the executor does not retry.
         executor: One of `EXECUTORS`.
     """
 
@@ -85,10 +85,10 @@ class StepFacts:
 
 
 def facts_of(context: Any) -> StepFacts | None:
-    """The try that a context belongs to; None outside of any step, as in a test.
+    """Returns the facts about the try that a context belongs to; None outside of a step, as in a test.
 
     Args:
-        context: Of an asset or op.
+        context: Context of an asset or op.
     """
     step = _step_of(context)
     if step is None:
@@ -105,7 +105,7 @@ def facts_of(context: Any) -> StepFacts | None:
 
 def _executor_of(step: Any) -> str:
     if not step.retry_mode.deferred:
-        # Whoever retries a step in its own process.
+        # Such an executor retries a step in its own process.
         return IN_PROCESS
     own = {dg.multiprocess_executor.name, dg.multi_or_in_process_executor.name}
     return MULTIPROCESS if step.job_def.executor_def.name in own else DELEGATED
@@ -117,20 +117,19 @@ def _step_of(context: Any) -> Any:
 
 
 class Calls:
-    """Which of a step's trainings have begun in this try: calls in parallel find theirs by what they train."""
+    """Numbers the trainings of a step in this try; parallel calls find their runs by what they train."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._claimed: set[int] = set()
 
     def claim(self, is_same: Callable[[int], bool | None], is_replaced: Callable[[int], bool]) -> int:
-        """Returns a number for the training: that of an earlier try's run of the same one, else one that is free.
+        """Returns a number for a training: the number of an earlier try's run of the same training, else a free one.
 
         Args:
-            is_same: Whether the run that an earlier try has left under a number is of the same training; None if there
-                is no run.
-            is_replaced: Whether the training takes the place of that run, which is another one. Only asked about the
-                only run of a step: of several, another call may come for each.
+            is_same: Returns whether an earlier try's run with a number is of the same training; None if there is none.
+            is_replaced: Returns whether the training replaces the run with a number, which is of another training. It
+                is called only if the step has a single run, since each of several runs may belong to a later call.
         """
         with self._lock:
             others = 0
@@ -151,18 +150,18 @@ _calls: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()
 
 
 def calls_of(context: Any) -> Calls:
-    """The trainings of the try that a context belongs to."""
+    """Returns the numbers of the trainings of the try that a context belongs to."""
     return _calls.setdefault(_step_of(context), Calls())
 
 
 def step_succeeded(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
-    """True if a step of a run has succeeded, its outputs stored."""
+    """Returns True if a step of a run has succeeded, so that its outputs are stored."""
     stats = instance.get_run_step_stats(run_id, [key])
     return any(found.step_key == key and found.status is StepEventStatus.SUCCESS for found in stats)
 
 
 def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bool:
-    """True if a blocking check of a step's own has failed: its outputs are stored, and Dagster failed the step."""
+    """Returns True if a blocking check of a step has failed: its outputs are stored, and Dagster failed the step."""
     for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION):
         event = entry.dagster_event
         if event is None or event.step_key != key:
@@ -174,7 +173,7 @@ def step_was_rejected(instance: dg.DagsterInstance, run_id: str, key: str) -> bo
 
 
 def signal_of(interrupt: BaseException) -> int | None:
-    """The signal that has interrupted a step, from the frame of the handler that raised; None if it does not tell."""
+    """Returns the signal that has interrupted a step, from the frame of the handler that raised; None if unknown."""
     traceback = interrupt.__traceback__
     while traceback is not None:
         number = traceback.tb_frame.f_locals.get("_signo")
@@ -185,7 +184,7 @@ def signal_of(interrupt: BaseException) -> int | None:
 
 
 def name_of(context: Any) -> str:
-    """The name of a context's op; ``"direct"`` for a context that a test made."""
+    """Returns the name of a context's op; ``"direct"`` for a context that a test created."""
     op_context = getattr(context, "op_execution_context", context)
     try:
         return str(op_context.op_def.name)
@@ -194,7 +193,7 @@ def name_of(context: Any) -> str:
 
 
 def assets_of(context: Any) -> Sequence[dg.AssetKey]:
-    """The assets that a context's step makes; empty for an op."""
+    """Returns the assets that a context's step materializes; empty for an op."""
     if not isinstance(context, dg.AssetExecutionContext):
         return ()
     try:
@@ -205,13 +204,13 @@ def assets_of(context: Any) -> Sequence[dg.AssetKey]:
 
 @dataclass(frozen=True)
 class OutputFacts:
-    """What Dagster knows of an output that a step is to make.
+    """Dagster's facts about an output of a step.
 
     Attributes:
-        name: Of the output.
-        asset_key: Of the asset that it is, if it is one.
-        dagster_type: Of its value.
-        is_dynamic: It is one of many, each with a mapping key.
+        name: Name of the output.
+        asset_key: Key of the output's asset; None for the output of an op.
+        dagster_type: Type of the output's value.
+        is_dynamic: True for a dynamic output, of which there are several with mapping keys.
     """
 
     name: str
@@ -221,7 +220,7 @@ class OutputFacts:
 
 
 def outputs_of(context: Any) -> list[OutputFacts]:
-    """The selected outputs of a context's step, without checks; empty outside of any step."""
+    """Returns the selected outputs of a context's step, without checks; empty outside of a step."""
     op_context = getattr(context, "op_execution_context", context)
     step = getattr(op_context, "_step_execution_context", None)
     if step is None:
@@ -239,15 +238,15 @@ def outputs_of(context: Any) -> list[OutputFacts]:
 
 
 def io_manager_of(context: Any, output: str) -> object:
-    """Where the value of an output of a context's step goes."""
+    """Returns the IO manager of an output of a context's step."""
     step = getattr(context, "op_execution_context", context)._step_execution_context
     return step.get_io_manager(StepOutputHandle(step.step.key, output))
 
 
 def expect_single_result(context: dg.AssetExecutionContext) -> None:
-    """Lets the function of a step with several outputs return the result of the one that is selected.
+    """Allows the function of a step with several outputs to return the result of the selected one.
 
-    Dagster would take the result, a named tuple, for a tuple of all outputs.
+    Dagster would otherwise treat the result, a named tuple, as a tuple of all outputs.
     """
     step = getattr(context.op_execution_context, "_step_execution_context", None)
     if step is None:
@@ -259,22 +258,22 @@ def expect_single_result(context: dg.AssetExecutionContext) -> None:
 
 
 def is_automatic_retry(run: dg.DagsterRun) -> bool:
-    """True for a run that Dagster started by itself after the failure of its parent."""
+    """Returns True for a run that Dagster has started automatically after the failure of its parent."""
     return RETRY_NUMBER_TAG in run.tags and run.parent_run_id is not None
 
 
 def is_alone(run_id: str, instance: dg.DagsterInstance) -> bool:
-    """True if no other of the runs that re-execute each other goes on beside this one."""
+    """Returns True if no other run of the same group of re-executions is running."""
     try:
         group = instance.get_run_group(run_id)
     except DagsterRunNotFoundError:
-        # The first of them was deleted.
+        # The first run of the group was deleted.
         return True
     return group is None or all(run.is_finished or run.run_id == run_id for run in group[1])
 
 
 def may_be_retried(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
-    """True if Dagster would start a run again, or resume it, should it fail now."""
+    """Returns True if Dagster would retry or resume a run that failed now."""
     if instance.run_will_resume(run.run_id):
         return True
     try:

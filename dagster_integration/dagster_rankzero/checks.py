@@ -1,7 +1,7 @@
 """Asset checks of a training's metrics: bounds, and a comparison with the model in production.
 
-A check that is blocking stops what comes *after* the asset, not the asset itself: it is stored when
-the check fails. Publish in an asset of its own behind the check.
+A blocking check stops the assets *after* the checked one, which is stored even if the check fails. Publish a
+model in a separate asset after the check.
 """
 
 import math
@@ -24,17 +24,17 @@ def build_metric_bounds_checks(
     blocking: bool = True,
     severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
 ) -> list[dg.AssetChecksDefinition]:
-    """Makes one check for each metric: its last value lies within bounds.
+    """Makes one check for each metric that its last value is within bounds.
 
-    Reads the asset's metadata and not its value. A metric that is not there, or is no finite
-    number, fails. In a run of a partition it is that partition's metric.
+    The checks read the asset's metadata, not its value. A metric that is missing or not a finite
+    number fails. In a run of a partition, that partition's metric is checked.
 
     Args:
-        asset: What was trained, or its key.
+        asset: The trained asset, or its key.
         bounds: Smallest and largest value by metric, both inclusive; None leaves a side open. Names
             are those of `rankzero.train.report`, or other numbers of the asset's metadata.
-        blocking: In the same run, nothing that depends on the asset starts if the check fails.
-        severity: How Dagster shows a failure.
+        blocking: Whether a failure stops the assets of the same run that depend on this one.
+        severity: Severity of a failure in Dagster.
 
     Returns:
         The checks, named ``<metric>_within_bounds``.
@@ -72,18 +72,18 @@ def build_champion_check(
 ) -> dg.AssetChecksDefinition:
     """Makes a check that a new model is at least as good as the one in production.
 
-    Compares the same metric in the metadata of two assets: of the challenger's latest
-    materialization and of the champion's. The first challenger passes. Make the champion an asset
-    behind the check that passes the model on: a `ResultRef` keeps the metrics of its training.
+    The check compares a metric in the metadata of the latest materializations of two assets. The first
+    challenger passes. Make the champion an asset after the check that returns the model unchanged: a
+    `ResultRef` keeps the metrics of its training.
 
     Args:
-        challenger: What was trained, or its key.
+        challenger: The trained asset, or its key.
         champion: The asset that publishes, or its key.
-        metric: Name of `rankzero.train.report`, or another number of the assets' metadata.
+        metric: Name in `rankzero.train.report`, or of another number in the assets' metadata.
         higher_is_better: False for a loss.
-        min_improvement: By how much the challenger must be better; below 0 it may be worse by so much.
-        blocking: In the same run, nothing that depends on the challenger starts if it fails.
-        severity: How Dagster shows a failure.
+        min_improvement: Least improvement over the champion; a negative number allows a worse challenger.
+        blocking: Whether a failure stops the assets of the same run that depend on the challenger.
+        severity: Severity of a failure in Dagster.
 
     Returns:
         The check, named ``<metric>_beats_champion``.
@@ -154,7 +154,7 @@ def _bounds_check(
 def _latest_metric(
     context: dg.AssetCheckExecutionContext, key: dg.AssetKey, metric: str, partition: str | None
 ) -> float | None:
-    """The metric of the latest materialization; None if it is not there or no finite number."""
+    """Returns the metric of the latest materialization; None if it is missing or not a finite number."""
     wanted = dg.AssetRecordsFilter(key, asset_partitions=[partition] if partition else None)
     records = context.instance.fetch_materializations(wanted, limit=1).records
     materialization = records[0].asset_materialization if records else None

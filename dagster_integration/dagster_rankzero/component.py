@@ -40,7 +40,7 @@ def train(lr: float = 0.1):
 
 
 def _import_train(context: dg.ResolutionContext, name: str) -> Callable[..., Any]:
-    """The function that ``.file.function`` (in the component's folder) or ``package.module.function`` names."""
+    """Imports the function ``.file.function`` (in the component's folder) or ``package.module.function``."""
     import importlib
 
     from dagster_rankzero._compat import component_folder
@@ -61,13 +61,13 @@ def _import_train(context: dg.ResolutionContext, name: str) -> Callable[..., Any
 
 
 class TorchRetryPolicy(dg.Model, dg.Resolvable):
-    """When a step that failed is tried again: the arguments of `dagster.RetryPolicy`.
+    """The retry policy of a step: the arguments of `dagster.RetryPolicy`.
 
     Attributes:
-        max_retries: Tries after the first one that failed.
+        max_retries: Number of tries after the first one.
         delay: Seconds before the next try.
-        backoff: How the delay grows; left out: it does not.
-        jitter: How the delay is spread; left out: it is not.
+        backoff: Growth of the delay; left out: it is constant.
+        jitter: Random variation of the delay; left out: none.
     """
 
     max_retries: int = 1
@@ -76,7 +76,7 @@ class TorchRetryPolicy(dg.Model, dg.Resolvable):
     jitter: Literal["full", "plus_minus"] | None = None
 
     def build(self) -> dg.RetryPolicy:
-        """The policy. Raises DagsterInvalidDefinitionError for a backoff or jitter of no delay."""
+        """Returns Dagster's policy. Raises DagsterInvalidDefinitionError for a backoff or jitter without a delay."""
         return dg.RetryPolicy(
             max_retries=self.max_retries,
             delay=self.delay,
@@ -86,12 +86,12 @@ class TorchRetryPolicy(dg.Model, dg.Resolvable):
 
 
 class TorchOp(dg.Model, dg.Resolvable):
-    """How the step of a training is run.
+    """Options of the step that runs a training.
 
     Attributes:
-        tags: Of the op.
-        pool: Concurrency pool; it counts steps, not GPUs.
-        retry_policy: When the step is tried again; left out: never.
+        tags: Tags of the op.
+        pool: Concurrency pool, which counts steps, not GPUs.
+        retry_policy: Retry policy of the step; left out: no retries.
         backfill_policy: One run for each partition, or one run for all; left out: Dagster's default.
     """
 
@@ -102,13 +102,13 @@ class TorchOp(dg.Model, dg.Resolvable):
 
 
 class TorchCheck(dg.Model, dg.Resolvable):
-    """A check of the asset, which rank 0 reports: ``rankzero.train.report({"check/finite": True})``.
+    """A check of the asset, whose result rank 0 reports: ``rankzero.train.report({"check/finite": True})``.
 
     Attributes:
-        name: Of the check.
-        description: For the UI.
-        blocking: In the same run, nothing that depends on the asset starts if it fails.
-        metadata: Of the check.
+        name: Name of the check.
+        description: Description of the check for the UI.
+        blocking: Whether a failure stops the assets of the same run that depend on this one.
+        metadata: Metadata of the check.
     """
 
     name: str
@@ -118,10 +118,10 @@ class TorchCheck(dg.Model, dg.Resolvable):
 
 
 class TorchTrainingScaffolder(dg.Scaffolder[Any]):
-    """Writes a component that trains: ``defs.yaml`` and ``train.py``."""
+    """Writes the files of a new training component: ``defs.yaml`` and ``train.py``."""
 
     def scaffold(self, request: dg.ScaffoldRequest[Any]) -> None:
-        """Writes the two files."""
+        """Writes ``defs.yaml`` and ``train.py`` to the requested folder."""
         (request.target_path / "train.py").write_text(_TRAIN)
         asset = {"key": request.target_path.name, "kinds": ["pytorch"]}
         attributes = {"train_fn": ".train.train", "num_processes": 2, "kwargs": {"lr": 0.1}, "asset": asset}
@@ -155,7 +155,7 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         dg.Resolver(
             _import_train,
             model_field_type=str,
-            description="What every rank runs: .file.function in this folder, or package.module.function.",
+            description="Function that runs on every rank: .file.function in this folder, or package.module.function.",
         ),
     ]
     asset: dg.ResolvedAssetSpec
@@ -185,7 +185,7 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
 
     @classmethod
     def get_spec(cls) -> dg.ComponentTypeSpec:
-        """What ``dg list components`` says."""
+        """Returns the description that ``dg list components`` shows."""
         return dg.ComponentTypeSpec(
             description="Distributed PyTorch training on Spark as an asset.",
             tags=["pytorch", "spark", "training"],
@@ -193,7 +193,7 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
         )
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """The asset, and its resource if it has one of its own."""
+        """Builds the asset, and its resource if ``resource_key`` is null."""
         key, options, resources = self.resource_key, _beside(context.path, self.options), {}
         if key is None:
             key = f"{self.asset.key.to_python_identifier()}__{DEFAULT_RESOURCE_KEY}"
@@ -240,7 +240,7 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
 
 
 def _beside(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the relative paths of code that travels as those in the component's folder."""
+    """Returns the options, with relative paths of shipped code resolved in the component's folder."""
     folder = path.parent if path.is_file() else path
 
     def absolute(given: Any) -> Any:
@@ -255,10 +255,10 @@ def _beside(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[str, str]) -> Callable[..., Any]:
-    """A function of the parameters that ``kwargs`` and defaults leave over.
+    """Returns a function of the parameters without a value in ``kwargs`` or a default.
 
     Raises:
-        dagster.DagsterInvalidDefinitionError: ``kwargs`` has a name that the function does not know.
+        dagster.DagsterInvalidDefinitionError: ``kwargs`` has a name that is not a parameter of the function.
     """
     signature = inspect.signature(function)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
@@ -267,7 +267,7 @@ def _bind(function: Callable[..., Any], kwargs: Mapping[str, Any], ins: Mapping[
         raise dg.DagsterInvalidDefinitionError(
             f"kwargs has {', '.join(unknown)}, but {function.__name__} takes {takes}"
         )
-    # Its annotations may be Dagster's, which executors need not have.
+    # The annotations may refer to Dagster, which executors may not have.
     bare = without_annotations(function)
 
     @functools.wraps(function)

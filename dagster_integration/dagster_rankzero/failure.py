@@ -1,4 +1,4 @@
-"""From an error of a run to what Dagster should do about it."""
+"""Turns an error of a run into Dagster's failure, which decides about retries."""
 
 import re
 from typing import Any
@@ -10,12 +10,12 @@ from rankzero.pipeline import may_retry
 
 
 def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_user_errors: bool) -> dg.Failure:
-    """The `dagster.Failure` for an error of a run: what happened, where to look, and whether to try again.
+    """Returns the `dagster.Failure` for an error of a run, with its cause, the run directory, and the retry decision.
 
     Args:
-        error: Why the run did not succeed.
-        handle: The run, if it began.
-        retry_user_errors: Let a `dagster.RetryPolicy` apply to exceptions of the training function.
+        error: The error of the run.
+        handle: The run, if it was started.
+        retry_user_errors: Whether a `dagster.RetryPolicy` applies to exceptions of the training function.
 
     Returns:
         A failure; with ``allow_retries`` the op's or asset's `dagster.RetryPolicy` decides.
@@ -77,7 +77,7 @@ def _code_block(text: str) -> dg.MetadataValue[Any]:
 
 
 def _fence(text: str) -> str:
-    # Longer than any fence that the text holds.
+    # The fence must be longer than any in the text.
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(4, longest + 1)
     return f"{fence}text\n{text.rstrip()}\n{fence}"

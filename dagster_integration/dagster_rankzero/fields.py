@@ -1,6 +1,6 @@
-"""Fields by name: one that does not exist is refused, and the message names those that are spelt like it.
+"""Configuration classes that refuse unknown fields, with a message that suggests fields of similar spelling.
 
-Dagster ignores what it does not know, and a misspelt ``master`` would train on another Spark.
+Dagster ignores unknown fields, so that a misspelt ``master`` would train on another Spark cluster.
 """
 
 import difflib
@@ -13,17 +13,17 @@ from pydantic import BaseModel, model_validator
 from dagster_rankzero._compat import variable_of
 
 ADDED = frozenset({"env", "spark_conf"})
-"""Fields whose entries the options of one training add to those of the resource."""
+"""Fields whose entries in the options of one training are added to those of the resource."""
 
 LIKENESS = 0.7
-"""How alike two names are, of 1, to be shown as what was meant: at 0.6 "mastr" would be "store", too."""
+"""Least similarity, at most 1, of a name that is suggested: at 0.6 "store" would be suggested for "mastr", too."""
 
 
 class KnownFields(dg.Config):
-    """A configuration that refuses fields it does not have.
+    """A configuration class that refuses unknown fields.
 
     Raises:
-        dagster.DagsterInvalidDefinitionError: a field does not exist; names it and what is spelt like it.
+        dagster.DagsterInvalidDefinitionError: a field does not exist; the error suggests fields of similar spelling.
     """
 
     @model_validator(mode="before")
@@ -41,11 +41,11 @@ def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
 
 
 def why_unknown(owner: type[BaseModel], given: Iterable[str]) -> str | None:
-    """Which of the names are not fields of the class, and what is meant; None if all are.
+    """Returns a message about names that are not fields of a class, with suggestions; None if all are fields.
 
     Args:
         owner: A class with fields.
-        given: Names that are to be its fields.
+        given: Names of supposed fields.
 
     Example:
         >>> class Cluster(dg.Config):
@@ -61,9 +61,9 @@ def why_unknown(owner: type[BaseModel], given: Iterable[str]) -> str | None:
 
 
 def resolve_variables(value: Any) -> Any:
-    """A value, or those of a dict, with each `dagster.EnvVar` replaced by what it stands for now.
+    """Returns a value, or the values of a dict, with each `dagster.EnvVar` replaced by its current value.
 
-    Dagster does it for a resource of the definitions; changes for one step come later.
+    Dagster itself replaces only those of a resource in the definitions, not those of changes for one step.
 
     Raises:
         dagster.DagsterInvalidDefinitionError: a variable is not set.
@@ -80,7 +80,7 @@ def resolve_variables(value: Any) -> Any:
 
 
 def added_to(base: Mapping[str, str], changes: Any) -> Any:
-    """Returns a mapping with the entries of another one; None as a value removes one. Anything else as it is.
+    """Returns a mapping with the entries of another one; None as a value removes an entry. Other values are returned.
 
     Example:
         >>> added_to({"a": "1", "b": "2"}, {"b": None, "c": "3"})

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 _CHOICES = {"engine": ("spark", "local"), "deploy_mode": ("client", "cluster")}
-# Of fields that are texts for Dagster: those with a choice cannot be an EnvVar.
+# Checked here, since a field with choices in Dagster cannot be an EnvVar.
 
 
 class Checkpoints(KnownFields):
-    """Which checkpoints of a run are kept: the fields of `rankzero.run.checkpoints.CheckpointConfig`."""
+    """Options that decide which checkpoints of a run are kept: the fields of `rankzero.CheckpointConfig`."""
 
-    num_to_keep: int | None = Field(default=2, description="How many; null keeps all. The newest one always is.")
+    num_to_keep: int | None = Field(
+        default=2, description="Number of checkpoints to keep; null keeps all. The newest one is always kept."
+    )
     metric: str | None = Field(
         default=None, description="Keep the best by this metric of their reports; null keeps the newest."
     )
@@ -31,10 +33,10 @@ class Checkpoints(KnownFields):
 
 
 class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type-arg]
-    """How training functions and scripts are run.
+    """Options with which training functions and scripts are run.
 
-    ``trackers`` is a list of objects and no configuration: systems outside that shall know what happens in a training,
-    such as ``[MLflow()]``; see `rankzero.tracking.Tracker`.
+    ``trackers`` is not configuration but a list of objects, such as ``[MLflow()]``, that send the metrics and events of
+    a training to other systems; see `rankzero.tracking.Tracker`.
     """
 
     engine: str = Field(
@@ -118,8 +120,8 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     )
     orphan_timeout: float | None = Field(
         default=None,
-        description="Seconds for which a training goes on for the next try of its step after the process of this one "
-        "has died. Left out: the longest delay of the retry policy and a quarter of an hour.",
+        description="Seconds for which a training continues after the process of its step has died, until the next "
+        "try of the step attaches to it. Left out: the longest delay of the retry policy plus 15 minutes.",
     )
     ports: list[int] | None = Field(
         default=None,
@@ -142,8 +144,8 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     )
     code_version: str | None = Field(
         default=None,
-        description="What stands for the code in the identity of a training. Left out: the code by content, so that a "
-        "step whose function, script or modules have changed begins from scratch.",
+        description="Version of the code in the identity of a training. Left out: the content of the code, so that a "
+        "step whose function, script or modules have changed starts from scratch.",
     )
     working_dir: str | None = Field(
         default=None,
@@ -170,7 +172,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     @field_validator("*", mode="wrap")
     @classmethod
     def _let_variables_through(cls, given: Any, validate: Any) -> Any:
-        """Takes a `dagster.EnvVar`, whose value Dagster looks up where the step runs, for a flag or a number, too."""
+        """Accepts a `dagster.EnvVar` for a flag or a number, too; Dagster resolves it in the step's process."""
         return given if variable_of(given) else validate(given)
 
     @field_validator("engine", "deploy_mode")
@@ -184,7 +186,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
     @model_validator(mode="before")
     @classmethod
     def _split_pair(cls, given: Any) -> Any:
-        """A field of Dagster has one type: an elastic world is two fields, and the word ``auto`` is a null."""
+        """Splits an elastic world size into two fields and turns ``auto`` into None: Dagster's fields have one type."""
         size = given.get("num_processes") if isinstance(given, dict) else None
         if isinstance(size, (tuple, list)):
             least, most = world_bounds(check_counts(size, 1))

@@ -1,4 +1,4 @@
-"""What a step delivers: the result of its training as the event that Dagster takes, for its only asset or output."""
+"""Builds the event with which a step delivers the result of its training to Dagster, for a single asset or output."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_single(context: Any) -> None:
-    """To be called before a training whose result is to be one asset.
+    """Checks before a training that its step makes at most one asset.
 
     Raises:
         dagster.Failure: the step makes several assets, or the context is that of a hook. Not retried.
@@ -39,28 +39,28 @@ def check_single(context: Any) -> None:
 
 
 def single_output(context: Any) -> OutputFacts | None:
-    """The only output of a context's step; None if it has several, and outside of any step."""
+    """Returns the only output of a context's step; None if it has several, and outside of a step."""
     outputs = outputs_of(context)
     return outputs[0] if len(outputs) == 1 else None
 
 
 def value_of(context: Any, handle: "RunHandle[Any]", output: OutputFacts | None, by_reference: bool | None) -> Any:
-    """Rank 0's value, or the `ResultRef` of it, which is not loaded here.
+    """Returns rank 0's value, or its `ResultRef` without loading the value.
 
     Args:
-        context: Of the step.
+        context: Context of the step.
         handle: A run that has succeeded.
-        output: Of the step, if it has a single one.
-        by_reference: Which of the two; None: a reference where the output is stored by one.
+        output: Output of the step, if it has a single one.
+        by_reference: Whether to return the `ResultRef`; None: if the output is stored by reference.
     """
     is_reference = takes_reference(context, output) if by_reference is None else by_reference
     return handle.result_ref() if is_reference else handle.result()
 
 
 def takes_reference(context: Any, output: OutputFacts | None) -> bool:
-    """True if an output is stored by reference: `RankZeroIOManager` stores the file, and nobody asks for the value.
+    """Returns True if an output is stored by reference: `RankZeroIOManager` stores the file without loading the value.
 
-    One whose type Dagster would check, one of several partitions and a dynamic one need the value.
+    An output needs the value if Dagster checks its type, if it has several partitions, or if it is dynamic.
     """
     from dagster_rankzero.io_manager.io_manager import RankZeroIOManager
 
@@ -68,7 +68,7 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
         return False
     dagster_type = output.dagster_type
     if dagster_type.is_nothing:
-        # Nobody gets it.
+        # An output of type Nothing passes no value on.
         return True
     if not (dagster_type.is_any or wants_reference(dagster_type)) or len(keys_of(context)) > 1:
         return False
@@ -76,16 +76,16 @@ def takes_reference(context: Any, output: OutputFacts | None) -> bool:
 
 
 def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: OutputFacts | None) -> Any:
-    """The event for a training that has succeeded.
+    """Returns the event for a training that has succeeded.
 
     Args:
-        context: Of the step.
+        context: Context of the step.
         handle: The run.
-        value: Rank 0's, or the handle of it.
-        output: Of the step, if it has a single one. One that takes nothing gets the metadata alone.
+        value: Rank 0's value, or its handle.
+        output: Output of the step, if it has a single one. An output of type Nothing gets only the metadata.
 
     Returns:
-        With the context of an asset a `dagster.MaterializeResult`, else a `dagster.Output`.
+        A `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
     """
     from dagster_rankzero.metadata.describe import describe_run
 

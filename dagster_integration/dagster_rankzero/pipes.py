@@ -1,6 +1,6 @@
-"""Dagster Pipes inside a training: rank 0's messages travel among the lines that it prints, through our channel.
+"""Dagster Pipes inside a training: rank 0's messages are sent with its printed lines, through rankzero's channel.
 
-So neither a file nor a service has to be within reach of the executors, which only need the package ``dagster-pipes``.
+The executors therefore need neither a shared file nor a service, only the package ``dagster-pipes``.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ _VERSION = "__dagster_pipes_version"
 
 
 class _Lines(dg.PipesMessageReader):
-    """Takes messages out of the lines of a run."""
+    """Finds the Pipes messages in the lines of a run."""
 
     def __init__(self, log: Any) -> None:
         self._log = log
         self._handler: Any = None
         self.results = self.messages = 0
-        """What was reported before rank 0 began anew, after a restart: it does not count."""
+        """Numbers of reports from before the last restart of rank 0, which are ignored."""
 
     @contextlib.contextmanager
     def read_messages(self, handler: Any) -> Iterator[dict[str, Any]]:
-        """What is sent to the writer in rank 0: to write to its standard output."""
+        """Yields the parameters for the writer in rank 0, which make it write to standard output."""
         self._handler = handler
         yield {"stdio": "stdout"}
 
     def no_messages_debug_text(self) -> str:
-        """For Dagster's warning."""
+        """Returns the text of Dagster's warning about missing messages."""
         return "Rank 0 has to call dagster_pipes.open_dagster_pipes(), and to print nothing through another stdout."
 
     def take(self, line: str) -> bool:
-        """Handles a line, if it is a message."""
+        """Handles a line if it is a message, and returns whether it was one."""
         if not (line.startswith(_RANK_0) and _VERSION in line):
             return False
         try:
@@ -54,13 +54,13 @@ class _Lines(dg.PipesMessageReader):
         try:
             self._handler.handle_message(message)
         except Exception as error:
-            # What it says of itself must not end the training.
+            # A wrong message must not end the training.
             self._log.warning("a Pipes message of rank 0 cannot be used: %s", error)
         return True
 
 
 class PipesCall:
-    """One training whose rank 0 may speak Pipes."""
+    """A training whose rank 0 may use Pipes."""
 
     def __init__(self, session: dg.PipesSession, lines: _Lines) -> None:
         self._session = session
@@ -68,11 +68,11 @@ class PipesCall:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Variables by which ``dagster_pipes`` finds its context and its way back."""
+        """Returns the environment variables from which ``dagster_pipes`` reads its context and its output channel."""
         return self._session.get_bootstrap_env_vars()
 
     def passing(self, on_line: Callable[[str], None]) -> Callable[[str], None]:
-        """Something to call with every line: messages are handled, other lines go on."""
+        """Returns a function that handles lines with messages, and passes all other lines to ``on_line``."""
 
         def take(line: str) -> None:
             if not self._lines.take(line):
@@ -81,10 +81,10 @@ class PipesCall:
         return take
 
     def add_to(self, context: Any, result: Any) -> Any:
-        """The result of a step together with what rank 0 reported of its asset; what it reported of others is logged.
+        """Returns the result of a step with rank 0's reports about its asset; reports about other assets are logged.
 
-        The run's own metadata win over reported ones of the same name; a reported data version wins over the checksum.
-        To be called when the session is closed.
+        The run's metadata override reported entries of the same name; a reported data version overrides the checksum.
+        Call it after the session is closed.
         """
         for reported in self._session.get_reported_results()[self._lines.results :]:
             if isinstance(result, dg.MaterializeResult) and assets_of(context) == [reported.asset_key]:
@@ -118,11 +118,11 @@ def _log(context: Any, reported: dg.MaterializeResult[Any]) -> None:
 
 @contextlib.contextmanager
 def open_call(context: Any) -> Iterator[PipesCall]:
-    """A Pipes session for one training of a step."""
+    """Opens a Pipes session for one training of a step."""
     lines = _Lines(context.log)
     with contextlib.ExitStack() as stack:
         with warnings.catch_warnings():
-            # Of its own parameter for several writers, which is new.
+            # Dagster warns about a parameter of its own function.
             warnings.simplefilter("ignore", dg.PreviewWarning)
             session = stack.enter_context(dg.open_pipes_session(context, dg.PipesEnvContextInjector(), lines))
         yield PipesCall(session, lines)

@@ -22,10 +22,10 @@ R = TypeVar("R")
 Program = str | os.PathLike[str] | Sequence[str]
 
 DEFAULT_RESOURCE_KEY = "torch_distributor"
-"""Under which `torch_asset` and `torch_distributor_op` look for the resource."""
+"""Default key of the resource for `torch_asset` and `torch_distributor_op`."""
 
 OBSERVATION_INTERVAL = 5.0
-"""Seconds between two observations at least: each is a row in the event log."""
+"""Least seconds between two observations, each of which is a row in the event log."""
 
 
 class TorchDistributorResource(LauncherFields):
@@ -73,14 +73,14 @@ class TorchDistributorResource(LauncherFields):
     )
 
     def options(self, **changes: Any) -> Self:
-        """A copy with changed fields, for one run.
+        """Returns a copy of the resource with changed fields, for one run.
 
         Args:
-            changes: Field names of this class and their new values; a `dagster.EnvVar` is looked up now. The entries of
-                ``env`` and ``spark_conf`` are added to those of this resource; None as a value removes one.
+            changes: Field names of this class and their new values; a `dagster.EnvVar` is resolved immediately. The
+                entries of ``env`` and ``spark_conf`` are added to those of this resource; None as a value removes one.
 
         Returns:
-            The copy; this resource stays as it is.
+            The copy; this resource does not change.
 
         Raises:
             dagster.Failure: a field does not exist or has a value of the wrong type. Not retried.
@@ -91,9 +91,9 @@ class TorchDistributorResource(LauncherFields):
         """
         fields = type(self).model_fields
         if "num_processes" in changes:
-            # One number is not elastic, whatever this resource is.
+            # A single number is not elastic, also if this resource is.
             changes = {"min_processes": None, **changes}
-        # What Dagster's configuration has no type for is kept beside it.
+        # Dagster's configuration has no type for a DataFrame, which is kept outside of it.
         given = changes.get("dataset", self._dataset)
         is_text = isinstance(given, (str, type(None)))
         if "dataset" in changes and not is_text:
@@ -111,10 +111,10 @@ class TorchDistributorResource(LauncherFields):
 
     @classmethod
     def configure_at_launch(cls, **fields: Any) -> Any:
-        """A resource whose other fields are given in the launchpad.
+        """Returns a resource whose other fields are set in the launchpad.
 
         Args:
-            fields: Those that are known already.
+            fields: The fields with known values.
 
         Raises:
             dagster.DagsterInvalidDefinitionError: a field does not exist.
@@ -137,17 +137,17 @@ class TorchDistributorResource(LauncherFields):
     @overload
     def run(self, context: dg.OpExecutionContext, train: Program, /, *args: Any, **kwargs: Any) -> dg.Output[Any]: ...
     def run(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs to the end; the ranks' lines go to standard output, which Dagster keeps as compute logs.
+        """Runs a training to its end; the ranks' lines go to standard output, which Dagster keeps as compute logs.
 
-        The training has one name in all tries of the step. If Dagster will try again by itself (a
-        `dagster.RetryPolicy`, run retries), the death of the step's process leaves it running, and the next try
-        attaches to it or gets its result; else it ends with the step's process. One that failed goes on from its last
-        checkpoint. Terminating the Dagster run ends the ranks.
+        The training has the same name in all tries of the step. If Dagster will try again automatically (a
+        `dagster.RetryPolicy`, run retries), the training survives the death of the step's process, and the next try
+        attaches to it or gets its result. Otherwise it ends with the step's process. A training that has failed resumes
+        from its last checkpoint. Terminating the Dagster run ends the ranks.
 
-        For an asset, rank 0's metrics are logged as observations meanwhile.
+        For an asset, rank 0's metrics are logged as observations during the training.
 
         Args:
-            context: Of the asset or op that calls this.
+            context: Context of the asset or op that calls this.
             train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"``, or a
                 command as a list of words, ``["bash", "train.sh"]``.
             args: Positional arguments of the function, or the script's command line. `ResultRef`
@@ -165,13 +165,13 @@ class TorchDistributorResource(LauncherFields):
                 hung, was cancelled or took too long, the arguments or fields are wrong, the step
                 makes several assets, or the infrastructure failed. A `dagster.RetryPolicy` applies
                 unless the next try would end the same way.
-            dagster.DagsterExecutionInterruptedError: as it came.
+            dagster.DagsterExecutionInterruptedError: Dagster has interrupted the step.
         """
         check_single(context)
         return self._run(context, train, args, kwargs)
 
     def _run(self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Without a look at the assets of the step: torch_multi_asset makes their results itself.
+        # The assets of the step are not checked here, since torch_multi_asset makes their results itself.
         result = None
         events = self._events(context, train, args, kwargs)
         for event in events:
@@ -179,7 +179,7 @@ class TorchDistributorResource(LauncherFields):
                 try:
                     context.log_event(event)
                 except Exception as error:
-                    # A training is worth more than a point of its curve.
+                    # A lost observation must not stop the training.
                     context.log.warning("an observation could not be stored: %s", error)
                 except BaseException as interrupt:
                     events.throw(interrupt)
@@ -204,19 +204,19 @@ class TorchDistributorResource(LauncherFields):
         self, context: dg.OpExecutionContext, train: Program, /, *args: Any, **kwargs: Any
     ) -> Iterator[dg.Output[Any]]: ...
     def stream(self, context: Any, train: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As `run`, as a generator: the events that Dagster gets while the ranks train, and the result at the end.
+        """Runs a training like `run`, and yields Dagster's events while the ranks train, and the result at the end.
 
-        Leaving it before its end ends the run.
+        Closing the generator before its end ends the run.
 
         Args:
-            context: Of the asset or op.
-            train: As for `run`.
-            args: As for `run`.
-            kwargs: As for `run`.
+            context: Context of the asset or op.
+            train: A function, script, module or command, as for `run`.
+            args: Positional arguments of the function, or the script's command line.
+            kwargs: Keyword arguments of the function.
 
         Yields:
             For an asset a `dagster.AssetObservation` with rank 0's numeric metrics as ``metric/NAME``, at most one
-            in ``observation_interval`` seconds; last of all what `run` returns.
+            in ``observation_interval`` seconds; at the end the result that `run` returns.
 
         Raises:
             dagster.Failure: as `run`.
@@ -232,7 +232,7 @@ class TorchDistributorResource(LauncherFields):
     def _events(
         self, context: Any, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, None, None]:
-        # Only a step that trains pays for the core.
+        # Imported here, so that only a step that trains loads the core.
         from dagster_rankzero import step_run
         from dagster_rankzero.failure import as_failure
         from dagster_rankzero.metadata.observation import observe
@@ -249,7 +249,7 @@ class TorchDistributorResource(LauncherFields):
                 launcher = self._launcher(call.env if call else {})
                 with step_run.open_run(launcher, step, context, *shipped) as opened:
                     handle = opened.handle
-                    # Rank 0's messages are among its lines.
+                    # Rank 0's messages are among its lines, so these are always followed.
                     ranks = self.log_ranks and [0, *self.log_ranks] if call else self.log_ranks
                     for metrics in step_run.follow(
                         opened, on_line, self.observation_interval, ranks, whole=call is not None

@@ -1,7 +1,7 @@
-"""`Step`: one try of a step, and what it knows of Dagster for the run of its training.
+"""`Step`: one try of a Dagster step, with the facts that the run of its training needs.
 
-What an existing run means is core's to decide (`rankzero.submit.durable`); a step answers its questions: will another
-try come, was this a user's doing, does Dagster have the result.
+`rankzero.submit.durable` decides what to do with an existing run. It queries a `Step` for facts about Dagster: whether
+another try will follow, whether a user has terminated the run, and whether Dagster has stored the result.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ _STEM_LIMIT = 100
 
 @dataclass(frozen=True)
 class Step:
-    """One try of a step.
+    """A try of a Dagster step.
 
     Attributes:
-        dagster_run: Id of its run.
-        root: Id of the first of the runs that re-execute each other.
-        generation: Id of the first of the runs that Dagster has started by itself after each other's failure.
+        dagster_run: Id of the Dagster run.
+        root: Id of the first run of the group of re-executions.
+        generation: Id of the first run of the chain of automatic retries.
         key: The step's key.
         number: Tries of the step before this one, in this run.
-        executor: What runs the step: one of `_compat.EXECUTORS`.
+        executor: Kind of process that runs the step: one of `_compat.EXECUTORS`.
         is_retried: True if the retry policy of the step allows another try in this run.
-        run_is_retried: True if Dagster would start the run again, or resume it, should it fail now.
-        lease: Seconds for which a training may go on without a follower.
+        run_is_retried: True if Dagster would retry or resume the run if it failed now.
+        lease: Seconds for which a training may continue without a follower.
     """
 
     dagster_run: str
@@ -53,7 +53,7 @@ class Step:
 
     @classmethod
     def of(cls, context: Any) -> Self | None:
-        """The try that a context belongs to; None outside of any step, as in a test."""
+        """Returns the try that a context belongs to; None outside of a step, as in a test."""
         facts = _compat.facts_of(context)
         if facts is None:
             return None
@@ -71,58 +71,58 @@ class Step:
             instance=instance,
         )
 
-    # -- what core asks ------------------------------------------------------------------------
+    # -- queries of the core -------------------------------------------------------------------
 
     @property
     def receiver(self) -> dict[str, str]:
-        """Names this step to whoever asks later whether Dagster has its result."""
+        """Returns the identity of this step, by which a later try finds out whether Dagster has its result."""
         return {"dagster_run": self.dagster_run, "generation": self.generation, "step": self.key}
 
     @property
     def is_followed_by_another(self) -> bool:
-        """True if Dagster would come back by itself, should this process die."""
-        # With the only process of a run go the retries of its steps.
+        """Returns True if Dagster would start another try automatically if this process died."""
+        # If the run has a single process, its death ends the retries of all steps.
         return self.run_is_retried or (self.is_retried and self.executor != _compat.IN_PROCESS)
 
     @property
     def lease_when_attached(self) -> float | None:
-        """Seconds for which a run that the last try has attached to outlives it."""
+        """Returns the seconds for which a run to which the last try has attached outlives it; None for other tries."""
         return None if self.is_followed_by_another else leases.LAST_LEASE
 
     @property
     def retrier(self) -> Mapping[str, Any] | None:
-        """The process of the Dagster run, which retries its steps, unless something else brings the run back."""
+        """Returns the process of the Dagster run if only that retries this step; else None."""
         if self.executor != _compat.MULTIPROCESS or self.run_is_retried:
             return None
-        # The parent of a step's process, or its fork server, which ends with it.
+        # The parent of a step's process is that process, or its fork server, which ends with it.
         return describe_process(os.getppid())
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """True if the step to which the result went has succeeded, or was failed by a blocking check of its own.
+        """Returns True if the step that got the result has succeeded, or was failed by one of its blocking checks.
 
-        Its output is stored then. What a check has rejected would be rejected again.
+        In both cases its output is stored. A result that a check has rejected would be rejected again.
         """
         asked = self.instance, receiver["dagster_run"], receiver["step"]
         return _compat.step_succeeded(*asked) or _compat.step_was_rejected(*asked)
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
-        """True if Dagster runs a step again by itself that has succeeded, as a retry of its whole run does."""
+        """Returns True if Dagster automatically repeats a step that has succeeded, as a retry of its whole run does."""
         return bool(receiver.get("generation") == self.generation)
 
     def detaches(self, error: BaseException) -> bool:
-        """True if the training goes on, for a try that Dagster starts by itself."""
+        """Returns True if the training should continue for another try that Dagster starts automatically."""
         if isinstance(error, (dg.DagsterExecutionInterruptedError, KeyboardInterrupt)):
             return not self.is_terminating() and self._returns_after(_compat.signal_of(error))
         return isinstance(error, Exception) and self.is_followed_by_another
 
     def _returns_after(self, number: int | None) -> bool:
-        """True if another try comes by itself after a signal that ends this process.
+        """Returns True if another try follows automatically after a signal that ends this process.
 
-        SIGINT goes to a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may go
-        to a step's process alone.
+        SIGINT reaches a whole run: from a terminal, or from the run's process to those of its steps. SIGTERM may be
+        sent to a step's process alone.
         """
         if is_at_terminal():
-            # Whoever sits there wants the end of it all.
+            # A user at the terminal wants to stop the whole run.
             return False
         if self.run_is_retried:
             return True
@@ -134,32 +134,32 @@ class Step:
     # -- the run's name ------------------------------------------------------------------------
 
     def run_id(self, root: str, call: int) -> str:
-        """A name for the run of a training, the same in every try of the step."""
+        """Returns a name for the run of a training, the same in every try of the step."""
         return run_id_of(root, self.key, call)
 
     def is_terminating(self) -> bool:
-        """True if Dagster has been asked to end the run: by a user, or by its own bound of a run's time."""
+        """Returns True if the Dagster run is being terminated: by a user, or by Dagster's limit of a run's time."""
         try:
             run = self.instance.get_run_by_id(self.dagster_run)
         except Exception:
-            # A whole deployment goes down: the training's lease ends it if nobody comes back.
-            logger.warning("cannot ask Dagster whether the run is being terminated", exc_info=True)
+            # The whole deployment may be shutting down: the training's lease ends it if no try follows.
+            logger.warning("cannot query Dagster whether the run is being terminated", exc_info=True)
             return False
-        # A run that takes too long is marked as failed while its steps are being interrupted.
+        # Dagster marks a run that takes too long as failed while it interrupts the steps.
         return run is None or run.is_finished or run.status is dg.DagsterRunStatus.CANCELING
 
     def is_alone(self) -> bool:
-        """False if another of the runs that re-execute each other still goes on, and may follow the same training."""
+        """Returns False if another run of the group of re-executions is running, and may follow the same training."""
         return _compat.is_alone(self.dagster_run, self.instance)
 
 
 def run_id_of(root: str, key: str, call: int) -> str:
-    """A name for a training of a step, the same in all tries and re-executions.
+    """Returns a name for a training of a step, the same in all tries and re-executions.
 
     Args:
-        root: Id of the first of the Dagster runs that re-execute each other.
+        root: Id of the first Dagster run of the group of re-executions.
         key: The step's key.
-        call: Which of the trainings of the step, from 0.
+        call: Number of the training in the step, from 0.
 
     Returns:
         ``run-step[-call]-`` and a checksum of the three.
@@ -173,13 +173,13 @@ def run_id_of(root: str, key: str, call: int) -> str:
 
 
 def stem_of(run: str, key: str) -> str:
-    """The part of a run's name that tells a person which Dagster run and step it was."""
+    """Returns the readable part of a run's name, from the Dagster run and the step."""
     named = re.sub(r"[^A-Za-z0-9_-]+", "-", key).strip("-")[:_STEM_LIMIT]
     return f"{run[:8]}-{named}"
 
 
 def lease(policy: dg.RetryPolicy | None) -> float:
-    """Seconds for which a training waits for the next try: the longest delay of the policy, and some slack."""
+    """Returns the seconds for which a training waits for the next try: the policy's longest delay, and a margin."""
     if policy is None or not policy.delay:
         return leases.lease(0.0)
     growth = 1.0
@@ -193,7 +193,7 @@ def lease(policy: dg.RetryPolicy | None) -> float:
 
 
 def is_at_terminal() -> bool:
-    """True if this process belongs to what a person runs in the foreground of a terminal, where Ctrl-C reaches it."""
+    """Returns True if this process is in the foreground of a terminal, where Ctrl-C reaches it."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""The run of a step's training: which one it is, and following it."""
+"""Opens and follows the run of a step's training."""
 
 import contextlib
 import secrets
@@ -14,7 +14,7 @@ from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
 from rankzero.pipeline import Follower, Identity, LineWritten, MetricsReported, Opened, attempt
 
-# Dagster runs that were interrupted in this process: Dagster goes on with their other steps.
+# Dagster runs that were interrupted in this process, in which Dagster continues with their other steps.
 _interrupted: set[str] = set()
 
 
@@ -27,19 +27,19 @@ def open_run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Iterator[Opened]:
-    """The run of a step's training, to be followed in the block; see `rankzero.submit.durable.open_durable`.
+    """Opens the run of a step's training, which the block follows; see `rankzero.submit.durable.open_durable`.
 
     Args:
-        launcher: How it is run; has no ``run_id`` yet.
-        step: The try; None outside of any step.
-        context: Of the asset or op.
-        train: What is run.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        launcher: Options of the run, without a ``run_id``.
+        step: The try of the step; None outside of a step.
+        context: Context of the asset or op.
+        train: The function or script.
+        args: Positional arguments of the training.
+        kwargs: Keyword arguments of the training.
 
     Raises:
         dagster.Failure: the Dagster run is being terminated.
-        rankzero.RankZeroError: the job cannot be run as described, or an earlier run does not end.
+        rankzero.RankZeroError: the job cannot run as described, or an earlier run does not end.
     """
     if step is None:
         run_id = f"{stem_of('test', _compat.name_of(context))}-{secrets.token_hex(4)}"
@@ -47,7 +47,7 @@ def open_run(
             yield Opened(handle)
         return
     if step.dagster_run in _interrupted or (step.number and step.is_terminating()):
-        # An interrupt counts as a failure for a retry policy, also one that a user has asked for.
+        # A retry policy treats an interrupt as a failure, also if a user has caused it.
         raise dg.Failure("the run is being ended, so no training begins", allow_retries=False)
     identity = launcher.identity(train, args, kwargs)
     launcher = _named(launcher, step, train, _compat.calls_of(context), identity)
@@ -56,14 +56,14 @@ def open_run(
             yield opened
     except (dg.DagsterExecutionInterruptedError, KeyboardInterrupt) as interrupt:
         if step.executor == _compat.IN_PROCESS and step.is_retried and not step.detaches(interrupt):
-            # Else the same process would train again at once: an interrupt counts as a failure there.
+            # Otherwise the same process would immediately train again, since an interrupt counts as a failure.
             _interrupted.add(step.dagster_run)
             raise dg.Failure("the step was interrupted, and its training ended", allow_retries=False) from interrupt
         raise
 
 
 def _named(launcher: Launcher, step: Step, train: Any, calls: _compat.Calls, identity: Identity) -> Launcher:
-    """Returns the launcher with a name for the run, by which every try of the step finds it."""
+    """Returns the launcher with a run id by which every try of the step finds the run."""
     program = str(getattr(train, "__qualname__", train))
     labels = {"dagster_run": step.dagster_run, "generation": step.generation, "step": step.key, "train": program}
     orphan_timeout = step.lease if launcher.orphan_timeout is None else launcher.orphan_timeout
@@ -77,8 +77,8 @@ def _named(launcher: Launcher, step: Step, train: Any, calls: _compat.Calls, ide
         return before.compare(identity, step.generation).same if before else None
 
     def is_replaced(call: int) -> bool:
-        # A retry repeats the same calls, perhaps in another order: what it did not find by now, another call may come
-        # for. A user who runs the step again has changed the arguments or the code.
+        # A retry repeats the same calls, perhaps in another order, so the run may belong to a later call. A user who
+        # runs the step again has changed the arguments or the code.
         labels = before.labels if (before := of_call(call).find()) else {}
         return labels.get("generation", step.generation) != step.generation and labels.get("train") == program
 
@@ -86,12 +86,12 @@ def _named(launcher: Launcher, step: Step, train: Any, calls: _compat.Calls, ide
 
 
 def _root_of(launcher: Launcher, step: Step, call: int) -> str:
-    """The Dagster run after which the run is named: the first of those that re-execute each other, if it may be."""
+    """Returns the Dagster run that names the run: the first re-execution's, unless that would end its training."""
     apart = step.dagster_run if step.generation == step.root else step.generation
     if apart == step.root:
         return step.root
     own, shared = (launcher.options(run_id=step.run_id(root, call)).find() for root in (apart, step.root))
-    # Two re-executions of one run at the same time: the second must not end the training of the first.
+    # If two re-executions of one run are running, the second must not end the training of the first.
     return apart if own or (shared and not shared.status().final and not step.is_alone()) else step.root
 
 
@@ -103,17 +103,17 @@ def follow(
     *,
     whole: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Shows what the ranks write until the run has ended.
+    """Shows the output of the ranks until the run has ended.
 
     Args:
         opened: The run.
-        on_line: Gets every line, with its ``[rank]`` prefix.
-        interval: Least seconds between two observations of the metrics, which grow with the run's age. None for none.
-        log_ranks: Whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
-        whole: Show every line, and again all that an earlier try has shown, however much it is.
+        on_line: Receives every line, with its ``[rank]`` prefix.
+        interval: Least seconds between two yields of metrics, which grow with the run's age. None yields no metrics.
+        log_ranks: Ranks whose lines are shown; None for all. A rank whose failure ends the run is shown as well.
+        whole: Whether to show every line, including all that an earlier try has shown.
 
     Yields:
-        Rank 0's metrics, the last value of each, whenever they have changed.
+        The last value of each of rank 0's metrics, whenever they have changed.
     """
     follower = Follower(opened.handle, ranks=log_ranks, attached=opened.attached, whole=whole)
     latest: dict[str, Any] = {}
@@ -135,6 +135,6 @@ def follow(
 
 
 def offer(handle: RunHandle[Any], step: Step | None, log: Any) -> None:
-    """Notes to whom the value goes, before it goes to Dagster. Without the note, the next try gets the value again."""
+    """Records the step that gets the value, before Dagster gets it. Without the record the next try gets it again."""
     if step is not None:
         attempt(log, "the note of the delivery", lambda: handle.offer(step.receiver), None)

@@ -10,9 +10,9 @@ from dagster_rankzero._compat import dagster_type_of
 
 
 class OpenedByRanks(dg.DagsterType):
-    """Type of an input that goes on to ranks: what it was annotated as, or a handle of it.
+    """Type of an input that is passed to ranks: a value of the annotated type, or its handle.
 
-    IO managers that choose by ``typing_type`` see the training function's own annotation.
+    IO managers that choose by ``typing_type`` see the annotation of the training function.
     """
 
     def __init__(self, inner: dg.DagsterType) -> None:
@@ -20,7 +20,7 @@ class OpenedByRanks(dg.DagsterType):
             return dg.TypeCheck(success=True) if is_reference(value) else inner.type_check(context, value)
 
         self._shown = inner.display_name
-        # A key and no name: two inputs of one annotation have two types, and names must be unique.
+        # The type has a key instead of a name: two inputs with one annotation have two types, and names must be unique.
         super().__init__(
             type_check_fn=check,
             key=f"{type(self).__name__}.{inner.key}",
@@ -31,26 +31,26 @@ class OpenedByRanks(dg.DagsterType):
 
     @property
     def display_name(self) -> str:
-        """The annotation, as the UI shows it."""
+        """Returns the annotation as the UI shows it."""
         return self._shown
 
 
 def type_of_input(annotation: Any) -> dg.DagsterType:
-    """The type for an annotation of the training function."""
+    """Returns the type for an annotation of the training function."""
     return OpenedByRanks(dagster_type_of(annotation))
 
 
 def is_reference(value: object) -> bool:
-    """True for a handle, and for the dict of handles that several partitions make."""
+    """Returns True for a handle, and for the dict of handles of several partitions."""
     if isinstance(value, dict) and value:
         return all(isinstance(item, rankzero.ResultRef) for item in value.values())
     return isinstance(value, rankzero.ResultRef)
 
 
 def wants_reference(dagster_type: dg.DagsterType) -> bool:
-    """True if an IO manager may give this input a handle instead of the value.
+    """Returns True if an IO manager may give this input a handle instead of the value.
 
-    It may to a training function, and to whoever annotates ``ResultRef``, ``ResultRef | None`` or
+    Inputs of a training function accept a handle, and inputs that are annotated ``ResultRef``, ``ResultRef | None`` or
     ``dict[str, ResultRef]``.
     """
     annotation = dagster_type.typing_type

@@ -1,4 +1,4 @@
-"""Partition keys as arguments of a training function, and its value by partition."""
+"""Passes partition keys as arguments to a training function, and splits its value by partition."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ PARTITION_KEYS = "partition_keys"
 
 @dataclass(frozen=True)
 class PartitionArguments:
-    """Which of the two special parameters a training function has.
+    """The parameters ``partition_key`` and ``partition_keys`` of a training function.
 
     Attributes:
-        name: Of the function, for messages.
-        taken: Of ``partition_key`` and ``partition_keys``, those that are no inputs.
-        needed: Those of them without a default.
+        name: Name of the function, for messages.
+        taken: Those of the two parameters that the function has and that are not inputs.
+        needed: Those of ``taken`` without a default.
     """
 
     name: str
@@ -27,7 +27,7 @@ class PartitionArguments:
 
     @staticmethod
     def of(train: Callable[..., Any], named_ins: frozenset[str]) -> "PartitionArguments":
-        """Reads a signature; ``named_ins`` are inputs whatever their name."""
+        """Reads the signature of a function; parameters in ``named_ins`` are inputs, whatever their names."""
         found = {
             name: parameter
             for name, parameter in inspect.signature(train).parameters.items()
@@ -37,7 +37,7 @@ class PartitionArguments:
         return PartitionArguments(train.__name__, frozenset(found), needed)
 
     def check(self, partitions_def: object, backfill_policy: dg.BackfillPolicy | None) -> None:
-        """Raises DagsterInvalidDefinitionError if no run, or no backfill, could give what is needed."""
+        """Raises DagsterInvalidDefinitionError if no run, or no backfill, could provide the needed parameters."""
         if self.needed and partitions_def is None:
             raise dg.DagsterInvalidDefinitionError(
                 f"{self.name} has a parameter {min(self.needed)!r}, but the asset has no partitions: "
@@ -51,10 +51,10 @@ class PartitionArguments:
             )
 
     def fill(self, context: Any) -> dict[str, Any]:
-        """The arguments for a run.
+        """Returns the partition arguments for a run.
 
         Raises:
-            dagster.Failure: the run has no partition, or several where the function takes one. Not retried.
+            dagster.Failure: the run has no partition, or several although the function takes one. Not retried.
         """
         keys = keys_of(context)
         if PARTITION_KEY in self.needed and len(keys) != 1:
@@ -76,31 +76,31 @@ class PartitionArguments:
 
 
 def take_single(context: Any, result: Any, keys: list[str]) -> Any:
-    """The result of a step, as an IO manager stores it: of a single partition it is that partition's own value.
+    """Returns the result of a step for its IO manager: a single partition's value is taken out of the dict by key.
 
     Args:
-        context: Of the step.
-        result: Of the run.
-        keys: What the function got as ``partition_keys``; empty if it takes none.
+        context: Context of the step.
+        result: Result of the run.
+        keys: The ``partition_keys`` that the function got; empty if it does not take them.
     """
     value = of_single(result.value, keys)
     if value is result.value:
         return result
     if isinstance(result, dg.MaterializeResult):
-        # Its version was that of the dict.
+        # The version belongs to the dict, not to the value.
         return result._replace(value=value, data_version=None)
     return dg.Output(value, metadata=result.metadata)
 
 
 def of_single(value: Any, keys: list[str]) -> Any:
-    """The value of the only partition out of a dict by key; anything else is for the IO manager to judge."""
+    """Returns the value of the only partition from a dict by key; any other value unchanged, for the IO manager."""
     if len(keys) == 1 and isinstance(value, Mapping) and [str(key) for key in value] == keys:
         return value[next(iter(value))]
     return value
 
 
 def keys_of(context: Any) -> list[str]:
-    """The partitions of a context's run; empty if it has none."""
+    """Returns the partition keys of a context's run; empty if it has none."""
     if context.has_partition_key:
         return [str(context.partition_key)]
     return [str(key) for key in context.partition_keys] if context.has_partition_key_range else []

@@ -1,4 +1,4 @@
-"""What goes to the ranks, freed of Dagster: executors need not have it."""
+"""Removes Dagster's objects from what is sent to ranks, since executors may not have Dagster."""
 
 import types
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import dagster as dg
 
 
 def without_dagster(value: Any) -> Any:
-    """A value with Dagster's own objects in it replaced, also inside lists, tuples and dicts.
+    """Returns a value with Dagster's objects in it replaced, also inside lists, tuples and dicts.
 
     Args:
         value: An argument of a training function.
@@ -31,17 +31,17 @@ def without_dagster(value: Any) -> Any:
         return [without_dagster(item) for item in value]
     if type(value) is tuple:
         return tuple(without_dagster(item) for item in value)
-    # Dagster gives nested configuration as read-only mappings of its own.
+    # Dagster passes nested configuration as its own read-only mappings.
     if type(value) is dict or (isinstance(value, Mapping) and type(value).__module__.startswith("dagster")):
         return {without_dagster(key): without_dagster(item) for key, item in value.items()}
     return value
 
 
 def without_annotations(train: Any) -> Any:
-    """A copy of a plain function without annotations; anything else as it is.
+    """Returns a copy of a plain function without annotations; any other value unchanged.
 
-    An annotation such as ``config: TrainConfig`` would take the class, its base class and so
-    Dagster along in the pickle.
+    An annotation such as ``config: TrainConfig`` would pickle the class, its base class and so Dagster with the
+    function.
     """
     if not isinstance(train, types.FunctionType) or not train.__annotations__:
         return train

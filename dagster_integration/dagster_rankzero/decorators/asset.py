@@ -33,27 +33,27 @@ def torch_asset(
     resource_key: str = DEFAULT_RESOURCE_KEY,
     **asset_arguments: Any,
 ) -> dg.AssetsDefinition | Callable[[Callable[..., Any]], dg.AssetsDefinition]:
-    """Makes a function that runs on every rank an asset, whose value is what rank 0 returns.
+    """Makes an asset of a function that runs on every rank; rank 0's return value is the asset's value.
 
     The function's parameters are the asset's inputs, as with ``@dg.asset``. An input from a
-    `RankZeroIOManager` is opened inside the ranks and not loaded by the step; one from another IO
-    manager is loaded and travels with the job. Three parameters are special:
+    `RankZeroIOManager` is opened inside the ranks and not loaded by the step. An input from another IO
+    manager is loaded by the step and sent with the job. Three parameters are special:
 
     * ``config``, annotated with a `dagster.Config` class: the ranks get a plain namespace with the
-      same attributes, for executors need not have Dagster installed.
+      same attributes, since executors may not have Dagster installed.
     * ``partition_key``: the key of the partition, a string, ``"a|b"`` for two dimensions.
     * ``partition_keys``: the list of them, for `dagster.BackfillPolicy.single_run`; the function
       returns a dict with one value for each.
 
-    A check of ``check_specs`` gets what rank 0 reports under its name:
+    The result of a check in ``check_specs`` is the value that rank 0 reports under its name:
     ``rankzero.train.report({"check/finite": True})``.
 
     Args:
         train: The function. It gets no Dagster context.
-        num_processes: World size, the smallest and the largest, or ``"auto"``; None takes the resource's.
-        use_gpu: One GPU for every rank; None takes the resource's.
+        num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
+        use_gpu: Whether every rank gets a GPU; None: the resource's value.
         options: More changes to the resource for this asset, by its field names.
-        resource_key: Of the `TorchDistributorResource`.
+        resource_key: Key of the `TorchDistributorResource`.
         asset_arguments: Everything that ``@dg.asset`` takes: ``ins``, ``deps``, ``partitions_def``,
             ``backfill_policy``, ``retry_policy``, ``pool``, ``op_tags``, ``kinds``, ``tags``, ``owners``,
             ``code_version``, ``check_specs``, ``automation_condition``, ``io_manager_key`` ...

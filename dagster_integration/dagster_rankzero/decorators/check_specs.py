@@ -1,4 +1,4 @@
-"""Checks of ``check_specs``: what rank 0 reported becomes their results."""
+"""Turns the values that rank 0 has reported into results of the checks in ``check_specs``."""
 
 from typing import Any
 
@@ -8,22 +8,22 @@ from dagster_rankzero.arguments.partitions import take_single
 from dagster_rankzero.metadata.describe import METRIC_PREFIX
 
 CHECK_PREFIX = "check/"
-"""Before a check's name in `rankzero.train.report`."""
+"""Prefix of a check's name in `rankzero.train.report`."""
 
 
 def with_reported_checks(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
-    """The result together with those of the selected checks of its asset; a ``finish`` of `build_compute`."""
-    told = list(result.check_results or ())
-    told += [
+    """Returns the result with those of the selected checks of its asset: a ``finish`` for `build_compute`."""
+    results = list(result.check_results or ())
+    results += [
         check_result(key, result.metadata or {})
         for key in sorted(context.selected_asset_check_keys)
-        if result.asset_key in (None, key.asset_key) and key.name not in {check.check_name for check in told}
+        if result.asset_key in (None, key.asset_key) and key.name not in {check.check_name for check in results}
     ]
-    return take_single(context, result, keys)._replace(check_results=told)
+    return take_single(context, result, keys)._replace(check_results=results)
 
 
 def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
-    """Passed if rank 0's latest value for the check was True; failed if it never reported one."""
+    """Returns the result of a check: passed if rank 0's latest value was True; failed if it has reported none."""
     name = CHECK_PREFIX + key.name
     entry = metadata.get(METRIC_PREFIX + name)
     if entry is None:

@@ -1,4 +1,4 @@
-"""From a training function to the function that Dagster calls for a step."""
+"""Builds the function that Dagster calls for a step from a training function."""
 
 import inspect
 import os
@@ -15,7 +15,7 @@ from dagster_rankzero.fields import ADDED, added_to, check_fields
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
-"""First parameters that Dagster takes for its context."""
+"""Names of a first parameter for which Dagster passes its context."""
 
 CONFIG = "config"
 _EMPTY = inspect.Parameter.empty
@@ -29,16 +29,16 @@ def build_compute(
     named_ins: frozenset[str],
     finish: Callable[[Any, Any, list[str]], Any] = take_single,
 ) -> Callable[..., Any]:
-    """Makes the step's function: same inputs, a context before them, and a run as its body.
+    """Builds the step's function, which has the same inputs after a context, and runs the training.
 
     Args:
         train: The training function. Its parameters are inputs, except for ``config``,
             ``partition_key`` and ``partition_keys``.
-        resource_key: Of the `TorchDistributorResource`.
+        resource_key: Key of the `TorchDistributorResource`.
         options: Changes to the resource for this step.
         context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
-        named_ins: Inputs that are described elsewhere and stay inputs whatever their name.
-        finish: Makes what the step returns, from its context, the result of the run, and the keys of its
+        named_ins: Parameters that are inputs, whatever their names, since ``ins`` describes them.
+        finish: Makes the step's return value from its context, the result of the run, and the keys of its
             partitions if ``train`` takes ``partition_keys``.
 
     Returns:
@@ -54,7 +54,7 @@ def build_compute(
         given = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
         if PARTITION_KEYS in given:
-            # The value is taken apart by partition.
+            # The value is needed, since it is split by partition.
             resource = resource.options(by_reference=False)
         result = resource._run(context, train, (), {**arguments, **given})
         return finish(context, result, given.get(PARTITION_KEYS, []))
@@ -79,7 +79,7 @@ def build_compute(
 
 
 def check_function(decorator: str, train: object) -> None:
-    """Raises DagsterInvalidDefinitionError unless it is a function that ranks can call."""
+    """Raises DagsterInvalidDefinitionError unless a training function is one that ranks can call."""
     if not inspect.isfunction(train) or inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
         raise dg.DagsterInvalidDefinitionError(
             f"{decorator} is given {train!r}; it takes a plain function, which runs on every rank"
@@ -87,7 +87,7 @@ def check_function(decorator: str, train: object) -> None:
 
 
 def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
-    """One dict of the changes to the resource.
+    """Returns the changes to the resource as one dict.
 
     Raises:
         dagster.DagsterInvalidDefinitionError: a name is not a field of the resource, or its value is wrong.
@@ -95,7 +95,7 @@ def collect_options(options: Mapping[str, Any] | None, **named: Any) -> dict[str
     changes = {**{name: value for name, value in named.items() if value is not None}, **(options or {})}
     check_fields(TorchDistributorResource, changes)
     try:
-        # None as a value of a mapping removes an entry of the project's resource, which is not known here.
+        # None as a value of a mapping removes an entry of the project's resource, which does not exist yet.
         added = {name: added_to({}, changes[name]) for name in ADDED.intersection(changes)}
         TorchDistributorResource(**{**changes, **added})
     except ValidationError as error:
@@ -130,7 +130,7 @@ def _as_step_parameter(train: Callable[..., Any], parameter: inspect.Parameter) 
 
 
 def _annotation_of(train: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The annotation as an object; `Any` for one that only a type checker can see."""
+    """Returns the annotation as an object; `Any` for a name that exists only for type checkers."""
     annotation = parameter.annotation
     if not isinstance(annotation, str):
         return annotation
@@ -155,9 +155,9 @@ def _is_resource(annotation: Any) -> bool:
 def build_script_compute(
     script: str | os.PathLike[str] | Sequence[str], args: tuple[Any, ...], resource_key: str, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Makes the function of an op that runs what has a command line, or ``"package.module:function"``."""
+    """Builds the function of an op that runs a script, a command, or ``"package.module:function"``."""
 
-    # Without a return annotation: Dagster accepts no Output object under another one.
+    # The function has no return annotation, under which Dagster would not accept an Output object.
     def compute(context: dg.OpExecutionContext):  # type: ignore[no-untyped-def]
         resource: TorchDistributorResource = getattr(context.resources, resource_key)
         return resource.options(**options).run(context, script, *args)

@@ -25,23 +25,23 @@ def torch_multi_asset(
     resource_key: str = DEFAULT_RESOURCE_KEY,
     **asset_arguments: Any,
 ) -> Callable[[Callable[..., Any]], dg.AssetsDefinition]:
-    """Makes a function that runs on every rank several assets, whose values rank 0 returns together.
+    """Makes several assets of a function that runs on every rank; rank 0 returns their values together.
 
     Rank 0 returns a dict by output name, or a tuple in the order of ``outs``. Each value goes to the
-    IO manager of its output and has a data version of its own: with `RankZeroIOManager` its checksum,
-    so that new metrics of an unchanged model leave what hangs on the model alone. The values pass
-    through the step's process; a model too large for that is an asset of its own (`torch_asset`).
+    IO manager of its output and has its own data version. With `RankZeroIOManager` that is its checksum,
+    so that new metrics of an unchanged model do not make dependents of the model stale. The step's process
+    loads the values; make a separate asset of a model that is too large for it (`torch_asset`).
 
-    An output with ``is_required=False`` may be left out of the dict: it is not materialized then.
-    With ``can_subset=True`` the whole training runs, and what was selected is stored.
+    An output with ``is_required=False`` may be left out of the dict, and is then not materialized.
+    With ``can_subset=True`` the whole training runs, and only the selected assets are stored.
 
     Args:
-        outs: The assets by output name. ``specs`` cannot be used: their outputs carry no value.
-        num_processes: World size, the smallest and the largest, or ``"auto"``; None takes the resource's.
-        use_gpu: One GPU for every rank; None takes the resource's.
+        outs: The assets by output name. ``specs`` cannot be used, since their outputs carry no value.
+        num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
+        use_gpu: Whether every rank gets a GPU; None: the resource's value.
         options: More changes to the resource, by its field names.
-        resource_key: Of the `TorchDistributorResource`.
-        asset_arguments: Everything else that ``@dg.multi_asset`` takes. Checks as for `torch_asset`.
+        resource_key: Key of the `TorchDistributorResource`.
+        asset_arguments: All other arguments of ``@dg.multi_asset``. Checks work as in `torch_asset`.
 
     Returns:
         A decorator that makes the assets.
@@ -76,7 +76,7 @@ def torch_multi_asset(
 
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
             values = _by_output(function.__name__, result.value, list(outs), required)
-            # Not a tuple: Dagster takes it for all outputs, and an output may be left out.
+            # A generator: Dagster would treat a tuple as all outputs, and an output may be left out.
             return (
                 _result_of(context, name, of_single(values[name], keys), result)
                 for name in outs
@@ -94,7 +94,7 @@ def torch_multi_asset(
 
 
 def _by_output(function: str, value: Any, names: list[str], required: set[str]) -> dict[str, Any]:
-    """Rank 0's value by output name.
+    """Returns rank 0's value by output name.
 
     Raises:
         dagster.Failure: an output is missing or unknown. Not retried.
@@ -120,7 +120,7 @@ def _result_of(
 ) -> dg.MaterializeResult[Any]:
     key = context.asset_key_for_output(name)
     if whole.data_version is not None:
-        # For IO managers that know no checksum; RankZeroIOManager puts the value's own in its place.
+        # For IO managers without checksums; RankZeroIOManager replaces it by the value's checksum.
         set_step_data_version(context, key, whole.data_version)
     metadata = whole.metadata or {}
     return dg.MaterializeResult(

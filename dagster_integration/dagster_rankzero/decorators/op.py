@@ -45,18 +45,18 @@ def torch_distributor_op(
 ) -> dg.OpDefinition | Callable[[Callable[..., Any]], dg.OpDefinition]:
     """Makes an op that runs a function or a script on every rank; its output is rank 0's value.
 
-    A function's parameters are the op's inputs, with the same two special ones as `torch_asset`:
-    ``config`` and ``partition_key``. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
+    A function's parameters are the op's inputs, except ``config`` and ``partition_key``, which are special as in
+    `torch_asset`. A script has no inputs; order it with ``ins={"start": In(Nothing)}``.
 
     Args:
         train: A function, ``"path/to/script.py"``, ``"package.module:function"``, ``"-m package.module"``, or a command
             as a list of words.
         args: The rest of the command line, or the arguments of ``"package.module:function"``.
-        num_processes: World size, the smallest and the largest, or ``"auto"``; None takes the resource's.
-        use_gpu: One GPU for every rank; None takes the resource's.
+        num_processes: World size, the smallest and the largest, or ``"auto"``; None: the resource's.
+        use_gpu: Whether every rank gets a GPU; None: the resource's value.
         options: More changes to the resource for this op, by its field names.
-        resource_key: Of the `TorchDistributorResource`.
-        op_arguments: Everything that ``@dg.op`` takes: ``name``, ``ins``, ``out``, ``tags``,
+        resource_key: Key of the `TorchDistributorResource`.
+        op_arguments: All arguments of ``@dg.op``: ``name``, ``ins``, ``out``, ``tags``,
             ``retry_policy``, ``pool`` ...
 
     Returns:

@@ -1,4 +1,4 @@
-"""`RankZeroIOManager`: stores what rank 0 returned, so that the next step gets it whole or not at all."""
+"""`RankZeroIOManager`: stores rank 0's value atomically, so that the next step gets a complete value or an error."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager):
     """Stores dicts of tensors as safetensors, JSON values as JSON, anything else with cloudpickle.
 
-    A version is committed by its manifest, which is written last: a crash never harms the version
-    before. Loading verifies the checksum, of tensors if somebody has touched their file since.
-    Tensors are mapped into memory, which runs no code and reads only what is used; cloudpickle runs
-    code of whoever can write to ``base_path``, as Dagster's default IO manager does: set
-    ``allow_pickle`` to False where you do not trust them.
+    A version is committed by its manifest, which is written last: a crash never damages the previous
+    version. Loading verifies the checksum; that of tensors only if their file was changed after it was
+    written. Tensors are mapped into memory, which runs no code and reads only what is used. Loading a
+    cloudpickle file runs code, as with Dagster's default IO manager: set ``allow_pickle`` to False unless
+    you trust all users who can write to ``base_path``.
 
-    An output that is a `ResultRef` is stored by its file, never loaded: where run directories and
-    ``base_path`` share a file system or an object store, not a byte passes through the step. An
+    An output that is a `ResultRef` is stored by its file and never loaded: if run directories and
+    ``base_path`` share a file system or an object store, no byte passes through the step. An
     input annotated `ResultRef` gets the handle, and so do the functions of `torch_asset` and
     `torch_distributor_op`, whose ranks open it themselves.
 
-    The checksum is the asset's data version, so that what comes after it is stale only if the
-    content changed. An output of several partitions (a backfill in a single run) is a dict by
-    partition key, and each partition is stored apart.
+    The checksum is the asset's data version, so that dependents are stale only if the
+    content has changed. An output of several partitions (a backfill in a single run) is a dict by
+    partition key, and each partition is stored separately.
 
     Example:
         >>> defs = dg.Definitions(resources={"io_manager": RankZeroIOManager(base_path="s3://bucket/assets")})
@@ -44,23 +44,23 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
 
     base_path: str | None = Field(
         default=None,
-        description="Where values are stored, a path or an fsspec URL such as s3://bucket/assets. "
+        description="Root of the stored values, a path or an fsspec URL such as s3://bucket/assets. "
         "Left out: the storage directory of the Dagster instance.",
     )
     allow_pickle: bool = Field(
         default=True,
-        description="Store and load values that only cloudpickle can hold. Loading them runs code of "
-        "whoever can write to base_path.",
+        description="Store and load values that need cloudpickle. Loading them runs code from base_path, so all users "
+        "who can write there must be trusted.",
     )
 
     _base_path: "UPath" = PrivateAttr()
 
     @classmethod
     def configure_at_launch(cls, **fields: Any) -> Any:
-        """An IO manager whose other fields are given in the launchpad.
+        """Returns an IO manager whose other fields are set in the launchpad.
 
         Args:
-            fields: Those that are known already.
+            fields: The fields with known values.
 
         Raises:
             dagster.DagsterInvalidDefinitionError: a field does not exist.
@@ -69,7 +69,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
         return super().configure_at_launch(**fields)
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
-        """Finds the place to store in."""
+        """Determines the root directory or URL of the stored values."""
         from upath import UPath
 
         from rankzero.pipeline import store
@@ -113,11 +113,11 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
             raise dg.Failure(str(error), allow_retries=False) from error
 
     def load_from_path(self, context: dg.InputContext, path: "UPath") -> Any:
-        """Gives the value, or its handle to those that want one.
+        """Loads the value; an input that accepts a handle gets that instead.
 
         Raises:
-            FileNotFoundError: nothing was stored there.
-            dagster.Failure: the file is damaged, or a pickle where none is allowed. Not retried.
+            FileNotFoundError: no value was stored there.
+            dagster.Failure: the file is damaged, or is a pickle although none is allowed. Not retried.
         """
         from dagster_rankzero.io_manager.manifest import check_format, check_owner, read_manifest
         from rankzero import ResultError
@@ -137,32 +137,32 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
             ) from error
 
     def make_directory(self, path: "UPath") -> None:
-        """Nothing: `dump_to_path` makes the directory, where the place has directories."""
+        """Does nothing, since `dump_to_path` creates the directory."""
 
     def path_exists(self, path: "UPath") -> bool:
-        """True if a version was committed there."""
+        """Returns True if a version was committed at a path."""
         from rankzero.pipeline import store
 
         return store.exists(str(path / "manifest.json"))
 
     def get_asset_relative_path(self, context: dg.InputContext | dg.OutputContext) -> "UPath":
-        """A place below ``base_path``, whatever the asset is called."""
+        """Returns a path below ``base_path`` that is valid for every asset key."""
         from upath import UPath
 
         return UPath(*map(segment, context.asset_key.path))
 
     def make_safe_partition_path(self, base_path: "UPath", partition: str) -> "UPath":
-        """A place below the asset's, whatever the partition is called."""
+        """Returns a path below the asset's that is valid for every partition key."""
         return base_path.joinpath(segment(partition))
 
     def _get_paths_for_partitions(self, context: dg.InputContext | dg.OutputContext) -> dict[str, "UPath"]:
-        # Dagster's own joins the dimensions first: ("a/b", "c") and ("a", "b/c") would share a path.
+        # Dagster's method joins the dimensions first, so that ("a/b", "c") and ("a", "b/c") would share a path.
         asset_path = self._get_path_without_extension(context)
         keys = context.asset_partition_keys
         return {key: asset_path.joinpath(*map(segment, dimensions_of(key))) for key in keys}
 
     def _owner_of(self, context: dg.InputContext | dg.OutputContext, path: "UPath") -> list[str] | None:
-        """Returns the parts of the asset's key, and the place of the partition below it; None for an op's output."""
+        """Returns the parts of the asset's key, and the path of the partition below it; None for an op's output."""
         if not context.has_asset_key:
             return None
         asset_path = self._get_path_without_extension(context)
@@ -170,7 +170,7 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
 
 
 def _by_partition(value: Any, context: dg.OutputContext) -> dict[str, Any]:
-    """The value of every partition, from the output of a run that has several.
+    """Returns the value of every partition from the output of a run that has several.
 
     Raises:
         dagster.Failure: the output is not a dict with the run's partition keys. Not retried.

@@ -3,9 +3,9 @@
     <asset>[/<partition>]/data-<sha16>.<format>
     <asset>[/<partition>]/manifest.json      written last, atomically
 
-Until the new manifest is there, readers see the version before, whole; a crash leaves at most a
-data file that nobody refers to. The version before stays until the next one is committed, for
-handles of it may still be on their way.
+Until the new manifest is written, readers see the complete previous version; a crash leaves at most an
+unreferenced data file. The previous version stays until the next one is committed, since handles of it may
+still be in use.
 """
 
 import json
@@ -25,7 +25,7 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` says.
+    """The content of ``manifest.json``, which commits a version.
 
     Attributes:
         data: Name of the data file in the same directory.
@@ -34,10 +34,10 @@ class Manifest:
         size: Bytes of the data file.
         summary: Type, number of tensors and parameters.
         run_id: Dagster run that stored it.
-        superseded: Data file of the version before, or None.
-        fingerprint: That of the `ResultRef`; None if the data file was not seen to be what was written.
-        owner: From `dagster_rankzero.io_manager.io_manager`: the parts of the asset's key, and the partition's place
-            below it; None for the output of an op, and in versions that were stored before this was recorded.
+        superseded: Data file of the previous version, or None.
+        fingerprint: Fingerprint of the `ResultRef`; None if the data file was not verified when it was stored.
+        owner: The parts of the asset's key, and the partition's path below it; None for the output of an op, and in
+            versions that were stored before this was recorded.
     """
 
     data: str
@@ -51,16 +51,16 @@ class Manifest:
     owner: list[str] | None = None
 
     def reference(self, directory: str) -> ResultRef:
-        """The handle of the data file."""
+        """Returns the handle of the data file."""
         uri = store.join(directory, self.data)
         return ResultRef(uri, self.format, self.digest, self.size, self.summary, self.fingerprint)
 
 
 def read_manifest(directory: str) -> Manifest:
-    """The committed version.
+    """Reads the manifest of the committed version in a directory.
 
     Raises:
-        FileNotFoundError: nothing was committed there.
+        FileNotFoundError: no version was committed there.
         ResultError: the manifest is damaged.
     """
     path = store.join(directory, MANIFEST)
@@ -73,7 +73,7 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def check_owner(directory: str, manifest: Manifest, owner: list[str] | None) -> None:
-    """Raises ResultError if the version in a directory is known to be of another asset or partition."""
+    """Raises ResultError if the version in a directory belongs to another asset or partition."""
     if manifest.owner is not None and owner is not None and manifest.owner != owner:
         raise ResultError(
             f"{directory} holds the value of {_name(manifest.owner)}, not of {_name(owner)}, and their keys make one "
@@ -89,14 +89,14 @@ def _name(owner: list[str]) -> str:
 def commit(
     value: object, directory: str, run_id: str | None, *, allow_pickle: bool, owner: list[str] | None = None
 ) -> ResultRef:
-    """Stores a value, or the file that a `ResultRef` stands for, as the new version.
+    """Stores a value, or the file of a `ResultRef`, as the new version.
 
     Args:
-        value: Anything that rankzero's formats can hold, or a handle.
-        directory: Of the asset or partition.
-        run_id: For the manifest.
-        allow_pickle: False refuses values that only cloudpickle can hold.
-        owner: As in the manifest.
+        value: A value that rankzero's formats can hold, or a handle.
+        directory: Directory of the asset or partition.
+        run_id: Id of the Dagster run, for the manifest.
+        allow_pickle: False refuses values that need cloudpickle.
+        owner: The parts of the asset's key, and the partition's path, for the manifest.
 
     Returns:
         The handle of the stored file.
@@ -105,10 +105,10 @@ def commit(
         ResultError: the value cannot be stored, the handle's file does not exist or is damaged, or the directory has
             the value of another asset or partition.
 
-    The file of a handle is copied by its store where that is possible (a hard link, a copy within S3), and is not
-    read here: its size is compared, and its checksum, which the handle recorded when the file was written, is
-    verified by whoever opens it, unless nobody has touched it since. A file that must be carried from one store to
-    another is verified on the way.
+    The store copies the file of a handle if it can (a hard link, a copy within S3). The file is then not read here:
+    its size is compared, and its checksum, which the handle recorded when the file was written, is verified when the
+    file is opened, unless the file has not changed since. A file that is copied from one store to another is verified
+    during the copy.
     """
     if found := _previous(directory):
         check_owner(directory, found, owner)
@@ -139,7 +139,7 @@ def commit(
 
 
 def check_format(file_format: str, allow_pickle: bool) -> None:
-    """Raises ResultError for a pickle where none is allowed."""
+    """Raises ResultError for a pickle if none is allowed."""
     if file_format == formats.CLOUDPICKLE and not allow_pickle:
         raise ResultError(
             "the value needs cloudpickle, and allow_pickle is False: return a dict of tensors or "
@@ -155,7 +155,7 @@ def _previous(directory: str) -> Manifest | None:
 
 
 def _retire(before: Manifest | None, name: str) -> tuple[str | None, str | None]:
-    """What the new manifest supersedes, and what can go: only files that were committed once."""
+    """Returns the data file that a new manifest supersedes, and the obsolete one that can be removed."""
     if before is None:
         return None, None
     if before.data == name:
@@ -164,10 +164,10 @@ def _retire(before: Manifest | None, name: str) -> tuple[str | None, str | None]
 
 
 def _take(ref: ResultRef, path: str, target: str) -> bool:
-    """Puts a handle's file at ``target``, by way of local ``path`` if its store cannot copy it there.
+    """Copies a handle's file to ``target``, through the local ``path`` if its store cannot copy it there.
 
     Returns:
-        True if it is known to be what was recorded.
+        True if the file is known to have the recorded content.
     """
     is_known = False
     try:
@@ -179,7 +179,7 @@ def _take(ref: ResultRef, path: str, target: str) -> bool:
                 return is_known
         elif store.copy_within(ref.uri, path):
             _check_size(ref, os.path.getsize(path))
-            # A link changes the last of its times only.
+            # A link changes only the last time of a fingerprint.
             is_known = is_known and _but_last(store.fingerprint(path)) == _but_last(ref.fingerprint)
             store.upload(path, target)
             return is_known

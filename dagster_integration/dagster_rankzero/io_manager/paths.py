@@ -1,13 +1,13 @@
-"""Names of directories for assets and partitions: different keys have different names, whatever they hold."""
+"""Names of directories for assets and partitions: different keys have different names, whatever their characters."""
 
 import hashlib
 import re
 
 LIMIT = 255
-"""Bytes of the name of a directory, as file systems have it."""
+"""Most bytes of the name of a directory in common file systems."""
 
 _KEPT = 180
-# Bytes of a longer one that people read before its checksum.
+# Bytes of a longer name that are kept before its checksum.
 
 
 def segment(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A loss curve as a small SVG, drawn without a plotting library: a step has to load none."""
+"""Draws a loss curve as a small SVG without a plotting library, so that a step need not load one."""
 
 import base64
 import html
@@ -13,7 +13,7 @@ _GRAY = "#8a8f98"
 
 
 def draw(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> str | None:
-    """A chart of metrics over the reports of rank 0, as Markdown with the picture in it.
+    """Returns a chart of metrics over the reports of rank 0, as Markdown with an embedded picture.
 
     Args:
         rows: Reports, oldest first, with their number under ``"report"``.

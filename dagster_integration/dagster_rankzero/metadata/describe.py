@@ -1,4 +1,4 @@
-"""What Dagster's UI shows of a run and of a stored result."""
+"""Builds the metadata that Dagster's UI shows of a run and of a stored result."""
 
 import logging
 import math
@@ -18,23 +18,23 @@ logger = logging.getLogger(__name__)
 _Entries = dict[str, dg.MetadataValue[Any]]
 
 METRIC_PREFIX = "metric/"
-"""Before a metric's own name, so that none can hide another entry."""
+"""Prefix of metrics' names, so that a metric cannot replace another entry."""
 
 RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtypes"})
-"""What `describe_result` says of the file, apart from metrics."""
+"""Names of the entries of `describe_result` other than metrics."""
 
 TABLE_ROWS = 50
-"""Rows of the table of reports."""
+"""Most rows of the table of reports."""
 
 CURVE_POINTS = 200
-"""Points of the loss curve."""
+"""Most points of the loss curve."""
 
 TABLE_DIGITS = 9
-"""Digits of a fraction in a table; the run directory has them all."""
+"""Digits of a fraction in a table; the run directory has all digits."""
 
 
 def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
-    """Returns the entries of a run that has succeeded: where, how long, how fast, its reports, and its result.
+    """Returns the entries of a run that has succeeded: location, duration, throughput, reports, and result.
 
     An entry that cannot be made is left out with a warning.
 
@@ -47,7 +47,7 @@ def describe_run(handle: "RunHandle[Any]", log: Any = logger) -> _Entries:
         return attempt(log, what, make, {})
 
     rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
-    # The table comes last: it is long.
+    # The table is long, so it comes last.
     return {
         **part("the description of the run", lambda: _describe_end(handle)),
         **part("the throughput", lambda: _describe_speed(rows)),
@@ -78,7 +78,7 @@ def _describe_speed(rows: Sequence[dict[str, Any]]) -> _Entries:
 
 
 def describe_result(ref: "ResultRef") -> _Entries:
-    """The entries of a stored value, the same for a run's result and for an IO manager's file."""
+    """Returns the entries of a stored value, the same for a run's result and for an IO manager's file."""
     algorithm, digits = split(ref.digest)
     entries: _Entries = {
         "format": dg.MetadataValue.text(ref.format),
@@ -95,7 +95,7 @@ def describe_result(ref: "ResultRef") -> _Entries:
 
 
 def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
-    """The entries of an output of several partitions, the same for each of them."""
+    """Returns the entries of an output of several partitions, the same for each of them."""
     rows = [
         {"partition": key, "format": ref.format, "size": ref.size, "digest": ref.digest}
         for key, ref in sorted(stored.items())
@@ -104,7 +104,7 @@ def describe_partitions(stored: "Mapping[str, ResultRef]") -> _Entries:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
-    """A table as the UI shows it; its columns are those of the rows, in the order in which they come up."""
+    """Returns a table for the UI with all columns of the rows, in the order of their first use."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = [dg.TableColumn(name, _column_type([row.get(name) for row in rows])) for name in names]
     records = [dg.TableRecord({name: _plain(row.get(name)) for name in names}) for row in rows]
@@ -148,5 +148,5 @@ def _plain(value: Any) -> str | int | float | bool | None:
         return value
     if not is_number(value):
         return str(value)
-    # Large ones, such as times, keep what is before the point.
+    # Large numbers, such as times, keep all digits before the point.
     return float(f"{value:.{TABLE_DIGITS}g}") if abs(value) < 10 ** (TABLE_DIGITS - 2) else float(value)

@@ -1,4 +1,4 @@
-"""What the asset page shows of a training while its ranks train."""
+"""Builds the observations that the asset page shows during a training."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from rankzero.pipeline import is_number
 
 
 def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
-    """An observation of every asset that a context's step makes; none for an op.
+    """Yields an observation of every asset that a context's step materializes; none for an op.
 
     Args:
-        context: Of the asset.
-        metrics: Last values, by name. Finite numbers are shown, under the names that the materialization gives them
-            too: Dagster plots both as one line.
+        context: Context of the asset.
+        metrics: Last values by name. Finite numbers are shown, under the same names as in the materialization, so that
+            Dagster plots both as one line.
     """
     numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
     if not numbers:
@@ -27,15 +27,15 @@ def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObserv
 
 
 THINNING = 0.01
-"""Share of the time since the first observation that passes until the next one: a long training has no more rows."""
+"""Least time to the next observation as a fraction of the time since the first, which limits the number of rows."""
 
 
 def next_interval(interval: float, elapsed: float) -> float:
-    """Seconds until the next observation.
+    """Returns the seconds until the next observation.
 
     Args:
-        interval: Seconds between two of them at least.
-        elapsed: Seconds since the first.
+        interval: Least seconds between two observations.
+        elapsed: Seconds since the first observation.
 
     Example:
         >>> next_interval(5.0, 60.0), next_interval(5.0, 3600.0)
