@@ -1,4 +1,4 @@
-"""Bookkeeping about a training that has succeeded: its failure is one line in the log, never the task's failure."""
+"""Optional steps after a training has succeeded. If one of them fails, a warning is logged and the task succeeds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:
-    """Returns what an action returns; if it raises, logs one warning and returns ``otherwise``.
+    """Returns the result of an action. If the action raises, logs a warning and returns ``otherwise``.
 
-    Interrupts, which are no `Exception`, pass through.
+    Interrupts are not subclasses of `Exception`, and are raised again.
 
     Args:
-        log: The step's logger.
-        what: Names the action in the warning, as in "the table of reports".
-        action: Reads or writes facts about a run whose result is stored.
-        otherwise: The value to go on with.
+        log: Logger of the pipeline step.
+        what: The name of the action in the warning, such as "the table of reports".
+        action: A function that reads or writes facts about a run whose result is stored.
+        otherwise: The value to return if the action raises.
     """
     try:
         return action()

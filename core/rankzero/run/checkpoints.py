@@ -1,11 +1,11 @@
-"""Checkpoints in the run directory: which there are, and which are kept.
+"""Checkpoints in the run directory: their layout, their manifests, and the rule by which old ones are removed.
 
-    checkpoints/0000-000003/rank-0.safetensors     one file for each rank that gave a part
-    checkpoints/0000-000003/pieces.jsonl           where the pieces of sharded tensors lie in them: a line for each rank
-    checkpoints/0000-000003/checkpoint.json        written last: with it the checkpoint is committed
+    checkpoints/0000-000003/rank-0.safetensors     one file for each rank that saved a part
+    checkpoints/0000-000003/pieces.jsonl           positions of the pieces of sharded tensors, a line for each rank
+    checkpoints/0000-000003/checkpoint.json        written last, which commits the checkpoint
 
-The name is attempt and number, so that names in order are checkpoints in order, and no two attempts ever
-write the same file. A folder without ``checkpoint.json`` is no checkpoint and is removed.
+A folder's name consists of attempt and number. Names therefore sort in the order of the checkpoints, and no two
+attempts write the same file. A folder without ``checkpoint.json`` is not a checkpoint and is removed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MODES = ("min", "max")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which checkpoints of a run are kept. The newest one always is: a restart needs it.
+    """Decides which checkpoints of a run are kept. The newest is always kept, since a restart needs it.
 
     Attributes:
-        num_to_keep: How many; None keeps all.
-        metric: Keep the best by this metric of their reports; None keeps the newest. A checkpoint whose
-            report lacks the metric, or has nan, is worse than any other.
-        mode: ``"min"`` or ``"max"``: which values of the metric are better.
+        num_to_keep: Number of checkpoints to keep; None keeps all.
+        metric: Keeps the checkpoints whose reports have the best values of this metric; None keeps the newest. A
+            checkpoint whose report lacks the metric, or has nan, is worse than any other.
+        mode: ``"min"`` if smaller values of the metric are better, ``"max"`` if larger ones are.
 
     Raises:
         InvalidJobError: a value is wrong.
@@ -60,19 +60,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed checkpoint.
+    """Describes a committed checkpoint.
 
     Attributes:
-        id: Its folder's name: attempt and number.
-        attempt: Attempt that wrote it.
-        index: Its number in that attempt, from 0.
+        id: Name of the folder, made of attempt and number.
+        attempt: Number of the attempt that wrote the checkpoint.
+        index: Number of the checkpoint within that attempt, from 0.
         time: Unix time of rank 0's report.
-        metrics: What rank 0 reported with it.
-        world_size: Number of ranks of the attempt that wrote it. A later attempt may have another: see
-            `rankzero.train.Checkpoint` for what it gets.
-        sharded: Every rank gave a part of its own; else rank 0's is the whole.
-        parts: By rank (as text, as JSON has it): ``file``, ``format``, ``size`` and ``sha256``.
-        tables: Rows that ranks had written before it, which belong to it: `rankzero.data.table.Written`.
+        metrics: Metrics that rank 0 reported with the checkpoint.
+        world_size: Number of ranks of the attempt that wrote it. `rankzero.train.Checkpoint` describes how an attempt
+            with another number of ranks loads it.
+        sharded: True if every rank saved its own part; False if rank 0's part is the whole checkpoint.
+        parts: ``file``, ``format``, ``size`` and ``sha256`` of each part, by rank as text, since keys in JSON are text.
+        tables: Rows that ranks had written before the checkpoint: `rankzero.data.table.Written`.
     """
 
     id: str
@@ -93,12 +93,12 @@ class Manifest:
         parts: Mapping[int, Mapping[str, Any]],
         before: Mapping[str, Mapping[str, Mapping[str, int]]],
     ) -> Manifest:
-        """The manifest of what the ranks of an attempt have written.
+        """Returns the manifest of the parts that the ranks of an attempt have written.
 
         Args:
             attempt: Number of the attempt.
-            world_size: Its number of ranks.
-            parts: By rank: what a `CheckpointWriter` sends of its part.
+            world_size: Number of ranks of the attempt.
+            parts: The description of each part that its `CheckpointWriter` sent, by rank.
             before: The ``tables`` of the checkpoint that the attempt started from.
         """
         lead = parts[min(parts)]
@@ -122,14 +122,14 @@ class Manifest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns the manifest as plain JSON values."""
         return asdict(self)
 
     def for_ranks(self, ranks: Iterable[int]) -> dict[str, Any]:
-        """Plain JSON values for the ranks of one task: their parts and rank 0's, the formats of all, names of tables.
+        """Returns the part of the manifest that the ranks of one task need, as plain JSON values.
 
-        A thousand tasks get a thousand messages: with all parts in each of them a world of 1,024 ranks would send half
-        a gigabyte. Who needs others reads `MANIFEST`.
+        It has the parts of these ranks and of rank 0, the formats of all parts, and the names of tables. With all parts
+        in each message, a world of 1,024 ranks would send half a gigabyte. A rank that needs others reads `MANIFEST`.
         """
         wanted = {"0", *map(str, ranks)}
         formats = sorted({part["format"] for part in self.parts.values()})
@@ -143,11 +143,11 @@ class Manifest:
 
 
 def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
-    """The committed checkpoints of a run, oldest first.
+    """Returns the committed checkpoints of a run, oldest first.
 
     Args:
-        run: The run.
-        fresh_since: Attempts before this one do not count.
+        run: The run directory.
+        fresh_since: Number of the first attempt whose checkpoints are listed.
 
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
@@ -157,10 +157,10 @@ def list_committed(run: RunDirectory, fresh_since: int = 0) -> list[Manifest]:
 
 
 def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
-    """Those of the named folders that are committed, in this order. Raises like `list_committed`."""
+    """Returns the manifests of the named folders that are committed, in this order. Raises like `list_committed`."""
     found = []
     for name in names:
-        # Every other error is the store's, and says nothing of the checkpoint.
+        # These errors mean that the checkpoint is not committed. Any other error comes from the store.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError):
             found.append(Manifest(**json.loads(store.read_bytes(run.path(FOLDER, name, MANIFEST)))))
     return found
@@ -168,13 +168,13 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
 
 def remove(run: RunDirectory, manifest: Manifest) -> None:
     """Removes a committed checkpoint. Raises like `list_committed`."""
-    # The manifest first: what is half removed is no checkpoint.
+    # The manifest is removed first, so that a checkpoint that is removed in part does not count as one.
     store.remove(run.path(FOLDER, manifest.id, MANIFEST))
     store.remove(run.path(FOLDER, manifest.id))
 
 
 def to_remove(committed: list[Manifest], config: CheckpointConfig, in_use: str | None = None) -> list[Manifest]:
-    """Which of the committed checkpoints (oldest first) are not kept. ``in_use`` names one that always is."""
+    """Returns the checkpoints to remove of the committed ones (oldest first). The one named ``in_use`` is kept."""
     if config.num_to_keep is None or not committed:
         return []
     ranked = sorted(

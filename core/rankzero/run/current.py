@@ -1,7 +1,7 @@
-"""`CurrentStatus`: the status of the submission that a run directory holds, whoever else may still write there.
+"""`CurrentStatus` reads the status of a directory's current submission and ignores what other drivers write there.
 
-A directory that was removed and submitted again begins with submission 0 again. Until the driver of the removed run
-notices that, it may write a status into the new directory. Submissions therefore have a nonce each.
+A directory that was removed and submitted again starts with submission 0. Until the driver of the removed run notices
+the removal, it may write a status into the new directory. Each submission therefore has a nonce.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from rankzero.run.directory import RunDirectory, RunStatus
 
 
 class CurrentStatus:
-    """Reads the status of a run for one reader, and leaves out what drivers of other submissions wrote."""
+    """Reads the status of a run for one reader, and ignores a status that another submission's driver wrote."""
 
     def __init__(self, run: RunDirectory) -> None:
-        """Reads nothing."""
+        """Makes a reader; the first `read` accesses the store."""
         self._run = run
         self._accepted: RunStatus | None = None
         self._bound: tuple[int, str] | None = None
 
     def bind(self, submission: int, nonce: str) -> None:
-        """Has `read` raise once the directory belongs to another run, which has the same name."""
+        """Makes `read` raise if the directory now belongs to another run of the same name."""
         self._bound = (submission, nonce)
 
     def read(self) -> RunStatus:
         """Returns the status of the directory's last submission.
 
         Raises:
-            RunNotFoundError: no run lives there, or another one than that of `bind`.
+            RunNotFoundError: the directory holds no run, or another run than the one given to `bind`.
         """
         status = self._run.status()
         known = self._accepted
@@ -41,7 +41,7 @@ class CurrentStatus:
             raise RunNotFoundError(
                 f"the run in {self._run.directory} was removed, and another one was submitted under its name"
             )
-        # Of a submission that is being written there is a status first.
+        # A submission's status is written before its job.
         is_being_written = status.submission > job.submission and self._run.is_claimed(status.submission)
         if job.nonce in ("", status.nonce) or is_being_written:
             self._accepted = status
@@ -54,12 +54,12 @@ class CurrentStatus:
 def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
     """Returns True if a run directory still belongs to this submission, so that its driver may write there.
 
-    Puts the submission's ``job.json`` back if a submitter that was held up has written an older one over it.
+    Restores the submission's ``job.json`` if a delayed submitter has overwritten it with an older one.
 
     Args:
         run: The run directory.
         submission: Number of the driver's submission.
-        nonce: `Job.nonce` of it.
+        nonce: `Job.nonce` of the driver's submission.
 
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
@@ -70,7 +70,7 @@ def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
             return False
         if current.submission == submission and current.nonce in ("", nonce):
             return True
-        # Of a directory that was removed nothing of this submission is left.
+        # A removed directory has lost this submission's job, or has the job of another run.
         if nonce and run.job_of(submission).nonce != nonce:
             return False
     except RunNotFoundError:

@@ -1,4 +1,4 @@
-"""`LogCursor`: how far a follower has shown what the ranks write, and where the next one goes on."""
+"""`LogCursor` records how far a follower has shown the ranks' lines, and where the next follower continues."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from rankzero.run.handle import RunHandle
 from rankzero.store import is_url
 
 REPLAY_BYTES = 256 << 10
-"""Bytes of a rank's lines that are shown again rather than left out."""
+"""Most bytes of a rank's lines that a new follower shows again. If there are more, it shows new lines only."""
 
 REPLAY_BYTES_SHARED = 1 << 20
-"""The same on an object store, where it is the lines of all ranks."""
+"""The limit of `REPLAY_BYTES` on an object store, where it applies to the lines of all ranks together."""
 
 
 BEHIND_BYTES = 1 << 20
-"""Bytes of lines, of all shown ranks together, by which a follower may be behind; it skips what is more.
+"""Bytes of lines, of all shown ranks together, by which a follower may be behind; it skips older lines.
 
-A follower shows lines at the rate at which its orchestrator stores them, some hundred a second, and a rank may print a
-thousand times as many. The follower would fall behind for the whole training, and hold its end back.
+A follower shows lines only as fast as its orchestrator stores them, about a hundred a second. A rank may print a
+thousand times as many. Without the limit, the follower would still show lines long after the training has ended.
 """
 
 LAST_BYTES = 256 << 10
-"""The same once the run has ended: the result is waiting."""
+"""The limit of `BEHIND_BYTES` after the end of the run, when the result waits for the follower."""
 
 _LEAST_SHARE = 4 << 10
 
 
 class LogCursor:
-    """Where each rank's lines have been read to, for the ranks that are shown.
+    """Reads the new lines of the shown ranks, and keeps the position that it has reached for each of them.
 
     Args:
         handle: The run. Lines of its earlier submissions are not shown.
-        ranks: Whose lines are shown; None for all. The rank whose failure ended the run is shown with them.
-        attached: Another follower came before: what it has shown is not shown again if it is much.
-        whole: Every line is shown, whatever the follower is behind: lines carry messages.
+        ranks: Ranks whose lines are shown; None for all. The rank whose failure ended the run is also shown.
+        attached: True if another follower came before. Its lines are shown again unless they exceed `REPLAY_BYTES`.
+        whole: True if no line may be skipped, since lines carry messages.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class LogCursor:
         return self._ranks is None or rank in self._ranks
 
     def lines(self, status: RunStatus) -> Iterator[str]:
-        """What has been written since the last look, each line with its ``[rank]``.
+        """Yields the lines that were written since the last call, each with its ``[rank]``.
 
         Args:
-            status: The run's, asked for before this: a final one adds the lines of the rank whose failure has ended the
-                run, if they were not shown.
+            status: Status of the run, read before this call. With a final status, lines of the rank whose failure ended
+                the run are added if that rank is not among the shown ones.
         """
         ends = None
         if not self._whole and self._positions:
             ends = self._handle.log_ends(self._positions, status)
             yield from self._skipped(ends, status)
         if status.final or self._is_remote:
-            # A file server may not have told of the last lines.
+            # A file server may still report an old size, so the files are read to their ends.
             ends = None
         yield from self._handle.lines(self._positions, follow=False, prefix=True, status=status, ends=ends)
         error = error_from_json(status.error) if status.error else None
@@ -85,7 +85,7 @@ class LogCursor:
             yield from self._lines_of_failed(error.rank, error.log_tail or [])
 
     def _skipped(self, ends: Mapping[int, Position], status: RunStatus) -> Iterator[str]:
-        """Moves the positions of what is too far behind; yields a line for each, and what follows it."""
+        """Moves positions that are too far behind. Yields a note for each, and the lines from the new position on."""
         most = LAST_BYTES if status.final else BEHIND_BYTES
         if not self._is_remote:
             most = max(most // len(self._positions), _LEAST_SHARE)
@@ -101,7 +101,7 @@ class LogCursor:
             yield f"{whose}({size} of lines left out: rankzero logs {self._handle.directory})"
             lines = self._handle.lines(moved, follow=False, prefix=True, status=status, ends=ends)
             if begin.offset:
-                # The rest of a line.
+                # The position may lie within a line, whose rest is dropped.
                 next(lines, None)
             yield from lines
             self._positions.update(moved)

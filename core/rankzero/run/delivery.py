@@ -1,7 +1,7 @@
-"""The delivery of a run's result: to whom it was offered, and whether the receiver has acknowledged it.
+"""The delivery of a run's result: the receiver that it was offered to, and whether that has acknowledged it.
 
-Until then the result belongs to whoever asks for it next: a receiver may die, or its orchestrator may fail to store
-what it got. One file, ``delivery``, of the last submission whose result was offered.
+Until the acknowledgement, the next submission of the same training gets the result, since a receiver may die or its
+orchestrator may fail to store the result. The file ``delivery`` records the last submission whose result was offered.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _FILE = "delivery"
 
 @dataclass(frozen=True)
 class Delivery:
-    """What is known of the delivery of one submission's result.
+    """Records the delivery of one submission's result.
 
     Attributes:
         submission: Number of the submission.
-        receiver: Who was offered the result, JSON values by name; what an orchestrator can be asked about later.
-        acknowledged: The receiver has it for good.
+        receiver: Identifies the receiver to its orchestrator: JSON values by name. Empty if the result was not offered.
+        acknowledged: True if the receiver has stored the result durably.
     """
 
     submission: int
@@ -32,12 +32,12 @@ class Delivery:
 
 
 def read(directory: str, submission: int) -> Delivery:
-    """The delivery of a submission's result; nobody was offered it if there is no note.
+    """Returns the delivery of a submission's result, which is empty if the result was not offered.
 
     Raises:
         OSError: the store cannot be read (or an error of its fsspec driver).
     """
-    # Emptied by a power failure it is as good as none: the result is delivered again.
+    # A power failure may have emptied the file. The result is then delivered again.
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         found = Delivery(**json.loads(store.read_bytes(store.join(directory, _FILE))))
         if found.submission == submission:
@@ -46,5 +46,5 @@ def read(directory: str, submission: int) -> Delivery:
 
 
 def write(directory: str, delivery: Delivery) -> None:
-    """Replaces the note. Raises OSError (or an error of the store's fsspec driver)."""
+    """Replaces the recorded delivery. Raises OSError (or an error of the store's fsspec driver)."""
     store.write_bytes(store.join(directory, _FILE), json.dumps(asdict(delivery)).encode())

@@ -1,4 +1,4 @@
-"""Who follows a run for a pipeline step, and whether it goes on without them: detached for the next try, or ended."""
+"""Decides whether a run continues for the next try or ends, when the pipeline step that follows it is interrupted."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ class PipelineTry(Protocol):
 
     @property
     def is_followed_by_another(self) -> bool:
-        """True if the orchestrator would start another try by itself, should this process die."""
+        """True if the orchestrator starts another try by itself when this process dies."""
 
     @property
     def lease_when_attached(self) -> float | None:
-        """Seconds for which a run that this try has attached to outlives it; None: as its submission says."""
+        """Seconds for which a run that this try attached to may outlive it; None keeps the lease of its submission."""
 
     @property
     def retrier(self) -> Mapping[str, Any] | None:
-        """The process of this machine that starts the next try (`describe_process`); None where none does alone.
+        """The only process that starts the next try (`describe_process`), if it is on this machine; else None.
 
-        When it has exited, no try comes any more, and a run that nobody follows ends soon.
+        After it has exited there is no further try, so a run without a follower ends soon.
         """
 
     @property
     def generation(self) -> str:
-        """Names the chain of tries that the orchestrator starts by itself; a user's doing begins another one.
+        """The name of the chain of tries that the orchestrator starts by itself. A user's action starts a new chain.
 
-        In a chain, a change of a module between two tries does not make the training another one.
+        Within a chain, a training stays the same if one of its modules changes between two tries.
         """
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """True if the orchestrator has for good what `RunHandle.offer` offered to this receiver."""
+        """Returns True if the orchestrator has durably stored the result that was offered to a receiver."""
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
-        """True if no user stands between this try and that receiver: the orchestrator repeats what had succeeded."""
+        """Returns True if the orchestrator, and not a user, repeats the step of a receiver that had succeeded."""
 
     def detaches(self, error: BaseException) -> bool:
-        """True if the run shall outlive the follower that this interrupts."""
+        """Returns True if the run should outlive its follower, which this error interrupts."""
 
 
 @contextlib.contextmanager
 def detaching(
     find: Callable[[], RunHandle[Any] | None], caller: PipelineTry, stop_grace: float, log: Any
 ) -> Iterator[None]:
-    """Around a run that outlives this process: decides about it when its start or its following is interrupted.
+    """Context manager around starting and following a run: detaches the run or ends it when the block is interrupted.
 
     Args:
-        find: Gives the run, if there is one by then.
-        caller: The step.
-        stop_grace: Seconds that the ranks get to end.
-        log: The step's.
+        find: Returns the run, or None if it has not been submitted.
+        caller: The try of the pipeline step.
+        stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
+        log: Logger of the step.
     """
     try:
         yield
     except RankZeroError:
-        # The run's own end, or nothing has begun.
+        # The run itself failed, or it was not started.
         raise
     except BaseException as error:
-        # Found by its name: the interrupt may have come before there was a handle. What cannot be found or cancelled
-        # now is ended by its lease.
+        # The run is found by its name, since the interrupt may have come before there was a handle. A run that cannot
+        # be found or cancelled now ends when its lease expires.
         for _ in range(_INTERRUPTS):
             try:
                 _detach_or_end(find(), caller, error, stop_grace, log)
             except Exception as problem:
                 log.warning("the run is left to its lease: %s: %s", type(problem).__name__, problem)
             except BaseException:
-                # Once more, by a person without patience, or by a run's process that passes it on to its steps.
+                # A second interrupt: a user pressed the keys again, or the orchestrator passed the signal on.
                 continue
             break
         raise
 
 
 _INTERRUPTS = 5
-"""Times that the end of a run is begun again when it is interrupted."""
+"""Number of times that ending a run is tried, since further interrupts may stop it."""
 
 
 def _detach_or_end(
@@ -94,7 +94,7 @@ def _detach_or_end(
 
 
 def end(handle: RunHandle[Any], stop_grace: float) -> None:
-    """Cancels a run and waits for its end. What cannot be cancelled now is ended by its lease."""
+    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires."""
     with contextlib.suppress(OSError, RankZeroError):
         handle.cancel()
         handle.wait(stop_grace + CANCEL_TIMEOUT)

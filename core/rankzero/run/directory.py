@@ -1,28 +1,28 @@
-"""The run directory, which is the truth about a run: what lies where, and how it is read and written.
+"""The run directory, the only record of a run: its files, and the functions that read and write them.
 
-    job.json      what the current submission asked for; a directory without it is no run yet
+    job.json      the job of the current submission; a directory without it holds no run
     status.json   state, heartbeat, error, result: replaced atomically by the driver
-    submissions/  0, 1, ...: what one submission gave
-        claim         whose submission this is: made once, so that a run id submitted twice starts once
+    submissions/  0, 1, ...: the files of each submission
+        claim         names the submitter; created once, so that a run id submitted twice starts once
         payload.pkl   function or script and arguments
-        job.json      what it asked for
-        identity.json what its training is, by parts; see `rankzero.run.identity`
-        modules.zip   the user's modules;  modules.txt  the list of its files, and of what was left out, for people
-        driver        whose driver this is
-        starting      the process of its driver, until that writes a status; not on an object store
-        stage-K/      where a driver in its own stage meets its tasks and its submitter; see `rankzero.task.staged`
+        job.json      the submission's job
+        identity.json the identity of the training, by parts; see `rankzero.run.identity`
+        modules.zip   the user's modules;  modules.txt  lists the files in it, and those left out, for people
+        driver        names the driver; created once, so that one driver runs the submission
+        starting      the driver's process, until it writes a status; not on an object store
+        stage-K/      files between a driver in a stage, its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission
-    token         tells an agent that it sees this very directory
+    token         proves to an agent that it sees the same directory as the driver
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
     checkpoints/  see `rankzero.run.checkpoints`
-    flight/       of ranks that hung: what torch's flight recorder knew of their collectives
+    flight/       collectives of ranks that hung, from torch's flight recorder
     datasets/     rows that Spark has computed for the ranks; their manifests are ``submissions/N/datasets.json``
     result/       rank 0's value
     tables/       rows that ranks have written, by attempt; see `rankzero.data.table`
-    lease         renewed by whoever follows a run with an ``orphan_timeout``; may hold a shorter bound
-    delivery      who was offered the last result, and whether they have acknowledged it; see `rankzero.run.delivery`
-    driver.log    what a detached driver wrote
+    lease         renewed by followers of a run with an ``orphan_timeout``; may hold a shorter timeout
+    delivery      the receiver of the last result, and its acknowledgement; see `rankzero.run.delivery`
+    driver.log    output of a detached driver
 
 On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered pieces; see `rankzero.run.pieces`.
 """
@@ -47,18 +47,18 @@ from rankzero.run.identity import Asked, Comparison, Identity, compare
 from rankzero.values.envelope import Part
 
 _REMOVAL = "removal "
-"""Begins the claim of whoever removes an old run, so that the next one can tell and finish."""
+"""The beginning of a claim for removing a run. If that process dies, the next one recognizes the claim and finishes."""
 
 EVENTS = "events.jsonl"
 
 LINES = "logs/lines"
-"""What all ranks write, on an object store."""
+"""The stream of the lines of all ranks on an object store."""
 
 IDENTITY = "identity.json"
-"""What a submission trains, by parts."""
+"""The file with the identity of a submission's training, by parts."""
 
 DATASETS = "datasets"
-"""Rows that Spark has computed for the ranks, a folder for each dataset."""
+"""The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
 
 STATES = ("pending", "starting", "running", "succeeded", "failed", "cancelled")
 
@@ -73,32 +73,32 @@ class RunStatus:
         state: ``"pending"``, ``"starting"``, ``"running"``, ``"succeeded"``, ``"failed"`` or
             ``"cancelled"``.
         attempt: Number of the current attempt, from 0.
-        preemptions: How many attempts of this submission were preempted.
-        submission: How often the run id was submitted before.
-        nonce: `Job.nonce` of the submission whose driver, or submitter, has written this.
+        preemptions: Number of preempted attempts of this submission.
+        submission: Number of the submission: how often the run id was submitted before.
+        nonce: `Job.nonce` of the submission whose driver or submitter wrote this status.
         heartbeat: Unix time at which the driver last wrote.
-        interval: Seconds after which it writes again.
-        patience: Seconds without a heartbeat before its driver counts as dead, while a cluster has not started it yet;
-            0: the interval decides.
-        written: On an object store, how far `EVENTS` and `LINES` can be read: piece and offset of each.
+        interval: Seconds between two heartbeats.
+        patience: Seconds without a heartbeat after which a driver that a cluster has not started counts as dead; with 0
+            the interval decides.
+        written: Ends of `EVENTS` and `LINES` on an object store, each as piece and offset.
         driver_host: Host of the driver, or None before it started.
-        driver_pid: Its process id.
-        driver_namespace: The process namespace in which that id means something; None if its death may not be the
-            run's, so that only the heartbeat tells.
-        driver_start: When that process started, in ticks since the boot.
-        driver_thread: Id and start of the driver's thread, if the driver is a thread of its caller's process; else
-            None. The process may outlive the driver.
+        driver_pid: Process id of the driver.
+        driver_namespace: Process namespace of ``driver_pid``; None if the run may continue after that process has
+            exited, so that only the heartbeat decides.
+        driver_start: Start time of that process, in clock ticks since the boot.
+        driver_thread: Id and start time of the driver's thread, if the driver is a thread of its caller's process,
+            which may outlive it; else None.
         started: Unix time at which every rank had started, or None.
         ended: Unix time of the end, or None.
         error: The error of a run that did not succeed, as JSON.
-        result: The handle of the value, as JSON; there as soon as success is certain, before the run has ended.
-        value: A small JSON value itself, in a list of one; else empty.
+        result: Handle of the value, as JSON; set as soon as success is certain, before the run has ended.
+        value: A list with the value itself if that is small and JSON; else empty.
         metrics: The last value of every metric that rank 0 reported.
         checkpoint: Id of the newest committed checkpoint, or None.
         world_size: Number of ranks of the current attempt of an elastic run; None if that is the job's.
-        engine_url: Where the engine shows itself to people, such as the Spark UI, while the run lives; or None.
-        held_seconds: For which ranks have held their places, all of them together, in the attempts that have ended.
-        held_since: Unix time since which those of the current attempt hold theirs; None between attempts.
+        engine_url: Address of the engine's user interface, such as the Spark UI, during the run; or None.
+        held_seconds: Seconds for which ranks of ended attempts occupied their slots, summed over the ranks.
+        held_since: Unix time since which the current attempt occupies its slots; None between attempts.
     """
 
     state: str = "pending"
@@ -129,18 +129,18 @@ class RunStatus:
 
     @property
     def final(self) -> bool:
-        """True if the run has ended."""
+        """Returns True if the run has ended."""
         return self.state in FINAL_STATES
 
     @property
     def certain(self) -> bool:
-        """True if the outcome is known: the run has ended, or will have succeeded whatever comes."""
+        """Returns True if the outcome is known: the run has ended, or its success is already recorded."""
         return self.final or self.result is not None
 
 
 _STATUS_FIELDS = frozenset(field.name for field in fields(RunStatus))
 
-# What readers look into.
+# Fields that readers use, with their types.
 _STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
     "state": str,
     "heartbeat": (int, float),
@@ -153,7 +153,7 @@ _STATUS_KINDS: dict[str, type | tuple[type, ...]] = {
 
 _NUMBER = (int, float)
 
-# The same, of what an earlier version has not written.
+# Fields that earlier versions of rankzero do not write, with their types.
 _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
     "attempt": int,
     "interval": _NUMBER,
@@ -167,42 +167,42 @@ _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 class RunDirectory:
-    """Reads and writes one run directory. Holds nothing that is not on disk."""
+    """Reads and writes one run directory, and keeps no state in memory."""
 
     def __init__(self, directory: str) -> None:
         self.directory = store.normalize(directory)
         self.is_remote = store.is_url(self.directory)
 
     def path(self, *parts: str) -> str:
-        """A location inside."""
+        """Returns the location of a file or folder of the run directory."""
         return store.join(self.directory, *parts)
 
     def submission_path(self, submission: int, *parts: str) -> str:
-        """A location inside of one submission."""
+        """Returns the location of a file or folder of one submission."""
         return self.path("submissions", str(submission), *parts)
 
     def new_dataset(self, name: str, submission: int | None = None) -> str:
-        """A location for the rows of a dataset that nobody else uses.
+        """Returns an unused location for the rows of a dataset.
 
         Args:
-            name: Of the dataset.
-            submission: Whose driver computes it; None if a submitter does, before there is one.
+            name: Name of the dataset.
+            submission: Submission whose driver computes the rows; None if a submitter does, before the submission.
         """
         suffix = "" if submission is None else f".{submission}"
         return self.path(DATASETS, f"{name}-{secrets.token_hex(4)}{suffix}")
 
     def datasets_before(self, submission: int) -> list[str]:
-        """Locations that drivers of earlier submissions have used; some may have died there."""
+        """Returns the locations of datasets that drivers of earlier submissions have written, completely or not."""
         names = store.list_names(self.path(DATASETS))
         found = [(name, re.fullmatch(r".*-[0-9a-f]{8}\.(\d+)", name)) for name in names]
         return [self.path(DATASETS, name) for name, of in found if of and int(of[1]) < submission]
 
     def claim(self, submission: int) -> bool:
-        """True for the one caller that may write this submission. Raises OSError."""
+        """Returns True to the one caller that may write this submission. Raises OSError."""
         try:
             return self._write_claim(submission)
         except FileNotFoundError:
-            # An old run was removed between two steps; see `rankzero.run.retention`.
+            # An old run was removed at the same time; see `rankzero.run.retention`.
             return self._write_claim(submission)
 
     def _write_claim(self, submission: int) -> bool:
@@ -211,41 +211,41 @@ class RunDirectory:
         return store.create(self.submission_path(submission, "claim"), _new_claim())
 
     def claim_removal(self, submission: int) -> bool:
-        """True for the one caller that may remove this run, unless somebody claims a later submission."""
+        """Returns True to the one caller that may remove this run, unless a later submission is claimed."""
         store.make_directory(self.submission_path(submission))
         return store.create(self.submission_path(submission, "claim"), _new_claim(_REMOVAL))
 
     def is_claimed(self, submission: int) -> bool:
-        """True if somebody claimed this submission (or the removal of the run before it)."""
+        """Returns True if this submission, or the removal of the run before it, is claimed."""
         return store.exists(self.submission_path(submission, "claim"))
 
     def claim_text(self, submission: int) -> bytes:
-        """Returns the text of a claim, which no other claim has; empty if there is none."""
+        """Returns the text of a claim, which is unique; empty if there is no claim."""
         with contextlib.suppress(FileNotFoundError):
             return store.read_bytes(self.submission_path(submission, "claim"))
         return b""
 
     def claimant(self, submission: int) -> dict[str, Any] | None:
-        """Returns the process that claimed a submission, for `is_gone`; None if that is not recorded."""
+        """Returns the process that claimed a submission, as `is_gone` needs it; None if it is not recorded."""
         _, brace, rest = self.claim_text(submission).decode().partition("{")
         return json.loads(brace + rest) if brace else None
 
     def removal_claimed(self, submission: int) -> bool:
-        """True if this claim is one of `claim_removal`."""
+        """Returns True if `claim_removal` made this claim."""
         return self.claim_text(submission).startswith(_REMOVAL.encode())
 
     def claimed_at(self, submission: int) -> float | None:
-        """Unix time of a claim, by the store's clock; None if there is none."""
+        """Returns the Unix time of a claim, by the store's clock; None if there is no claim."""
         with contextlib.suppress(FileNotFoundError):
             return store.modified(self.submission_path(submission, "claim"))
         return None
 
     def release(self, submission: int) -> None:
-        """Gives a claim back, and what was written for it. Raises OSError."""
+        """Removes a claim and all files of its submission. Raises OSError."""
         store.remove(self.submission_path(submission))
 
     def claim_driver(self, submission: int) -> bool:
-        """Returns True to the first driver that claims this submission, and False to every other one."""
+        """Returns True to the first driver that claims this submission, and False to other drivers."""
         return store.create(self.submission_path(submission, "driver"), secrets.token_hex(8).encode())
 
     def has_driver(self, submission: int) -> bool:
@@ -272,29 +272,29 @@ class RunDirectory:
         return None
 
     def newest_claim(self) -> int:
-        """Number of the newest submission that somebody claimed; -1 if there is none."""
+        """Returns the number of the newest claimed submission; -1 if there is none."""
         return max((int(name) for name in store.list_names(self.path("submissions")) if name.isdecimal()), default=-1)
 
     def write_files(self, submission: int, files: dict[str, list[Part]]) -> None:
-        """Writes what a driver needs beside the job. For who `claim`ed the submission. Raises OSError."""
+        """Writes the files that a driver needs beside the job. The caller must hold the `claim`. Raises OSError."""
         for name, parts in files.items():
             store.write_parts(self.submission_path(submission, name), parts)
 
     def write_submission(self, job: Job, patience: float = 0.0) -> None:
-        """Makes what `write_files` wrote the current submission; the last write does. Raises OSError.
+        """Makes a submission the current one, after `write_files`; the last write has that effect. Raises OSError.
 
-        Whoever finds that a later submission was claimed meanwhile leaves its status and job as they are.
+        If a later submission was claimed in the meantime, its status and job are left unchanged.
 
         Args:
-            job: What was asked for.
-            patience: Seconds for which its driver may not have started.
+            job: Job of the submission.
+            patience: `RunStatus.patience`: seconds that a cluster may take to start the driver.
         """
         if not (store.exists(self.path("token")) and self.token()):
             store.write_bytes(self.path("token"), secrets.token_hex(16).encode())
         store.remove(self.path("lease"))
         if self.newest_claim() > job.submission:
             return
-        # Before job.json: nobody may take an earlier submission's end for this one's.
+        # Written before job.json, so that no reader takes the end of an earlier submission for the end of this one.
         started = RunStatus(heartbeat=time.time(), attempt=job.first_attempt, patience=patience)
         self.write_status(replace(started, submission=job.submission, nonce=job.nonce))
         store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())
@@ -302,26 +302,26 @@ class RunDirectory:
         store.sync_directory(os.path.dirname(self.directory))
 
     def identity(self, submission: int) -> Identity | None:
-        """Returns what a submission trains, by parts; None if that is not recorded."""
+        """Returns the identity of a submission's training; None if it is not recorded."""
         with contextlib.suppress(FileNotFoundError):
             return Identity.from_json(store.read_bytes(self.submission_path(submission, IDENTITY)))
         return None
 
     def restore(self, submission: int) -> None:
-        """Makes this the current submission (again): one that was held up may have written over a later one.
+        """Makes a submission the current one: copies its job to the ``job.json`` of the run.
 
         Raises:
-            FileNotFoundError: it was never written.
+            FileNotFoundError: the submission was never written.
         """
         data = store.read_bytes(self.submission_path(submission, "job.json"))
         store.write_bytes(self.path("job.json"), data, durable=True)
 
     def job(self) -> Job:
-        """What was asked for. Raises RunNotFoundError."""
+        """Returns the job of the current submission. Raises RunNotFoundError."""
         return self._read_job(self.path("job.json"))
 
     def job_of(self, submission: int) -> Job:
-        """Returns what one submission asked for. Raises RunNotFoundError."""
+        """Returns the job of one submission. Raises RunNotFoundError."""
         return self._read_job(self.submission_path(submission, "job.json"))
 
     def _read_job(self, path: str) -> Job:
@@ -331,17 +331,17 @@ class RunDirectory:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
 
     def token(self) -> str:
-        """What an agent compares to know that it sees this directory."""
+        """Returns the token by which an agent checks that it sees this directory."""
         return store.read_bytes(self.path("token")).decode()
 
     def status(self) -> RunStatus:
-        """The last status written. Raises RunNotFoundError."""
+        """Returns the last status that was written. Raises RunNotFoundError."""
         try:
             data = store.read_bytes(self.path("status.json"))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
         if not data.strip(b"\0"):
-            # A heartbeat that a power failure has emptied: its driver is dead.
+            # A power failure has emptied the file, and has also ended the driver.
             job = self.job()
             return RunStatus(submission=job.submission, nonce=job.nonce)
         try:
@@ -349,25 +349,25 @@ class RunDirectory:
             kinds = _STATUS_KINDS | {name: kind for name, kind in _LATER_KINDS.items() if name in facts}
             if found := strange(facts, kinds):
                 raise ValueError(found)
-            # A driver of a later version may say more.
+            # The driver of a later version may have written more fields.
             return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"status.json in {self.directory} was not written by rankzero: {error}") from None
 
     def write_status(self, status: RunStatus) -> None:
-        """Replaces the status, durably once its outcome is certain: a heartbeat is not worth that."""
+        """Replaces the status. The write is durable if the outcome is certain; a heartbeat is not worth an fsync."""
         store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode(), durable=status.certain)
 
     def put_status_back(self, data: bytes) -> None:
-        """Writes a status again that was read elsewhere, durably."""
+        """Replaces the status durably with one that was read from another location."""
         store.write_bytes(self.path("status.json"), data, durable=True)
 
     def request_cancel(self, submission: int) -> None:
-        """Leaves the request for one submission; its driver acts on it."""
+        """Stores a request to end one submission, which its driver polls for."""
         store.write_bytes(self.submission_path(submission, "cancel"), b"requested")
 
     def cancel_requested(self, submission: int) -> bool:
-        """True if somebody asked for the end of this submission. One request of an object store."""
+        """Returns True if the end of this submission was requested. Makes one request to an object store."""
         try:
             store.read_bytes(self.submission_path(submission, "cancel"))
         except FileNotFoundError:
@@ -375,29 +375,29 @@ class RunDirectory:
         return True
 
     def renew_lease(self, bound: float | None = None) -> None:
-        """Records that somebody follows this run, and for how many seconds that holds; None: its ``orphan_timeout``."""
+        """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""
         words = [secrets.token_hex(8), *([] if bound is None else [str(bound)])]
         store.write_bytes(self.path("lease"), " ".join(words).encode())
 
     def lease(self) -> bytes:
-        """What the last follower wrote; empty if nobody has."""
+        """Returns the lease that the last follower wrote; empty if no follower has."""
         with contextlib.suppress(FileNotFoundError):
             return store.read_bytes(self.path("lease"))
         return b""
 
 
 def _new_claim(kind: str = "") -> bytes:
-    """Returns the text of a claim of this process."""
+    """Returns a unique text with which this process claims a submission or a removal."""
     return f"{kind}{secrets.token_hex(8)} {json.dumps(this_process())}".encode()
 
 
 def compare_job(run: RunDirectory, job: Job, asked: Asked) -> Comparison:
-    """Compares the training of a submission with the one that is asked for.
+    """Compares the training of a submission with a requested training.
 
     Args:
         run: The run directory.
-        job: What the submission asked for.
-        asked: What is asked for.
+        job: Job of the submission.
+        asked: The requested training.
     """
     if job.identity == asked.identity.digest:
         return Comparison()
@@ -407,5 +407,5 @@ def compare_job(run: RunDirectory, job: Job, asked: Asked) -> Comparison:
 
 
 def log_name(rank: int) -> str:
-    """Where a rank's lines are, within the run directory."""
+    """Returns the path of a rank's log within the run directory."""
     return f"logs/rank-{rank}.log"

@@ -1,4 +1,4 @@
-"""Files that grow while a run lives, its logs and events, on a disk; on an object store they are `pieces`."""
+"""Growing files on a disk: the logs and events of a run. On an object store they are stored in `pieces`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankzero import store
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far what grows was read: whole pieces (on a disk there are none), and bytes of the current one."""
+    """A position in a growing file or stream: the piece, which is 0 on a disk, and the offset in it in bytes."""
 
     piece: int = 0
     offset: int = 0
@@ -22,14 +22,14 @@ _READ = 4 << 20
 
 
 def end_of(path: str) -> Position:
-    """Where a growing file ends now."""
+    """Returns the current end of a growing file."""
     with contextlib.suppress(FileNotFoundError):
         return Position(0, store.size(path))
     return Position()
 
 
 def has_grown(path: str, position: Position) -> bool:
-    """True if a local file is longer than what was read of it. A file server may be asked for sizes seldom."""
+    """Returns True if a local file extends beyond a position. A file server may report an old size for seconds."""
     try:
         return os.stat(path).st_size > position.offset
     except FileNotFoundError:
@@ -41,8 +41,8 @@ def read_lines(path: str, position: Position, end: Position | None = None) -> tu
 
     Args:
         path: The file.
-        position: How far it was read.
-        end: The position at which this reader stops, though the file may have grown; None reads on.
+        position: The position from which to read.
+        end: The position at which to stop, although the file may be longer; None reads to the end of the file.
     """
     size = _READ if end is None else min(_READ, end.offset - position.offset)
     if size <= 0:
@@ -62,7 +62,7 @@ def read_lines(path: str, position: Position, end: Position | None = None) -> tu
 class Appender:
     """Appends lines to a growing file.
 
-    A line that was torn (by a full disk, or by the death of the driver before this one) ends where it was torn.
+    A line that is incomplete, since the disk was full or an earlier driver died, is ended before the next one.
     """
 
     def __init__(self, path: str) -> None:
@@ -71,7 +71,7 @@ class Appender:
         self._torn = False
 
     def append(self, lines: list[str]) -> None:
-        """Adds lines, which can be read at once. Raises OSError when there is no room for them."""
+        """Appends lines, which readers see immediately. Raises OSError if the disk is full."""
         data = ("\n".join(lines) + "\n").encode("utf-8", "replace") if lines else b""
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)
@@ -83,7 +83,7 @@ class Appender:
             rest = rest[written:]
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, if it was opened."""
         if self._file:
             self._file.close()
 

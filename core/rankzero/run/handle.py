@@ -1,4 +1,4 @@
-"""`RunHandle`: a run, from any process that knows its directory."""
+"""`RunHandle` gives access to a run from any process that can read its directory."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 FOLLOW_INTERVAL = 0.05
-"""Seconds between two looks at a run directory on a local disk."""
+"""Seconds between two polls of a run directory on a local disk."""
 
 THOROUGH_INTERVAL = 2.0
-"""Seconds between two looks at every log, for a file server that may not tell at once which have grown."""
+"""Seconds between two reads of every log, since a file server may report the sizes of logs late."""
 
 
 class RunHandle(Generic[R]):
-    """A run, from any process that knows its directory.
+    """A handle of a run, for any process that can read its directory.
 
     Attributes:
         directory: Absolute path or URL of the run directory.
@@ -57,12 +57,12 @@ class RunHandle(Generic[R]):
     """
 
     def __init__(self, directory: str, driver: OwnDriver | None = None, *, follows: bool = True) -> None:
-        """Reads nothing, unless there is a driver.
+        """Makes a handle; the store is read only if a driver is given.
 
         Args:
             directory: The run directory.
             driver: The run's driver, if this process has started it.
-            follows: False for who is no reason for the run to go on: the run's own driver, which reads it, too.
+            follows: False for a reader that does not keep the run alive, such as the run's own driver.
         """
         self._run = RunDirectory(directory)
         self._driver = driver
@@ -79,68 +79,68 @@ class RunHandle(Generic[R]):
 
     @staticmethod
     def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
-        """The handle of a run that somebody started.
+        """Returns the handle of an existing run.
 
         Raises:
-            RunNotFoundError: no run lives there.
+            RunNotFoundError: the directory holds no run.
         """
         handle: RunHandle[Any] = RunHandle(os.fspath(directory))
-        # Raises where there is none, too.
+        # Reads the run, and so raises if there is none.
         handle._bound  # noqa: B018
         return handle
 
     @property
     def labels(self) -> dict[str, str]:
-        """The last submission's `Launcher.labels`."""
+        """Returns the last submission's `Launcher.labels`."""
         return self._run.job().labels
 
     @property
     def params(self) -> dict[str, Any]:
-        """The last submission's arguments by name, as short plain values, for people and trackers.
+        """Returns the last submission's arguments by name, as short plain values, for people and trackers.
 
-        What is no number, text or truth value is its type alone; a value whose name looks secret is ``***``. Of a
-        script's command line ``--name value`` is one.
+        A value other than a number, a text or a bool is replaced by the name of its type, and a value whose name looks
+        secret by ``***``. For a script, each ``--name value`` of the command line is an argument.
         """
         return self._run.job().params
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the last submission; of an elastic one those of its last attempt, or at most."""
+        """Returns the number of ranks of the last submission; if it is elastic, of its last attempt, or the most."""
         job = self._run.job()
         return (job.min_processes and self._observer.patiently(self._run.status).world_size) or job.num_processes
 
     @property
     def identity(self) -> str:
-        """What makes the last submission's training the same as another one; see `Launcher.identity`."""
+        """Returns the digest that two submissions of the same training share; see `Launcher.identity`."""
         return self._run.job().identity
 
     def compare(self, identity: Identity, generation: str = "") -> Comparison:
         """Compares the last submission's training with another one.
 
         Args:
-            identity: Of the other training; see `Launcher.identity`.
-            generation: The chain of tries that an orchestrator starts by itself, if a try of it asks.
+            identity: Identity of the other training; see `Launcher.identity`.
+            generation: Name of the chain of tries that an orchestrator starts by itself; empty outside of one.
         """
         return compare_job(self._run, self._run.job(), Asked(identity, generation))
 
     @property
     def code_version(self) -> str | None:
-        """The last submission's `Launcher.code_version`."""
+        """Returns the last submission's `Launcher.code_version`."""
         return self._run.job().code_version
 
     @property
     def submission(self) -> int:
-        """How often this run id was submitted before."""
+        """Returns how often this run id was submitted before its last submission."""
         return self._run.job().submission
 
     @property
     def created(self) -> float:
-        """Unix time of the last submission."""
+        """Returns the Unix time of the last submission."""
         return self._run.job().created
 
     @property
     def fresh_since(self) -> int:
-        """The first attempt of this training: another one may have had the run id before."""
+        """Returns the first attempt of this training; earlier attempts belong to another training with this run id."""
         return self._run.job().fresh_since
 
     def __repr__(self) -> str:
@@ -155,9 +155,9 @@ class RunHandle(Generic[R]):
         return None
 
     def status(self) -> RunStatus:
-        """The run's state now.
+        """Returns the current state of the run.
 
-        A run whose driver died is reported as failed, or as succeeded if that was certain before.
+        A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
         """
         return self._seen(self._observer.patience)
 
@@ -167,23 +167,23 @@ class RunHandle(Generic[R]):
         return status
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """True or False if this process can ask the driver; None where only the heartbeat can tell."""
+        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides."""
         return self._observer.driver_lives(status)
 
     def _read_as_follower(self, read: Callable[[], T]) -> T:
-        """Much to read takes its time."""
+        """Reads the store as a follower: renews the lease, since reading may take long, and retries after errors."""
         if self._lease:
             self._lease.renew_if_due()
         return self._observer.patiently(read)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end of the run, however it ends.
+        """Waits until the run has ended, with any outcome.
 
         Args:
-            timeout: Seconds to wait; None waits as long as the run lasts.
+            timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            True if the run has ended, False if the time is up.
+            True if the run has ended, False if the timeout has passed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._seen(self._observer.patience_until(deadline)).final:
@@ -193,34 +193,34 @@ class RunHandle(Generic[R]):
         return True
 
     def await_driver(self, timeout: float) -> None:
-        """Waits until the driver of a run that has ended is done with the rest, its trackers and its report.
+        """Waits until the driver of an ended run has also finished its trackers and its report.
 
         Args:
-            timeout: Seconds to wait at most. A driver that another process has started is not waited for.
+            timeout: Seconds to wait at most. Returns immediately if another process started the driver.
         """
         if self._driver is not None:
             self._driver.await_end(timeout)
 
     @property
     def pace(self) -> float:
-        """Seconds until there may be something new to see on an object store, as its driver says; 0 on a disk."""
+        """Returns the seconds after which the driver writes to an object store again; 0 on a disk."""
         if not self._run.is_remote:
             return 0.0
         return min(self._interval, SHORTEST_PACE if self._is_ending else LONGEST_PACE)
 
     def pause(self, bound: float = math.inf) -> None:
-        """Waits until it is worth another look at the run, at most so many seconds, and not beyond its end."""
+        """Waits until the run is worth polling again: at most ``bound`` seconds, or until its driver has ended."""
         if self._lease:
             self._lease.renew_if_due()
         interval = max(0.0, min(max(self.pace, FOLLOW_INTERVAL), bound))
         if self._driver is not None and self._driver.poll() is None:
             self._driver.await_end(interval)
         else:
-            # An Event, not a sleep: exceptions of signal handlers get out at once.
+            # An exception from a signal handler interrupts this wait immediately.
             self._tick.wait(interval)
 
     def renew_lease(self) -> None:
-        """Reports to the driver that somebody follows the run; what waits for it or reads its lines does so by itself.
+        """Reports to the driver that the run is followed. Methods that wait for the run or read its lines do this, too.
 
         Raises:
             OSError: the store cannot be written.
@@ -229,9 +229,9 @@ class RunHandle(Generic[R]):
             self._lease.renew()
 
     def hold(self, bound: float) -> None:
-        """From now on the run ends if this handle does not follow it for so many seconds; nobody comes after it.
+        """Replaces the run's ``orphan_timeout``: it ends if this handle does not follow it for ``bound`` seconds.
 
-        For the last that attaches to a run with an ``orphan_timeout``, which would else wait that long for the next.
+        The last follower of a run calls this, since the run would otherwise wait its ``orphan_timeout`` for the next.
 
         Raises:
             OSError: the store cannot be written.
@@ -240,16 +240,16 @@ class RunHandle(Generic[R]):
             self._lease.hold(bound)
 
     def result_ref(self, timeout: float | None = None) -> ResultRef:
-        """Waits and returns the handle of rank 0's value.
+        """Waits for the end of the run and returns the handle of rank 0's value.
 
         Raises:
             TimeoutError: the run has not ended after ``timeout`` seconds.
-            RankZeroError: the run did not succeed; the type says why.
+            RankZeroError: the run did not succeed; the type of the error tells the reason.
         """
         return ResultRef.from_json(cast("dict[str, Any]", self._outcome(timeout).result))
 
     def result(self, timeout: float | None = None) -> R:
-        """Waits and returns rank 0's value. Raises like `result_ref`."""
+        """Waits for the end of the run and returns rank 0's value. Raises like `result_ref`."""
         status = self._outcome(timeout)
         if status.value:
             return cast(R, status.value[0])
@@ -257,13 +257,13 @@ class RunHandle(Generic[R]):
 
     def _outcome(self, timeout: float | None) -> RunStatus:
         if not self.wait(timeout):
-            raise TimeoutError(f"run {self.id} has not ended after {timeout} s; it goes on")
+            raise TimeoutError(f"run {self.id} is still running after {timeout} s; the timeout ended only the wait")
         status = self.status()
         if status.error is not None:
             raise error_from_json(status.error)
         if status.result is None:
             raise ResultError(f"run {self.id} ended as {status.state} without a result")
-        # The value may be a pickle, whose checksum is in this directory, too. Root reads what it is asked to.
+        # The value may be a pickle, and its checksum is in the same directory. Root is not checked.
         is_root = getattr(os, "geteuid", int)() == 0
         if not is_root and (why := store.why_untrusted(self.directory)):
             raise ResultError(f"the run directory {self.directory} {why}")
@@ -271,14 +271,14 @@ class RunHandle(Generic[R]):
         return status
 
     def delivery(self) -> Delivery:
-        """To whom the last submission's result was offered, and whether they have acknowledged it."""
+        """Returns the receiver of the last submission's result, and whether it has acknowledged the result."""
         return deliveries.read(self.directory, self._ended_submission())
 
     def offer(self, receiver: Mapping[str, Any]) -> None:
-        """Notes to whom the result goes, before it goes there.
+        """Records the receiver of the result before the result is delivered.
 
         Args:
-            receiver: JSON values by name, by which an orchestrator can be asked later whether it got the result.
+            receiver: JSON values by name, with which the orchestrator can be queried later for the delivery.
 
         Raises:
             OSError: the store cannot be written.
@@ -286,9 +286,9 @@ class RunHandle(Generic[R]):
         deliveries.write(self.directory, Delivery(self._ended_submission(), dict(receiver)))
 
     def acknowledge(self) -> None:
-        """Notes that the receiver has the result for good, so that submitting this run id again trains from scratch.
+        """Records that the receiver has stored the result, so that submitting this run id again trains from scratch.
 
-        Until then another submission of the same training under this id gets this result, and trains nothing.
+        Without this, another submission of the same training under this id gets this result and does not train.
 
         Raises:
             OSError: the store cannot be written.
@@ -299,20 +299,20 @@ class RunHandle(Generic[R]):
         return self._delivered if self._delivered >= 0 else self._run.job().submission
 
     def checkpoints(self) -> list[Manifest]:
-        """The committed checkpoints, oldest first."""
+        """Returns the committed checkpoints, oldest first."""
         return list_committed(self._run, self._run.job().fresh_since)
 
     def cancel(self) -> None:
-        """Asks the driver to end the run; no error if it has ended, or was asked before. `wait` for the end.
+        """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
 
-        The request belongs to the submission that this handle was made for: it does not reach a later one.
+        The request concerns only the submission that this handle was made for, and no later one.
         """
         status = self._current.read()
         if not status.final and status.submission <= self._bound:
             self._run.request_cancel(self._bound)
             self._is_ending = True
             if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self._bound):
-                # The driver, when it comes, finds that there is one, and ends.
+                # If the cluster starts the driver later, it finds the submission claimed and exits.
                 error = RunCancelledError("the run was cancelled before its driver started", requested=True)
                 ended = replace(status, state="cancelled", error=error.to_json(), ended=time.time())
                 self._run.write_status(ended)
@@ -321,7 +321,7 @@ class RunHandle(Generic[R]):
 
     @functools.cached_property
     def _bound(self) -> int:
-        """The submission that this handle was made for: of one that is being written there is a status first."""
+        """Returns the submission that this handle was made for, whose status may be written before its job."""
         job = self._run.job()
         with contextlib.suppress(RunNotFoundError):
             status = self._current.read()
@@ -332,12 +332,12 @@ class RunHandle(Generic[R]):
         return job.submission
 
     def _is_for_a_cluster(self) -> bool:
-        """True if a cluster is to start the driver of this submission, perhaps much later."""
+        """Returns True if a cluster starts the driver of this submission, possibly much later."""
         job = self._run.job()
         return job.submission == self._bound and "deploy_mode" in job.engine
 
     def _wake_driver(self, status: RunStatus) -> None:
-        """Notifies a submitted run's driver at once, if it is of this machine: it asks an object store now and then."""
+        """Signals the driver of a submitted run if it is on this machine, since it polls an object store seldom."""
         pid, job = status.driver_pid, self._run.job()
         is_here = status.driver_namespace == process_namespace() and status.submission == self._bound == job.submission
         if pid and job.owner is None and is_here and process_state(pid, status.driver_start):
@@ -345,32 +345,32 @@ class RunHandle(Generic[R]):
                 os.kill(pid, signal.SIGTERM)
 
     def logs(self, rank: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Lines that the ranks wrote, in every attempt.
+        """Yields the lines that the ranks wrote, in every attempt.
 
         Args:
-            rank: One rank's lines as they were; None gives all ranks' with a ``[rank]`` prefix.
-            follow: Go on until the run ends. Lines of a rank that prints little come about twice a second.
+            rank: The rank whose lines are yielded; None yields those of all ranks with a ``[rank]`` prefix.
+            follow: Continues until the run ends. Lines of a rank that prints little come about twice a second.
         """
         ranks = range(self._run.job().num_processes) if rank is None else [rank]
         yield from self.lines(dict.fromkeys(ranks, Position()), follow, prefix=rank is None)
 
     def log_ends(self, ranks: Iterable[int] | None = None, status: RunStatus | None = None) -> dict[int, Position]:
-        """Where ranks' lines end now: `lines` from there on gives what is written later.
+        """Returns the current ends of ranks' lines. `lines` from there on yields the lines that are written later.
 
         Args:
-            ranks: Which ranks; None for all.
-            status: The run's, just read. It saves an object store a request.
+            ranks: The ranks; None for all.
+            status: A status that was just read, which saves a request to an object store.
         """
         ranks = range(self._run.job().num_processes) if ranks is None else ranks
         return self._lines.ends(ranks, status or self._observer.patiently(self._run.status))
 
     def log_starts(self) -> dict[int, Position]:
-        """Where every rank's lines of the last submission begin."""
+        """Returns the positions at which the lines of the last submission begin, by rank."""
         job = self._run.job()
         return {rank: Position(*job.log_starts.get(str(rank), ())) for rank in range(job.num_processes)}
 
     def begin_of_last(self, start: Position, end: Position, most: int) -> tuple[Position, int]:
-        """Returns where the last ``most`` bytes of lines between two positions begin, and how many come before."""
+        """Returns the position of the last ``most`` bytes between two positions, and the number of bytes before it."""
         location = self._run.path(LINES)
         return self._read_as_follower(lambda: pieces.begin_of_last(location, start, end, most))
 
@@ -383,35 +383,35 @@ class RunHandle(Generic[R]):
         status: RunStatus | None = None,
         ends: Mapping[int, Position] | None = None,
     ) -> Iterator[str]:
-        """The lines of some ranks from given positions on, which move on. What `logs` stands on.
+        """Yields the lines of some ranks from given positions on. `logs` is built on this method.
 
         Args:
-            positions: By rank.
-            follow: Go on until the run ends.
-            prefix: Lines begin with ``[rank]``.
-            status: For one look: the run's, just read. It saves an object store requests.
-            ends: For one look, on a disk: by rank, where it stops.
+            positions: The position to read from, by rank. Updated as lines are read.
+            follow: Continues until the run ends.
+            prefix: Begins each line with ``[rank]``.
+            status: Without ``follow``: a status that was just read, which saves requests to an object store.
+            ends: Without ``follow``, on a disk: the position at which to stop, by rank.
         """
         if not follow:
             yield from self._lines.of_ranks(positions, _running(status), prefix=prefix, ends=ends)
             return
         thorough_at = 0.0
-        for found in self._looks():
+        for found in self._polls():
             thorough = found.final or time.monotonic() >= thorough_at
             if thorough:
                 thorough_at = time.monotonic() + THOROUGH_INTERVAL
             yield from self._lines.of_ranks(positions, _running(found), prefix=prefix, thorough=thorough)
 
     def events(self, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """State changes, metrics and failures of this training, in the order in which the driver received them.
+        """Yields state changes, metrics and failures of this training, in the order in which the driver received them.
 
-        Events of another training that had the run id before are left out: they end where a submission started from
-        scratch. Each is a dict with ``time`` and ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``,
-        ``"restart"``, ``"engine"``, ``"waiting"``, ``"world"``, ``"left-out"``). Those of type ``"state"`` have
-        ``submission`` and ``attempt``.
+        Events of an earlier training with the same run id are left out. Each event is a dict with ``time`` and
+        ``type`` (``"state"``, ``"metric"``, ``"checkpoint"``, ``"failure"``, ``"restart"``, ``"engine"``,
+        ``"waiting"``, ``"world"``, ``"left-out"``). Events of type ``"state"`` also have ``submission`` and
+        ``attempt``.
         """
         position, is_ours = Position(), OfTraining(self.fresh_since)
-        for status in self._looks() if follow else [None]:
+        for status in self._polls() if follow else [None]:
             while True:
                 before = position
                 events, position = self.read_events(before, status)
@@ -420,43 +420,43 @@ class RunHandle(Generic[R]):
                     break
 
     def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
-        """Some events from a position on, and the new position: the same at their end.
+        """Returns some events from a position on, and the new position, which is unchanged if there are no more events.
 
         Args:
-            position: Where to begin; ``Position()`` is the beginning.
-            status: The run's, just read. It saves an object store requests.
+            position: The position to read from; ``Position()`` is the beginning.
+            status: A status that was just read, which saves requests to an object store.
         """
         lines, position = self._lines.of_file(EVENTS, position, _running(status))
         events = []
         for line in lines:
-            # A line that a full disk tore is no JSON.
+            # A line that was cut by a full disk is not JSON.
             with contextlib.suppress(ValueError):
                 events.append(json.loads(line))
         return events, position
 
     def tails(self, ranks: Iterable[int], size: int) -> dict[int, tuple[list[str], bool]]:
-        """The last lines of some ranks in the last submission.
+        """Returns the last lines of some ranks in the last submission.
 
         Args:
-            ranks: Which.
-            size: About so many bytes of each. On an object store, where all ranks share one stream, these are looked
-                for in its last pieces.
+            ranks: The ranks.
+            size: Approximate number of bytes for each rank. On an object store, where all ranks share one stream, only
+                its last pieces are read.
 
         Returns:
-            By rank: the lines, and whether others come before.
+            The lines, and whether there are earlier ones, by rank.
         """
         starts, status = self.log_starts(), self._observer.patiently(self._run.status)
         return self._lines.tails({rank: starts[rank] for rank in ranks}, size, status, _running(status))
 
-    def _looks(self) -> Iterator[RunStatus]:
-        """The status for every look at what grows; the last comes after the run's end."""
+    def _polls(self) -> Iterator[RunStatus]:
+        """Yields a status for every poll of the run; the last one is read after the end of the run."""
         while not (status := self.status()).final:
             yield status
             self.pause()
         yield status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What the ranks of this training reported: rows with ``rank``, ``time`` and the metrics' names."""
+        """Returns the reports of the ranks of this training: rows with ``rank``, ``time`` and the metrics' names."""
         return [
             {"rank": event["rank"], "time": event["time"], **event["metrics"]}
             for event in self.events()
@@ -465,5 +465,5 @@ class RunHandle(Generic[R]):
 
 
 def _running(status: RunStatus | None) -> RunStatus | None:
-    """None for a run that has ended: of what its driver wrote last before it died, its status knows nothing."""
+    """Returns the status of a running run, else None: a driver that died may have written more than it recorded."""
     return None if status is None or status.final else status

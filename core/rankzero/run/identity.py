@@ -1,4 +1,4 @@
-"""`Identity`: what makes a training the same as another one, by parts, and how two of them compare. Pure functions."""
+"""`Identity` identifies a training by its parts. Pure functions compare two identities."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DIGITS = 16
-"""Digits of a checksum that people read."""
+"""Number of digits of a checksum that is shown to people."""
 
 TRAIN, NUM_PROCESSES, CODE_VERSION, SENT_CODE = "train", "num_processes", "code_version", "working_dir and py_files"
 ARGUMENT, MODULE, DATASET = "argument ", "module ", "dataset "
-"""Beginnings of the names of parts."""
+"""Prefixes of the names of parts."""
 
 _MOST_NAMED = 5
-"""Names of differing parts that a message lists."""
+"""Most names of differing parts that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digits that name the training."""
+        """Returns the hexadecimal digits that name the training."""
         return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:DIGITS]
 
     def to_json(self) -> bytes:
@@ -50,7 +50,7 @@ class Identity:
 
     @classmethod
     def from_json(cls, data: bytes) -> Identity | None:
-        """Returns the identity from `to_json`; None if the data is not from there."""
+        """Returns the identity that `to_json` encoded; None if the data has another format."""
         try:
             return cls.of({str(name): str(digest) for name, digest in json.loads(data).items()})
         except (AttributeError, ValueError):
@@ -59,13 +59,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares the training of a run with the one that is asked for.
+    """The result of comparing the training of a run with a requested training.
 
     Attributes:
-        differing: Names of the parts that make it another training.
-        ignored: Names of parts that differ and do not count: the modules, where an orchestrator tries again by itself.
-        unknown: True if something cannot be compared: the run's identity is not recorded, as of a run that another
-            version has submitted, or its code has checksums of another version of Python.
+        differing: Names of the parts that differ, which make the two different trainings.
+        ignored: Names of parts that differ but are ignored: modules, if an orchestrator tries again by itself.
+        unknown: True if some parts cannot be compared, since the run's identity is not recorded (another version of
+            rankzero submitted it) or its code was compiled by another version of Python.
     """
 
     differing: tuple[str, ...] = ()
@@ -74,18 +74,18 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """True for the same training, and where a difference is unknown: an unknown one ends and deletes nothing."""
+        """Returns True unless a difference is known. An unknown one must not end a run or delete anything."""
         return not self.differing
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Describes what a submitter asks for, as far as it decides what an existing run means.
+    """A request for a training, as far as it decides about an existing run.
 
     Attributes:
-        identity: Of the training.
-        generation: The chain of tries that the orchestrator starts by itself: `Job.generation`.
-        by_name: True if the name of a run alone says which one it continues: `decide`.
+        identity: Identity of the requested training.
+        generation: Name of the chain of tries that the orchestrator starts by itself: `Job.generation`.
+        by_name: True if a run is continued because of its name alone, whatever it trained: `decide`.
     """
 
     identity: Identity
@@ -98,11 +98,11 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
 
     Args:
         before: The training of a run; None if it is unknown.
-        now: The training that is asked for.
-        automatic: True if an orchestrator tries again by itself. A deployment between two tries is then no reason to
-            end a training: only ``train`` itself and what it is given counts, and not the modules that it imports.
-        same_python: False if the two were made by different versions of Python, of which each compiles in its own way:
-            then the code cannot be compared.
+        now: The requested training.
+        automatic: True if an orchestrator tries again by itself. A deployment between two tries must then not end a
+            training, so only ``train`` and its arguments count, and not the modules that it imports.
+        same_python: False if different versions of Python computed the two identities. Each version compiles code
+            differently, so the code cannot be compared.
 
     Example:
         >>> before, now = Identity.of({"module a": "1", "train": "2"}), Identity.of({"module a": "3", "train": "2"})
@@ -114,7 +114,7 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
     olds, news = dict(before.parts), dict(now.parts)
     names = [name for name in sorted(olds.keys() | news.keys()) if olds.get(name) != news.get(name)]
     if CODE_VERSION in names:
-        # It replaces the code, of which one of the two has no parts then.
+        # It replaces the parts of the code, so one of the two identities has no such parts.
         names = [name for name in names if name not in (TRAIN, SENT_CODE) and not name.startswith(MODULE)]
     known = [name for name in names if same_python or not (name == TRAIN or name.startswith(MODULE))]
     unknown, names = len(known) < len(names), known
@@ -123,7 +123,7 @@ def compare(before: Identity | None, now: Identity, *, automatic: bool = False, 
 
 
 def describe(names: tuple[str, ...]) -> str:
-    """Returns the names of parts as the beginning of a sentence.
+    """Returns a list of names of parts as text, the most important ones first.
 
     Example:
         >>> describe(("argument lr", "module models", "train"))

@@ -1,30 +1,30 @@
-"""How long a run waits for the next try of the pipeline step that follows it: bounds, and the growth of delays."""
+"""Computes the lease of a run: the time for which it continues without a follower until the next try of its step."""
 
 from __future__ import annotations
 
 import math
 
 SCHEDULING_SLACK = 900.0
-"""Seconds between the moment at which a try is due and its first look at the run: a pool may be full, a run may wait
-in a queue, a deployment may take its time."""
+"""Seconds between the time at which a try is due and its first poll of the run: a pool may be full, a run may wait in a
+queue, a deployment may be slow."""
 
 DETACHED_LEASE = 1800.0
-"""Least lease of a run that another service follows for its step, such as a triggerer that may be restarted."""
+"""Shortest lease in seconds of a run that a service follows for its step, such as a triggerer, which may restart."""
 
 LAST_LEASE = 60.0
-"""Seconds for which a run that the last try has attached to outlives that. Longer than a store is away for a moment."""
+"""Seconds for which a run outlives the last try that attached to it. Longer than a short outage of a store."""
 
 LONGEST_DELAY = 24 * 3600.0
-"""Seconds; bound of a delay between tries that grows."""
+"""Longest delay in seconds between two tries, if the delay grows."""
 
 
 def longest_delay(base: float, growth: float, bound: float = LONGEST_DELAY) -> float:
-    """The longest delay between two tries.
+    """Returns the longest delay between two tries in seconds.
 
     Args:
         base: Seconds before the first retry.
-        growth: By how much the last one is longer; may be infinite.
-        bound: Seconds that a growing delay does not exceed.
+        growth: Factor by which the last delay is longer; may be infinite.
+        bound: Longest delay in seconds, if the delay grows.
 
     Example:
         >>> longest_delay(600, 4)
@@ -34,18 +34,18 @@ def longest_delay(base: float, growth: float, bound: float = LONGEST_DELAY) -> f
 
 
 def lease(delay: float, *, unnoticed: float = 0.0, least: float = SCHEDULING_SLACK) -> float:
-    """Seconds for which a run may go on without a follower.
+    """Returns the seconds for which a run continues without a follower.
 
     Args:
-        delay: The longest delay before the next try.
+        delay: The longest delay before the next try, in seconds.
         unnoticed: Seconds until the orchestrator notices that a try has died.
-        least: Not less than this.
+        least: Shortest lease to return, in seconds.
     """
     return max(least, unnoticed + delay + SCHEDULING_SLACK)
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent``, infinite where that is too large for a float."""
+    """Returns ``base ** exponent``, or infinity if that is too large for a float."""
     try:
         return float(base) ** exponent
     except OverflowError:

@@ -1,4 +1,4 @@
-"""What ranks wrote, and events, as a follower reads them: from a position on, as far as they were written."""
+"""`LineReader` reads the ranks' lines and the events of a run for a follower, from a position on."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _OF_RANK = re.compile(r"\[(\d+)\] ")
 
 
 TAIL_PIECES = 8
-"""Pieces of the lines of all ranks on an object store that `LineReader.tails` reads."""
+"""Number of last pieces of the ranks' stream on an object store that `LineReader.tails` reads."""
 
 
 def split_rank(line: str) -> tuple[int, str] | None:
-    """Rank and text of a line that begins with its ``[rank]``; None for another line."""
+    """Returns rank and text of a line that begins with its ``[rank]``; None for any other line."""
     found = _OF_RANK.match(line)
     return (int(found[1]), line[found.end() :]) if found else None
 
 
 class Patience(Protocol):
-    """Calls what it is given, again while the store fails for a moment."""
+    """A function that calls another one, and repeats the call for some time while the store fails."""
 
     def __call__(self, read: Callable[[], T]) -> T:
-        """What ``read`` returns."""
+        """Returns the result of ``read``."""
 
 
 class LineReader:
     """Reads the lines of a run directory.
 
     Args:
-        run: The run.
-        patiently: How the store is read.
+        run: The run directory.
+        patiently: Reads the store, with retries.
     """
 
     def __init__(self, run: RunDirectory, patiently: Patience) -> None:
@@ -48,13 +48,13 @@ class LineReader:
     def of_file(
         self, name: str, position: Position, status: RunStatus | None, end: Position | None = None
     ) -> tuple[list[str], Position]:
-        """Some lines of what grows under a name, and the new position; no lines at its end.
+        """Returns some lines of a growing file or stream, and the new position; no lines at its end.
 
         Args:
-            name: Within the run directory.
-            position: Where to begin.
-            status: On an object store, how far is read; None reads what is there, at the cost of two more requests.
-            end: On a disk, how far is read; None reads what is there.
+            name: Path within the run directory.
+            position: The position to read from.
+            status: On an object store, the status that records the end; None finds the end with two more requests.
+            end: On a disk, the position at which to stop; None reads to the end.
         """
         path = self._run.path(name)
         if not self._run.is_remote:
@@ -71,14 +71,16 @@ class LineReader:
         thorough: bool = True,
         ends: Mapping[int, Position] | None = None,
     ) -> Iterator[str]:
-        """Every line after the positions, which move on, of these ranks; with its ``[rank]`` if asked to.
+        """Yields every line of some ranks after the given positions, which it updates.
 
         Args:
-            positions: By rank. On an object store all ranks share a stream, and the first position counts.
+            positions: The position to read from, by rank. On an object store, where all ranks share a stream, the
+                smallest position counts.
             status: As for `of_file`.
-            prefix: Lines begin with ``[rank]``.
-            thorough: Open every file, whatever a file server says of its size.
-            ends: By rank, how far a file on a disk is read: its rank may write faster than the lines are shown.
+            prefix: Begins each line with ``[rank]``.
+            thorough: Opens every file, even if a file server reports that it has not grown.
+            ends: On a disk, the position at which to stop, by rank, since a rank may write faster than its lines are
+                shown.
         """
         if self._run.is_remote:
             yield from self._of_stream(positions, status, prefix=prefix)
@@ -92,7 +94,7 @@ class LineReader:
                     unread.discard(rank)
 
     def ends(self, ranks: Iterable[int], status: RunStatus) -> dict[int, Position]:
-        """Where the lines of these ranks end now; on an object store, as far as the status tells."""
+        """Returns the current ends of some ranks' lines; on an object store, the end that the status records."""
         if self._run.is_remote:
             return dict.fromkeys(ranks, Position(*status.written.get(LINES, ())))
         return {rank: growing.end_of(self._run.path(log_name(rank))) for rank in ranks}
@@ -100,13 +102,14 @@ class LineReader:
     def tails(
         self, starts: dict[int, Position], size: int, status: RunStatus, running: RunStatus | None
     ) -> dict[int, tuple[list[str], bool]]:
-        """The last lines of these ranks, about ``size`` bytes of each, and whether others come before.
+        """Returns the last lines of some ranks, and whether there are earlier ones.
 
         Args:
-            starts: By rank: where its lines begin.
-            size: On an object store these are looked for in the last `TAIL_PIECES` pieces.
-            status: The run's.
-            running: The same, or None for a run that has ended, as for `of_ranks`.
+            starts: The position at which the lines begin, by rank.
+            size: Approximate number of bytes for each rank. On an object store, only the last `TAIL_PIECES` pieces are
+                read.
+            status: Status of the run.
+            running: The same status while the run is running, else None, as for `of_ranks`.
         """
         if self._run.is_remote:
             return self._tails_of_stream(starts, size, status, running)
@@ -114,7 +117,7 @@ class LineReader:
         for rank, end in self.ends(starts, status).items():
             begin = max(starts[rank], Position(0, end.offset - size))
             lines = list(self.of_ranks({rank: begin}, None, prefix=False))
-            # The first line may be the rest of one.
+            # The first line may be incomplete.
             tails[rank] = (lines[1:], True) if begin > starts[rank] else (lines, False)
         return tails
 

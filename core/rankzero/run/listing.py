@@ -1,4 +1,4 @@
-"""Which runs a store holds."""
+"""`list_runs` lists the runs of a store."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rankzero.run.handle import RunHandle
 
 @dataclass(frozen=True)
 class Listed:
-    """One run of a store.
+    """Describes a run of a store.
 
     Attributes:
-        directory: Where it lies.
-        job: What was asked for.
-        status: Its state; of a run whose driver has died, ``"failed"``.
+        directory: The run directory.
+        job: Job of the last submission.
+        status: Status of the run; its state is ``"failed"`` if the driver has died.
     """
 
     directory: str
@@ -29,7 +29,7 @@ class Listed:
 
 
 def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
-    """The runs of a store, in the order of their names. What cannot be read as a run is left out.
+    """Yields the runs of a store, in the order of their names. A directory that cannot be read as a run is left out.
 
     Args:
         location: Root of the run directories, a path or an fsspec URL.
@@ -48,5 +48,5 @@ def list_runs(location: str | os.PathLike[str]) -> Iterator[Listed]:
         try:
             yield Listed(directory, RunDirectory(directory).job(), RunHandle.attach(directory).status())
         except (RankZeroError, OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            # Claimed but not written, half removed, or somebody else's.
+            # The directory is claimed but not written, removed in part, or not rankzero's.
             continue

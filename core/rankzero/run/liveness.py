@@ -1,4 +1,4 @@
-"""Whether the driver of a run is alive. The heartbeat decides only where its process cannot be queried."""
+"""Decides whether the driver of a run is alive: by its process if that can be queried, else by its heartbeat."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rankzero.run.directory import RunStatus
 
 
 class HeartbeatWatch:
-    """What one reader has seen of a driver's heartbeat, by its own clock, which stands still while a machine sleeps."""
+    """Watches a driver's heartbeat for one reader, with a monotonic clock, which stops while the machine sleeps."""
 
     def __init__(self) -> None:
         self._last = self._last_seen = self._blind_until = 0.0
 
     def note_blindness(self) -> None:
-        """The status could not be read until now: a heartbeat that nobody can read does not stand still."""
+        """Records that the status could not be read until now, so that this time does not count against the driver."""
         self._blind_until = time.monotonic()
 
     def is_silent(self, status: RunStatus) -> bool:
-        """True if the heartbeat has stood still for so long that its driver counts as dead.
+        """Returns True if the heartbeat has not changed for so long that its driver counts as dead.
 
-        The clock of the wall goes on while a laptop or a VM sleeps, and a driver there does not: who has watched its
-        heartbeat, or sees its process, does not ask that clock.
+        The wall clock advances while a laptop or a VM sleeps, and a driver there does not. It is therefore used only
+        for the first status, and only if the driver's process is not visible.
 
         Args:
-            status: As it was read just now.
+            status: The status, just read.
         """
         is_first = not self._last_seen
         if status.heartbeat != self._last:
@@ -37,10 +37,10 @@ class HeartbeatWatch:
 
 
 def process_lives(status: RunStatus) -> bool | None:
-    """True or False if the driver's process can be queried; None where only the heartbeat can decide.
+    """Returns whether the driver lives; None if its process cannot be queried and only the heartbeat decides.
 
-    A heartbeat that the store does not take says nothing of a process that is there. The driver may be a thread of a
-    process that lives on without it, such as a notebook, so the kernel is queried for the thread.
+    A process that exists is alive even if the store rejects its heartbeats. The driver may be a thread of a process
+    that outlives it, such as a notebook, so the kernel is queried for the thread.
     """
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return None
@@ -48,7 +48,7 @@ def process_lives(status: RunStatus) -> bool | None:
     if state is None:
         return False
     if status.driver_thread is None:
-        # Its agents have given it up by the time that counts.
+        # A stopped driver is left to its heartbeat. When that is too old, its agents have ended as well.
         return None if state in STOPPED else True
     lives = thread_lives(status.driver_pid, status.driver_thread)
     is_stale = time.time() - status.heartbeat > DRIVER_STALE_AFTER
@@ -56,30 +56,30 @@ def process_lives(status: RunStatus) -> bool | None:
 
 
 def _process_state(status: RunStatus) -> str | None:
-    """The state of the driver's process; None if it is gone, or not one of this machine."""
+    """Returns the state of the driver's process; None if it has exited or is on another machine."""
     if status.driver_pid is None or status.driver_namespace != process_namespace():
         return None
     return process_state(status.driver_pid, status.driver_start)
 
 
 _MISSED = 3
-"""Heartbeats that a driver may miss."""
+"""Number of heartbeats that a driver may miss."""
 
 
 def dead_after(status: RunStatus) -> float:
-    """Seconds without a heartbeat after which the driver counts as dead that wrote this status.
+    """Returns the seconds without a heartbeat after which the driver that wrote a status counts as dead.
 
-    A driver that a cluster has not started yet is given `RunStatus.patience` for its first one.
+    A driver that a cluster has not started yet has `RunStatus.patience` seconds until its first heartbeat.
     """
     return max(DRIVER_DEAD_AFTER, _MISSED * status.interval, status.patience)
 
 
 def driver_is_dead(age: float, unchanged: float, bound: float) -> bool:
-    """True if a driver on another host has stopped.
+    """Returns True if a driver on another host counts as dead.
 
     Args:
         age: Seconds since the last heartbeat, by the clocks of two hosts, which may differ by `CLOCK_SKEW`.
-        unchanged: Seconds for which the reader has seen this very heartbeat.
-        bound: Seconds without a heartbeat that are too many.
+        unchanged: Seconds for which the reader has read the same heartbeat.
+        bound: Seconds without a heartbeat after which a driver counts as dead.
     """
     return unchanged > bound or age > bound + CLOCK_SKEW

@@ -1,4 +1,4 @@
-"""`Observer`: what a process can see of a run: its status, in a store that may fail, and whether its driver lives."""
+"""`Observer` reads a run's status from a store that may fail, and determines whether the run's driver lives."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from rankzero.run.pace import SHORTEST_PACE
 T = TypeVar("T")
 
 STORE_PATIENCE = DRIVER_DEAD_AFTER
-"""Seconds for which a follower tries again to read a store that fails."""
+"""Seconds for which a follower retries to read a store that fails."""
 
 DRIVER_LOG_TAIL = 15
-"""Lines of a dead driver's log that its error shows."""
+"""Number of last lines of a dead driver's log that the error shows."""
 
 
 class OwnDriver(Protocol):
-    """A driver that this process started: a child process, or a thread."""
+    """Interface of a driver that this process started as a child process or a thread."""
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Returns the id of the driver's process."""
 
     def poll(self) -> int | None:
-        """None while it lives."""
+        """Returns None while the driver lives."""
 
     def await_end(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
+        """Waits until the driver has ended, at most ``timeout`` seconds."""
 
 
 class Observer:
-    """One process's view of one run."""
+    """Observes one run for one process."""
 
     def __init__(
         self, run: RunDirectory, driver: OwnDriver | None, submission: int, current: CurrentStatus | None = None
     ) -> None:
-        """Reads nothing.
+        """Makes an observer; `status` accesses the store.
 
         Args:
-            run: The run.
+            run: The run directory.
             driver: The run's driver, if this process has started it.
-            submission: Which that drives.
-            current: Reads the status of the run's own submission.
+            submission: Number of the submission that ``driver`` drives.
+            current: Reads the status of the current submission; None makes a new reader.
         """
         self._run = run
         self._driver = driver
@@ -63,14 +63,14 @@ class Observer:
         self._current = current or CurrentStatus(run)
 
     def status(self, patience: float) -> RunStatus:
-        """The run's state now, from a store that may fail for so many seconds.
+        """Returns the current status, from a store that may fail for ``patience`` seconds.
 
-        A run whose driver died is reported as failed, or as succeeded if that was certain before.
+        A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
         """
         status = self.patiently(self._current.read, patience)
         if status.final or not self._driver_died(status):
             return status
-        # It may have written between the two looks, or this machine has slept there.
+        # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
         before, status = status, self.patiently(self._current.read, patience)
         if status.final or status.heartbeat != before.heartbeat:
             return status
@@ -89,16 +89,20 @@ class Observer:
 
     @property
     def patience(self) -> float:
-        """Seconds for which a store may fail: whoever owns a driver that lives would end its training by giving up."""
+        """Seconds for which a store may fail: longer for the owner of a living driver, whose error ends the run."""
         owns = self._driver is not None and self._driver.poll() is None
         return STORE_OUTAGE if owns else STORE_PATIENCE
 
     def patiently(self, read: Callable[[], T], patience: float | None = None) -> T:
-        """Reads the store, again while it fails for a moment: a follower's trouble must not end a training.
+        """Reads the store, and retries while it fails, so that a short outage does not end a training.
+
+        Args:
+            read: The function that reads.
+            patience: Seconds after which to give up; None: this observer's `patience`.
 
         Raises:
-            RunNotFoundError: there is no run.
-            Exception: the store's, after so many seconds; after `patience` by default.
+            RunNotFoundError: the directory holds no run.
+            Exception: the last error of the store.
         """
 
         def gives_up(error: Exception) -> bool:
@@ -108,18 +112,18 @@ class Observer:
         return store.patiently(read, self.patience if patience is None else patience, SHORTEST_PACE, gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
-        """True or False if this process can query the driver; None where only the heartbeat can decide.
+        """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
 
-        A driver of this process's own is a child process or a thread, and its end is known. A store that takes no
-        heartbeat for minutes does not end its training.
+        A driver that this process started is a child process or a thread, whose end is known. Its training therefore
+        continues even if the store rejects its heartbeats for minutes.
         """
         if self._driver is not None and status.submission == self._submission:
             if self._driver.poll() is not None:
                 ours = (process_namespace(), self._driver.pid)
-                # It may have handed the run to a driver elsewhere.
+                # It may have delegated the run to a driver on another host.
                 is_another = status.driver_pid is not None and (status.driver_namespace, status.driver_pid) != ours
                 return process_lives(status) if is_another else False
-            # A stopped child loses its agents. A thread stops together with this code.
+            # A child process that is stopped loses its agents. A driver thread stops only together with this code.
             is_stopped = self._driver.pid != os.getpid() and process_state(self._driver.pid, None) in STOPPED
             return None if is_stopped else True
         if status.driver_pid is None and (process := self._run.starting(status.submission)):
@@ -134,10 +138,10 @@ class Observer:
     def _driver_died(self, status: RunStatus) -> bool:
         is_silent = self._heartbeat.is_silent(status)
         lives = self.driver_lives(status)
-        # A slow disk may delay the heartbeat of a driver that lives.
+        # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
         return is_silent if lives is None else not lives
 
     def patience_until(self, deadline: float | None) -> float:
-        """`patience`, and no longer than until then, unless the store has less than any follower gives it."""
+        """Returns `patience`, or the time left until a deadline if that is shorter, but at least `STORE_PATIENCE`."""
         left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
         return min(self.patience, max(STORE_PATIENCE, left))

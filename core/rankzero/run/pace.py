@@ -1,23 +1,23 @@
-"""How often a run directory on an object store is written and looked at, where each time is a request."""
+"""The interval between writes, and between polls, of a run directory on an object store, which charges requests."""
 
 from __future__ import annotations
 
 SHORTEST_PACE = 1.0
-"""Seconds."""
+"""Shortest interval in seconds between two writes or polls."""
 
 LONGEST_PACE = 10.0
-"""Seconds; so long may a request to cancel a run wait that has gone on for a quarter of an hour."""
+"""Longest interval in seconds. A run older than a quarter of an hour may receive a request to cancel that late."""
 
 _SHARE = 0.01
 
 
 def pace(age: float) -> float:
-    """Seconds between two writes by a driver, and between two looks of whoever follows: a hundredth of the run so far.
+    """Returns the seconds between two writes of a driver, or two polls of a follower: 1 % of the run's duration so far.
 
-    A follower learns late of what happens by 1 % of the run, and a day costs 9,000 looks instead of 86,400.
+    Followers are late by at most 1 % of the run, and a run of one day costs 9,000 polls instead of 86,400.
 
     Args:
-        age: Seconds for which the driver has been at it.
+        age: Seconds since the driver started.
 
     Example:
         >>> pace(20), pace(300), pace(86400)

@@ -1,8 +1,8 @@
-"""What grows on an object store, which cannot append: pieces, of which the last is written again while it is small.
+"""Streams of lines on an object store: pieces, the last of which is rewritten while it is small.
 
-All ranks write into one stream, so that the requests of a run do not depend on how many they are: a line begins with
-its ``[rank]``, as people see it. How far a stream was written stands in ``status.json``, so nobody asks for what is not
-there.
+An object store cannot append. All ranks write into one stream, so that the number of requests does not depend on the
+number of ranks. Each line begins with its ``[rank]``. ``status.json`` records the end of a stream, so that readers do
+not request pieces that do not exist.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from rankzero import store
 from rankzero.run.growing import Position
 
 PIECE = 1 << 20
-"""Bytes from which on a piece is not written again. Smaller ones are more objects, larger ones travel more often."""
+"""Bytes after which the next piece begins. Smaller pieces make more objects, larger ones are uploaded more often."""
 
 WAITING_LIMIT = 64 << 20
-"""Bytes of lines that may wait for an object store which does not take them."""
+"""Most bytes of lines that wait in memory while the object store rejects them."""
 
 
 class PieceWriter:
-    """Appends lines to a stream, behind what earlier submissions wrote. One thread appends, another one flushes."""
+    """Appends lines to a stream, after those of earlier submissions. One thread appends, and another one flushes."""
 
     def __init__(self, location: str) -> None:
-        """Asks nothing of the store.
+        """Makes a writer; `flush` accesses the store.
 
         Args:
             location: URL of the stream's folder.
@@ -35,30 +35,31 @@ class PieceWriter:
 
     @property
     def written(self) -> Position:
-        """How far the stream can be read."""
+        """Returns the end of the stream, up to which it can be read."""
         return self._end if self._piece is None else Position(self._piece, len(self._content))
 
     def note_end(self, end: Position) -> None:
-        """What another driver wrote can be read so far, as long as this one has written nothing.
+        """Sets the end of the lines that an earlier driver wrote, which is valid until this writer's first flush.
 
-        Its last write may still be under way. An empty piece is made where that may land, and so replaces nothing.
+        The last write of the earlier driver may still be under way. The first flush creates an empty piece at the
+        place where that write may arrive, so that it replaces no lines.
         """
         self._end, self._follows = end, True
 
     def append(self, lines: list[str]) -> None:
-        """Adds lines to what waits for `flush`. Raises OSError when too much waits already."""
+        """Queues lines for `flush`. Raises OSError if more than `WAITING_LIMIT` bytes would wait."""
         data = ("\n".join(lines) + "\n").encode("utf-8", "replace") if lines else b""
         if sum(map(len, self._waiting)) + len(data) > WAITING_LIMIT:
             raise OSError(f"{self._location} takes no lines, and {WAITING_LIMIT} bytes wait already")
         self._waiting.append(data)
 
     def flush(self) -> None:
-        """Writes what waits, in one request; for one thread alone. What the store refuses waits on."""
+        """Writes the queued lines in one request; only one thread may call it. Lines stay queued if the write fails."""
         waiting = list(self._waiting)
         data = b"".join(waiting)
         if not data:
             return
-        # Where it goes is decided by what was acknowledged alone: after a lost answer the same piece is written again.
+        # Only acknowledged writes decide where the lines go: if a reply is lost, the same piece is written again.
         if self._piece is None:
             piece = end_of(self._location).piece
             if self._follows:
@@ -74,12 +75,12 @@ class PieceWriter:
 
 
 def read_lines(location: str, position: Position, end: Position | None) -> tuple[list[str], Position]:
-    """Lines of one piece after ``position``, and the new position.
+    """Returns lines of one piece after ``position``, and the new position.
 
     Args:
         location: URL of the stream's folder.
-        position: How far it was read.
-        end: How far it was written, by the status, so that nothing is asked for in vain; None asks the store.
+        position: The position to read from.
+        end: The end of the stream according to the status, which saves requests; None finds the end in the store.
     """
     piece, offset = position.piece, position.offset
     while end is None or Position(piece, offset) < end:
@@ -98,18 +99,18 @@ def read_lines(location: str, position: Position, end: Position | None) -> tuple
 
 
 def end_of(location: str) -> Position:
-    """Where a stream ends that nobody writes any more."""
+    """Returns the end of a stream that is no longer written."""
     return Position(len(store.list_names(location)), 0)
 
 
 def begin_of_last(location: str, start: Position, end: Position, most: int) -> tuple[Position, int]:
-    """Returns where the last bytes between two positions begin, and how many bytes come before those.
+    """Returns the position of the last bytes between two positions, and the number of bytes before it.
 
     Args:
         location: URL of the stream's folder, which is listed if there is more than one piece between the two.
-        start: The position from which lines have not been read.
-        end: How far they were written.
-        most: The number of bytes to keep. ``start`` and 0 are returned if there are no more.
+        start: The first of the two positions.
+        end: The second of the two positions.
+        most: The number of bytes to keep. Returns ``start`` and 0 if there are no more bytes than these.
     """
     sizes = store.sizes(location) if start.piece < end.piece else {}
     parts = []
@@ -129,7 +130,7 @@ def begin_of_last(location: str, start: Position, end: Position, most: int) -> t
 
 
 def _read_from(location: str, offset: int) -> bytes:
-    # One byte that is known already: a range that begins at the end of an object is an error.
+    # Reads one known byte more, since a range that begins at the end of an object is an error.
     return store.read_from(location, offset - 1)[1:] if offset else store.read_bytes(location)
 
 

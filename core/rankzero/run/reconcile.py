@@ -1,4 +1,4 @@
-"""What an existing run means to whoever comes back for it: one decision, for launcher and orchestrators alike."""
+"""Decides what happens to an existing run when its run id is submitted again, for launcher and orchestrators alike."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from rankzero.run.directory import FINAL_STATES
 
 
 class Decision(enum.Enum):
-    """What to do about an existing run."""
+    """The action on an existing run."""
 
     ATTACH = "attach"
-    """It lives: follow it."""
+    """The run is running: follow it."""
 
     DELIVER = "deliver"
-    """It has succeeded and its result waits: deliver that."""
+    """The run has succeeded and its result is not acknowledged: deliver the result."""
 
     RESUME = "resume"
-    """Submit it again, from its last checkpoint; one that is still ending is waited for."""
+    """Wait for the end of the run if it is ending, and submit it again from its last checkpoint."""
 
     FRESH = "fresh"
-    """Submit it again, from scratch; one that lives is ended first."""
+    """End the run if it is running, and submit it again from scratch."""
 
 
 def decide(
@@ -32,17 +32,16 @@ def decide(
     same_generation: bool = False,
     by_name: bool = False,
 ) -> Decision:
-    """Decides what an existing run means.
+    """Decides what to do about an existing run.
 
     Args:
-        state: Of the run; ``"failed"`` if its driver died.
-        same_training: It has the identity of the training that is asked for (`rankzero.submit.identity`).
-        acknowledged: Its result was delivered, and the receiver has it for good.
-        ending: It lives, and was asked to end, or the process that it was to end with has exited.
-        same_generation: No user stands between the delivery of its result and this: an orchestrator repeats by itself
-            what had succeeded.
-        by_name: The name of a run alone says which one it continues, as in Ray Train: whatever has changed, and also
-            after a success, it resumes from the last checkpoint.
+        state: State of the run; ``"failed"`` if its driver died.
+        same_training: The run has the identity of the requested training (`rankzero.submit.identity`).
+        acknowledged: The result of the run was delivered, and the receiver has acknowledged it.
+        ending: The run is running and was asked to stop, or the process that owned it has exited.
+        same_generation: An orchestrator, and not a user, repeats a step that had succeeded.
+        by_name: The name of a run alone decides that it is continued, as in Ray Train: it resumes from the last
+            checkpoint even if the training has changed or has succeeded.
 
     Example:
         >>> decide("failed", same_training=True, acknowledged=False)
@@ -55,6 +54,6 @@ def decide(
     if state not in FINAL_STATES:
         return Decision.RESUME if ending else Decision.ATTACH
     if acknowledged and not same_generation:
-        # Also if a submission after it died before there was more of it than a status.
+        # This includes a later submission that died when only its status was written.
         return Decision.FRESH
     return Decision.DELIVER if state == "succeeded" else Decision.RESUME

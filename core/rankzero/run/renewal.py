@@ -1,4 +1,4 @@
-"""`Renewal`: the lease of a run, as whoever follows it renews it."""
+"""`Renewal` renews the lease of a run for a follower."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ INTERVAL = 10.0
 """Longest time in seconds between two renewals of a followed run's lease."""
 
 INTERVAL_REMOTE = 60.0
-"""The same on an object store, where each is a request."""
+"""Longest time in seconds between two renewals on an object store, where each renewal is a request."""
 
 
 def interval_of(run: RunDirectory, bound: float) -> float:
-    """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without one."""
+    """Returns the seconds between two renewals of a run that ends after ``bound`` seconds without a renewal."""
     return min(INTERVAL_REMOTE if run.is_remote else INTERVAL, bound / 4)
 
 
 class Renewal:
-    """Reports to a run's driver that somebody follows it."""
+    """Reports to a run's driver that the run is followed."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -29,16 +29,16 @@ class Renewal:
         self._renewed = 0.0
 
     def renew(self) -> None:
-        """Reports it now. Raises OSError if the store cannot be written."""
+        """Renews the lease now. Raises OSError if the store cannot be written."""
         self._run.renew_lease(self._bound)
 
     def hold(self, bound: float) -> None:
-        """From now on the run ends without a report for so many seconds. Raises like `renew`."""
+        """Makes the run end after ``bound`` seconds without a renewal, and renews the lease. Raises like `renew`."""
         self._bound, self._interval = bound, self._interval_of(bound)
         self.renew()
 
     def renew_if_due(self) -> None:
-        """Reports it now and then, if the run has an ``orphan_timeout``."""
+        """Renews the lease if the run has an ``orphan_timeout`` and the interval has passed."""
         if self._interval is None:
             bound = self._run.job().orphan_timeout
             self._interval = 0.0 if bound is None else self._interval_of(bound)

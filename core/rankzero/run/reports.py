@@ -1,6 +1,6 @@
-"""What rank 0 reported, made ready to be shown: rows, the throughput, a table and a curve of plain text.
+"""Presents the reports of rank 0 as rows, a throughput, a table, and a curve of plain text.
 
-Pure: from the events of a run (`rankzero.RunHandle.events`), without a plotting library or an orchestrator.
+The functions are pure. They take the events of a run (`rankzero.RunHandle.events`) or rows made of them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 KEPT_ROWS = 200
-"""Most reports that are kept in memory, twice over: enough points for a curve."""
+"""Half of the most reports that are kept in memory: enough points for a curve."""
 
 PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": "epochs"}
-"""Metrics that count work done, and many of it: the first that was reported gives the throughput."""
+"""Metrics that count work, with their plurals. The first that was reported gives the throughput."""
 
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")
-"""Metrics that are steps: the first that was reported is a curve's other axis."""
+"""Metrics that count steps. The first that was reported is the horizontal axis of a curve."""
 
 TABLE_COLUMNS = 8
 CURVE_WIDTH = 40
@@ -24,9 +24,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class OfTraining:
-    """Tells the events of the last training of a run id from those of another one that had it before.
+    """A filter for the events of the last training with a run id, without those of earlier trainings.
 
-    Called with the events of a run in their order; True for those that count.
+    Call it with the events of a run in their order.
 
     Args:
         fresh_since: The first attempt of the training: `Job.fresh_since`.
@@ -37,14 +37,14 @@ class OfTraining:
         self._has_begun = fresh_since == 0
 
     def __call__(self, event: Mapping[str, Any]) -> bool:
-        """True if it counts."""
+        """Returns True if the event belongs to the last training."""
         if event.get("type") == "state" and isinstance(event.get("attempt"), int):
             self._has_begun = self._has_begun or event["attempt"] >= self._fresh_since
         return self._has_begun
 
 
 class RowKeeper:
-    """Keeps the reports of rank 0 as they come, every n-th and the last: a long training must not fill the memory."""
+    """Keeps every n-th report of rank 0 and the last one, so that a long training does not fill the memory."""
 
     def __init__(self) -> None:
         self._kept: list[dict[str, Any]] = []
@@ -52,8 +52,8 @@ class RowKeeper:
         self._every, self._count = 1, 0
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Takes the next report of rank 0."""
-        # First, so that it is the first column; again, since a metric of the same name gives way.
+        """Adds the next report of rank 0."""
+        # Set twice: first for the order of columns, then to override a metric of the same name.
         self._last = {"report": 0} | event["metrics"] | {"report": self._count + 1, "time": event["time"]}
         if self._count % self._every == 0:
             self._kept.append(self._last)
@@ -63,20 +63,20 @@ class RowKeeper:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those that are kept, each with its number under ``report`` and its Unix time under ``time``."""
+        """Returns the kept reports, each with its number under ``report`` and its Unix time under ``time``."""
         if self._last is None or self._kept[-1] is self._last:
             return list(self._kept)
         return [*self._kept, self._last]
 
 
 def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The reports of rank 0, each with its number under ``report`` and its Unix time under ``time``.
+    """Returns the reports of rank 0, each with its number under ``report`` and its Unix time under ``time``.
 
     Args:
-        events: Of a run, oldest first.
+        events: Events of a run, oldest first.
 
     Returns:
-        Every n-th report and the last one, however many there are: see `RowKeeper`.
+        Every n-th report and the last one, as `RowKeeper` keeps them.
     """
     keeper = RowKeeper()
     for event in events:
@@ -86,16 +86,16 @@ def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """At most ``limit`` (2 or more) of the rows, the first and the last among them."""
+    """Returns at most ``limit`` (2 or more) of the rows, including the first and the last."""
     if len(rows) <= limit:
         return list(rows)
     return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]
 
 
 def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PROGRESS) -> dict[str, float]:
-    """``{"steps_per_second": 12.5}`` or the like, from the first of ``counts`` that grew; empty if none did.
+    """Returns, for example, ``{"steps_per_second": 12.5}`` for the first of ``counts`` that grew; empty if none did.
 
-    Only the last stretch over which the count grew is measured: a training that began anew counts from its start.
+    Only the last interval over which the count grew is measured, since a restarted training counts from its start.
     """
     for name, many in counts.items():
         counted = [row for row in rows if is_number(row.get(name))]
@@ -111,12 +111,12 @@ def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PR
 
 
 def loss_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics that are losses, in the order in which they came up."""
+    """Returns the names of metrics that contain "loss", in the order of their first report."""
     return [name for name in dict.fromkeys(name for row in rows for name in row) if "loss" in name.lower()]
 
 
 def curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """A metric's course in one line of text; None if it has no two finite values.
+    """Returns the curve of a metric as one line of text; None if it has fewer than two finite values.
 
     Example:
         >>> curve([{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}], "loss")
@@ -132,19 +132,19 @@ def curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
 
 
 def height_of(value: float, low: float, high: float) -> float:
-    """Returns how high a value stands between the lowest and the highest of a curve: 0.0 to 1.0.
+    """Returns the height of a value between the lowest and the highest value of a curve: 0.0 to 1.0.
 
     Example:
         >>> height_of(0.0, -1.7e308, 1.7e308)
         0.5
     """
-    # Halves: the difference of two floats may be no float.
+    # Halved, since the difference of two floats may overflow.
     span = high / 2 - low / 2
     return (value / 2 - low / 2) / span if span else 0.0
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rows as aligned lines of text, the names of the columns first; at most `TABLE_COLUMNS` of them."""
+    """Returns the rows as a table: aligned lines of text, names of columns first, at most `TABLE_COLUMNS` columns."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != "time"))[:TABLE_COLUMNS]
     cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
@@ -152,13 +152,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """True for what can be plotted: a finite number that is no truth value."""
+    """Returns True if a value can be plotted: it is a finite number and not a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
         return math.isfinite(value)
     except OverflowError:
-        # An integer beyond what a float holds.
+        # The integer is too large for a float.
         return False
 
 

@@ -1,11 +1,11 @@
 """Retention: removes the directories of runs that ended long ago.
 
-Whoever removes a run first claims its next submission, like a submitter, so of a removal and a submission of the
-same run id one goes first. The newest claim always wins: a removal that sees another one stops.
+A collector first claims the next submission of a run, like a submitter, so that a removal and a submission of the same
+run id exclude each other. The newest claim wins: a removal that finds a newer claim stops.
 
-What dies where: a directory on a local disk is first renamed to a hidden name, in one step, so there is the whole
-run or none; the next `collect` removes what lies under hidden names. On an object store, which cannot rename,
-``job.json`` goes first: from then on there is no run. The next `collect` finds the claim of the dead one, and goes on.
+A collector may die at any time. On a local disk, it first renames the directory to a hidden name, which removes the
+run in one step; the next `collect` deletes hidden directories. An object store cannot rename, so ``job.json`` is
+deleted first, and without it there is no run. The next `collect` finds the claim of the dead collector and continues.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from rankzero.run.handle import RunHandle
 logger = logging.getLogger(__name__)
 
 HIDDEN = ".rankzero-removed-"
-"""Begins the names of directories on their way out. A run id never begins with a dot."""
+"""Prefix of the names of directories that are being removed. A run id never begins with a dot."""
 
 ABANDONED, HALF_REMOVED = "abandoned", "half-removed"
-"""States that no run has: claimed but never written, and what a collector that died has left."""
+"""States of a directory without a run: claimed but never written, or left behind by a collector that died."""
 
 
 CLAIM_PATIENCE = 3600.0
-"""Seconds for which a submission may be on its way: the upload of a large payload shows no other sign of life."""
+"""Seconds for which a submission may be claimed but not written, since the upload of a large payload takes time."""
 
 
 @dataclass(frozen=True)
 class Age:
-    """What decides about a directory.
+    """The facts that decide whether a directory is removed.
 
     Attributes:
-        state: The run's state, ``"failed"`` if its driver died; or `ABANDONED` or `HALF_REMOVED`.
-        final: Nothing lives there that could still write.
-        since: Unix time of the last sign of life: the end, or the last heartbeat if that came later.
-        claimed: Unix time at which a submission was claimed that is not written; None if there is none.
+        state: State of the run, ``"failed"`` if its driver died; or `ABANDONED` or `HALF_REMOVED`.
+        final: True if no process writes there any more.
+        since: Unix time of the last activity: the end, or the last heartbeat if that came later.
+        claimed: Unix time of a claim whose submission is not written; None if there is no such claim.
     """
 
     state: str
@@ -54,12 +54,12 @@ class Age:
 
 
 def is_due(age: Age, now: float, older_than: float) -> bool:
-    """True if the directory is to be removed.
+    """Returns True if a directory should be removed.
 
     Args:
-        age: What is known of it.
+        age: The facts about the directory.
         now: Unix time.
-        older_than: Seconds for which a run is kept after its last sign of life.
+        older_than: Seconds for which a run is kept after its last activity.
     """
     if age.state == HALF_REMOVED:
         return True
@@ -70,14 +70,14 @@ def is_due(age: Age, now: float, older_than: float) -> bool:
 
 @dataclass(frozen=True)
 class Removed:
-    """A run directory that was removed, or in a dry run would be.
+    """A run directory that was removed, or that a dry run would remove.
 
     Attributes:
-        directory: Where it lay.
-        state: The run's state; ``"abandoned"`` if it was claimed but never written, ``"half-removed"`` if a
-            removal before this one died.
-        size: Bytes of its files.
-        since: Unix time of its last sign of life.
+        directory: Location of the directory.
+        state: State of the run; ``"abandoned"`` if it was claimed but never written, ``"half-removed"`` if an
+            earlier removal died.
+        size: Size of its files in bytes.
+        since: Unix time of its last activity.
     """
 
     directory: str
@@ -87,20 +87,20 @@ class Removed:
 
 
 EARLIER = "earlier"
-"""State of checkpoints whose run has begun from scratch since."""
+"""State of checkpoints of a run that was later submitted from scratch."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What `collect` did.
+    """The result of `collect`.
 
     Attributes:
-        removed: The directories, in order of their names.
-        kept: Number of run directories that live or are too young.
-        problems: Directory to what is wrong with it. Such a directory stays.
-        dry_run: True if nothing was removed in truth.
-        checkpoints: Checkpoints that were removed from run directories that stay: their run was submitted again since,
-            and began from scratch.
+        removed: The removed directories, in the order of their names.
+        kept: Number of run directories that were kept.
+        problems: Error messages of directories that could not be read or removed, by directory.
+        dry_run: True if no directory was removed.
+        checkpoints: Checkpoints that were removed from run directories that were kept: their run was later submitted
+            again from scratch.
     """
 
     removed: list[Removed] = field(default_factory=list)
@@ -111,11 +111,11 @@ class Collection:
 
     @property
     def size(self) -> int:
-        """Bytes of all that was removed, or would be."""
+        """Returns the size in bytes of everything that was removed, or that a dry run would remove."""
         return sum(removed.size for removed in [*self.removed, *self.checkpoints])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, with the total ``size``, for a log or an XCom."""
+        """Returns plain JSON values, with the total ``size``, for a log or an XCom."""
         return {**asdict(self), "size": self.size}
 
 
@@ -124,30 +124,29 @@ def collect(
 ) -> Collection:
     """Removes the directories of runs that ended longer ago than ``older_than``.
 
-    Removed are runs that have ended, runs whose driver died, and directories that were claimed for a run but never
-    written. A run that lives stays, however old it is, and so does everything else that lies in the store.
-    Of a run that stays, the checkpoints go that a training before it reported under the same run id, if they are that
-    old: a training that begins from scratch leaves them. With a run's directory go its logs, its checkpoints and its
-    result: a `rankzero.ResultRef` of it cannot be loaded any more. What is to stay longer belongs elsewhere:
-    ``ResultRef.save(ref.load(), directory)``.
+    Removes runs that have ended, runs whose driver died, and directories that were claimed for a run but never
+    written. A running run is kept, however old it is, and so is everything in the store that is not a run. From a kept
+    run, checkpoints of that age are removed if an earlier training under the same run id reported them.
 
-    Collectors may run at the same time, die at any moment, and meet submissions of the same run ids. On a local
-    disk a run vanishes in one step. On an object store a submission in that moment waits up to 20 s for the
-    removal; one that takes longer stops as soon as it sees the submission, and the run may then find
-    checkpoints of the old one.
+    The logs, checkpoints and result of a run are removed with its directory, so a `rankzero.ResultRef` of the run
+    cannot be loaded any more. To keep a result longer, copy it: ``ResultRef.save(ref.load(), directory)``.
+
+    Collectors may run concurrently, die at any time, and meet submissions of the same run ids. On a local disk a run
+    is removed in one step. On an object store, a submission waits up to 20 s for a removal. A removal that takes longer
+    stops when it finds the submission, and the new run may then find checkpoints of the old one.
 
     Args:
-        location: Root of the run directories, a path or an fsspec URL. One that is not there yet is empty.
+        location: Root of the run directories, a path or an fsspec URL. It need not exist.
         older_than: Seconds for which a run is kept after its end; for one whose driver died, after its
             last heartbeat.
-        dry_run: Remove nothing; say what would be.
-        now: Unix time by which ages are measured; None is the clock's.
+        dry_run: Removes nothing, and returns what would be removed.
+        now: Unix time from which ages are measured; None is the current time.
 
     Returns:
-        What was removed, and what could not be read or removed: one directory's trouble does not stop the others.
+        The removed directories, and the errors of others. An error in one directory does not stop the collection.
 
     Raises:
-        InvalidJobError: ``older_than`` is no positive number of seconds.
+        InvalidJobError: ``older_than`` is not a positive number of seconds.
         OSError: the store cannot be listed (or an error of its fsspec driver).
 
     Example:
@@ -165,7 +164,7 @@ def collect(
     for name in store.list_names(root):
         directory = store.join(root, name)
         try:
-            found = _look(directory)
+            found = _inspect(directory)
             if found is None:
                 continue
             newest, age = found
@@ -178,14 +177,14 @@ def collect(
             if age.state not in (ABANDONED, HALF_REMOVED):
                 checkpoints += _remove_earlier(RunDirectory(directory), now - older_than, dry_run)
         except Exception as error:
-            # Drivers of object stores have exceptions of their own.
+            # Drivers of object stores raise their own types of exceptions.
             logger.warning("%s stays", directory, exc_info=True)
             problems[directory] = f"{type(error).__name__}: {error}"
     return Collection(removed, kept, problems, dry_run, checkpoints)
 
 
 def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Removed]:
-    """Removes the checkpoints of trainings that had the run id earlier, if they are older than a Unix time."""
+    """Removes checkpoints of earlier trainings with the same run id that are older than a Unix time."""
     fresh_since = run.job().fresh_since
     removed = []
     for manifest in list_committed(run) if fresh_since else []:
@@ -197,8 +196,8 @@ def _remove_earlier(run: RunDirectory, before: float, dry_run: bool) -> list[Rem
     return removed
 
 
-def _look(directory: str) -> tuple[int, Age] | None:
-    """The newest claim in a directory and what decides about it; None if it is no run directory."""
+def _inspect(directory: str) -> tuple[int, Age] | None:
+    """Returns the newest claim and the age of a directory; None if it is not a run directory."""
     if not store.is_url(directory) and (os.path.islink(directory) or not os.path.isdir(directory)):
         return None
     if _is_hidden(directory):
@@ -214,41 +213,41 @@ def _is_hidden(directory: str) -> bool:
 
 
 def _age(run: RunDirectory, newest: int) -> Age | None:
-    """What decides about a directory; None if it is no run directory.
+    """Returns the age of a directory; None if it is not a run directory.
 
     Args:
         run: The directory.
-        newest: Its newest claim, or the newest before our own.
+        newest: Its newest claim, not counting the claim of this collector.
 
     Raises:
-        Exception: it cannot be read.
+        Exception: the directory cannot be read.
     """
     claimed = run.claimed_at(newest) if newest >= 0 else None
     half_removed = claimed is not None and run.removal_claimed(newest)
     if not store.exists(run.path("job.json")):
         if claimed is None:
-            # A submitter that died while Spark computed its dataset has claimed nothing yet.
+            # A submitter that died while Spark computed its dataset has not claimed a submission.
             began = _rows_since(run)
             return None if began is None else Age(ABANDONED, True, began, began)
         return Age(HALF_REMOVED, True, claimed) if half_removed else Age(ABANDONED, True, claimed, claimed)
     is_written = run.job().submission >= newest
     status = run.status()
     if not status.final:
-        # Only this knows whether the driver lives.
+        # The handle also determines whether the driver lives.
         status = RunHandle(run.directory).status()
     since = max(status.heartbeat, status.ended or 0.0)
     return Age(status.state, status.final, since, None if is_written or half_removed else claimed)
 
 
 def _rows_since(run: RunDirectory) -> float | None:
-    """Unix time of the last rows that Spark has written for a run; None if there are none."""
+    """Returns the Unix time of the last rows that Spark has written for a run; None if there are none."""
     folders = [run.path(DATASETS, name) for name in store.list_names(run.path(DATASETS))]
     files = [store.join(folder, name) for folder in folders for name in store.list_names(folder)]
     return max(map(store.modified, files), default=None)
 
 
 def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
-    """True if the directory is deleted; False if somebody else was faster. Raises OSError, or its fsspec driver's."""
+    """Removes a directory; False if another process was faster. Raises OSError (or an error of its fsspec driver)."""
     if _is_hidden(run.directory):
         _remove_hidden(run.directory)
         return True
@@ -257,7 +256,7 @@ def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
     if not run.claim_removal(own):
         return False
     if run.newest_claim() != own or _age(run, newest) != age:
-        # Whoever waits for the end of this claim goes on.
+        # A submitter that waits for the end of this claim continues.
         run.release(own)
         return False
     if run.is_remote:
@@ -279,16 +278,16 @@ def _remove(run: RunDirectory, newest: int, age: Age) -> bool:
 def _remove_hidden(directory: str) -> None:
     store.remove(directory)
     if os.path.exists(directory):
-        raise OSError(f"{directory} cannot be removed entirely: look whom its files belong to")
+        raise OSError(f"{directory} cannot be removed entirely: check the owner of its files")
 
 
 def _remove_objects(run: RunDirectory, own: int) -> None:
-    """Removes a run from an object store, as long as our claim is the newest."""
+    """Removes a run from an object store while the claim of this collector is the newest."""
     store.remove(run.path("job.json"))
     names = [run.path(name) for name in store.list_names(run.directory) if name != "submissions"]
     numbers = [run.submission_path(number) for number in range(own)]
     for location in [*names, *numbers, run.directory]:
         if run.newest_claim() != own:
-            raise OSError(f"{run.directory} was claimed by somebody else while it was removed")
+            raise OSError(f"{run.directory} was claimed by another process while it was being removed")
         store.remove(location)
     store.abort_uploads(run.path(FOLDER, ""))
