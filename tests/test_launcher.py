@@ -288,7 +288,7 @@ def test_a_submitted_run_is_followed_and_cancelled_by_another_handle(launcher: L
     other = RunHandle.attach(handle.directory)
     assert any(event.get("state") == "running" for event in other.events(follow=True))
     assert other.status().state == "running"
-    with pytest.raises(TimeoutError, match="has not ended"):
+    with pytest.raises(TimeoutError, match="is still running"):
         handle.result(timeout=0.1)
     other.cancel()
     other.cancel()
