@@ -20,13 +20,13 @@ def main() -> None:
     each = []
     for _ in range(SAMPLES):
         began = time.process_time()
-        sampler.look(sampler.next_at)
+        sampler.sample(sampler.next_at)
         each.append((time.process_time() - began) * 1e6)
     report.add("processor time of a sample", each, "us")
 
     sampler, count = UsageSampler(use_gpu=False, now=0.0), 0
     while sampler.next_at < DAY:
-        sampler.look(sampler.next_at)
+        sampler.sample(sampler.next_at)
         count += 1
     report.add("samples in a day", [count], "")
     in_all = statistics.fmean(each) / 1e6

@@ -264,7 +264,7 @@ def test_a_driver_in_a_stage_that_cannot_look_for_its_submitter_looks_again(tmp_
     folder.touch()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(await_go, str(folder))
-        time.sleep(5 * staged.LOOK)
+        time.sleep(5 * staged.POLL_INTERVAL)
         assert not waits.done()
         folder.unlink()
         folder.mkdir()

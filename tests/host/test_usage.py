@@ -12,12 +12,12 @@ from rankzero.host import FIRST_SAMPLE, LONGEST_INTERVAL, SHORTEST_INTERVAL, Usa
 def test_work_and_memory_show() -> None:
     before = time.monotonic()
     sampler = UsageSampler(use_gpu=False, now=before)
-    assert sampler.look(before + FIRST_SAMPLE / 2) is None
+    assert sampler.sample(before + FIRST_SAMPLE / 2) is None
     ended = threading.Event()
     worker = threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)])
     worker.start()
     time.sleep(FIRST_SAMPLE)
-    sample = sampler.look(time.monotonic())
+    sample = sampler.sample(time.monotonic())
     ended.set()
     worker.join()
     assert sample
@@ -32,7 +32,7 @@ def test_a_long_run_is_sampled_ever_less() -> None:
     moments, now = [], 0.0
     while now < 86400:
         now = sampler.next_at
-        assert sampler.look(now)
+        assert sampler.sample(now)
         moments.append(now)
     gaps = [after - before for before, after in itertools.pairwise(moments)]
     assert min(gaps) >= SHORTEST_INTERVAL

@@ -1,4 +1,4 @@
-"""How the ranks of one task end, and with them their agent: SIGTERM, then SIGKILL, their last lines delivered."""
+"""Ends the ranks of one task and their agent: SIGTERM, then SIGKILL, then delivery of the last log lines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rankzero.errors import LOST
 from rankzero.worker.leaving import cut_off_message
 
 EXIT_MARGIN = 1.0
-"""Seconds after ``exit_timeout`` for workers to end themselves and name what they cut off."""
+"""Seconds after ``exit_timeout`` in which workers exit by themselves and log which exit handlers they cut off."""
 
-FAREWELL_PATIENCE = 15.0
-"""Seconds without any line taken by the driver after which the rest is given up, after a success."""
+LAST_LINES_STALL_TIMEOUT = 15.0
+"""Seconds, after a success, without any line accepted by the driver; the remaining lines are then dropped."""
 
-FAREWELL_LIMIT = 600.0
-"""Seconds for all of them."""
+LAST_LINES_TIMEOUT = 600.0
+"""Seconds to deliver all last lines after a success."""
 
-STOP_FAREWELL_TIMEOUT = 1.5
+STOPPED_LINES_TIMEOUT = 1.5
 """Seconds to deliver the last lines after a failure or a cancel."""
 
-FIRST_LOOK = 0.001
-"""Seconds to the first of the looks whether the driver has taken the last lines; the pauses double."""
+FIRST_POLL_INTERVAL = 0.001
+"""Seconds until the first poll whether the driver has accepted the last lines; the interval doubles."""
 
 
 class Ending:
@@ -33,18 +33,18 @@ class Ending:
 
     Attributes:
         has_begun: The ranks were asked to exit.
-        is_early: They were asked before all had committed.
-        is_orphaned: The process that held the agent has exited.
-        kill_at: Monotonic time at which those that live are killed; None if they may go on.
+        is_early: The ranks were asked to exit before all had committed.
+        is_orphaned: The task process that started the agent has exited.
+        kill_at: Monotonic time at which the remaining ranks get SIGKILL; None if no such time is set.
     """
 
     def __init__(self, ranks: Sequence[Rank], client: ChannelClient, grace: float, exit_timeout: float) -> None:
-        """Nothing ends yet.
+        """Prepares the end; sends no signal yet.
 
         Args:
-            ranks: Those of the task, also those that are started later.
-            client: Where the final messages and lines go.
-            grace: Seconds between SIGTERM and SIGKILL where nobody asks for others.
+            ranks: The ranks of the task; the caller may still append to the list.
+            client: The channel that carries the final messages and lines.
+            grace: Seconds between SIGTERM and SIGKILL unless `stop` is given another value.
             exit_timeout: Seconds that committed workers get to run their exit handlers.
         """
         self._ranks = ranks
@@ -60,7 +60,7 @@ class Ending:
         self._writing: dict[Rank, frozenset[int]] = {}
         self._stop_by = 0.0
         self.has_parts = False
-        """Parts of checkpoints were given to the channel: they may take the rest of the grace."""
+        """True once parts of checkpoints are queued on the channel: their delivery may use the rest of the grace."""
 
     @property
     def is_complete(self) -> bool:
@@ -68,7 +68,7 @@ class Ending:
         return self.has_begun and not any(rank.alive for rank in self._ranks)
 
     def stop(self, grace: float | None = None) -> None:
-        """SIGTERM now, SIGKILL after ``grace`` seconds; a second call can only hurry."""
+        """Sends SIGTERM now and SIGKILL after ``grace`` seconds; a second call can only shorten the grace."""
         deadline = time.monotonic() + (self._grace if grace is None else grace)
         self._stop_by = deadline if self.kill_at is None else min(self._stop_by, deadline)
         self.kill_at = deadline if self.kill_at is None else min(self.kill_at, deadline)
@@ -80,9 +80,9 @@ class Ending:
             self.ask_written()
 
     def ask_written(self) -> None:
-        """Sends SIGTERM to each rank that has written what it had begun when the end began.
+        """Sends SIGTERM to each rank whose checkpoints, begun before the stop, are written.
 
-        Most ranks have no handler for it: the signal would end them in the midst of a checkpoint that was reported.
+        Most ranks have no handler for SIGTERM: it would kill them while they write a checkpoint that was reported.
         """
         for rank, begun in self._writing.items():
             if rank not in self._asked and not begun & rank.writing:
@@ -90,27 +90,27 @@ class Ending:
                 rank.kill(signal.SIGTERM)
 
     def leave(self, why: str, cause: str) -> None:
-        """Stops, and reports the reason to the driver, which did not ask for that."""
+        """Stops the ranks without a request of the driver, and reports the reason to it."""
         if not self.has_begun:
             self._client.queue({"type": "leaving", "why": why, "cause": cause})
         self.stop()
 
     def orphan(self) -> None:
-        """Leaves, because the process that held its ranks has exited."""
+        """Stops the ranks because the task process that started this agent has exited."""
         if self.is_orphaned:
             return
         self.is_orphaned = True
         self.leave("the process that held its ranks died (executor, driver or JVM)", LOST)
 
     def release(self) -> None:
-        """Nobody hears of these ranks any more: those that have committed need not wait for their peers."""
+        """Lets the ranks that have committed exit: without a driver, waiting for their peers is of no use."""
         for rank in self._ranks:
             if rank.outcome == "commit" and rank not in self._released:
                 self._released.append(rank)
                 rank.tell({"type": "end"})
 
     def await_exits(self) -> None:
-        """All ranks have ended: lets them run their exit handlers, and rank 0 go; within the grace if there is one."""
+        """Lets all ranks (each has finished) run their exit handlers and exit; an earlier `stop` keeps its grace."""
         for rank in self._ranks:
             rank.tell({"type": "end"})
         self.has_begun = True
@@ -118,7 +118,7 @@ class Ending:
             self.kill_at = time.monotonic() + self._exit_timeout + EXIT_MARGIN
 
     def kill_overdue(self, now: float) -> None:
-        """SIGKILL to all ranks, once their time is over."""
+        """Sends SIGKILL to all ranks once `kill_at` has passed."""
         if self.kill_at is not None and now >= self.kill_at:
             self.kill_at = None
             for rank in self._ranks:
@@ -127,31 +127,31 @@ class Ending:
                     rank.output.add([cut_off_message(self._exit_timeout, what)])
                 rank.kill(signal.SIGKILL)
 
-    def say_goodbye(self, look: Callable[[float], None]) -> None:
-        """Delivers the lines that wait: as long as the driver takes them, or briefly if the run is stopped.
+    def deliver_last_lines(self, dispatch: Callable[[float], None]) -> None:
+        """Delivers the lines that wait, for as long as the driver accepts them, or briefly if the run is stopped.
 
         Args:
-            look: Handles what comes within so many seconds.
+            dispatch: Handles the events of the agent's loop that arrive within the given seconds.
         """
         deadline = progress_at = now = time.monotonic()
-        deadline += STOP_FAREWELL_TIMEOUT if self.is_early else FAREWELL_LIMIT
-        left, pause = self._waiting(), FIRST_LOOK
-        while left and now < min(deadline, progress_at + FAREWELL_PATIENCE):
+        deadline += STOPPED_LINES_TIMEOUT if self.is_early else LAST_LINES_TIMEOUT
+        left, pause = self._waiting(), FIRST_POLL_INTERVAL
+        while left and now < min(deadline, progress_at + LAST_LINES_STALL_TIMEOUT):
             for rank in self._ranks:
                 rank.output.pump()
-            look(pause)
+            dispatch(pause)
             pause = min(2 * pause, PUMP_INTERVAL)
             now = time.monotonic()
             if self.is_early:
-                # A stop, or the end of who holds this agent, may come meanwhile.
-                deadline = min(deadline, now + STOP_FAREWELL_TIMEOUT)
+                # A stop, or the death of the task process, may have arrived in this loop.
+                deadline = min(deadline, now + STOPPED_LINES_TIMEOUT)
             if (waiting := self._waiting()) != left:
                 left, progress_at = waiting, now
         for rank in self._ranks:
             rank.output.drop_rest()
         has_parts = self.has_parts and not self.is_orphaned
-        self._client.close(max(STOP_FAREWELL_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
+        self._client.close(max(STOPPED_LINES_TIMEOUT, self._stop_by - time.monotonic() if has_parts else 0.0))
 
     def _waiting(self) -> int:
-        """Bytes of lines that the driver has not taken."""
+        """Returns the bytes of lines that the driver has not accepted."""
         return self._client.bulk_bytes + sum(rank.output.waiting for rank in self._ranks)

@@ -1,8 +1,8 @@
-"""What the workers of one task need: payload, modules, referenced files.
+"""The input files of the workers of one task: payload, modules, referenced files.
 
-Each is taken from where it lies if this host sees it there, else fetched from the driver, once for each task; the
-user's code, which changes least, once for each executor (`kept`). What lies on an object store, and a checkpoint to
-start from, is fetched only for a worker that asks: it has no way of its own.
+A file is used in place if this host sees it under its path. Else it is fetched from the driver once for each task; the
+user's code, which changes least, once for each executor (`kept`). Files on an object store, and the checkpoint to start
+from, are fetched only when a worker requests them because it cannot read them itself.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _CODE = {MODULES, CODE}
 
 
 class InputError(Exception):
-    """A file that the driver sent cannot be used on this host; the message stands alone."""
+    """Raised when a file that the driver sent cannot be used on this host."""
 
 
 class Inputs:
     """Finds or fetches the files of a ``start`` message."""
 
     def __init__(self, start: Message, scratch: str) -> None:
-        """Looks which files are here.
+        """Finds out which files this host has and which are missing.
 
         Args:
-            start: The driver's message.
-            scratch: Directory of this task for what must be fetched.
+            start: The driver's ``start`` message.
+            scratch: Directory of this task for fetched files.
         """
         self._start = start
         self._scratch = scratch
         self._kept = KeptFiles(scratch)
         self.shared = self._sees_run_directory()
-        """True if the run directory that the driver uses is the one that this host sees under its path."""
+        """True if this host sees the driver's run directory under the same path."""
         self._here: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        """Name to local path of what must be fetched."""
+        """The files to fetch: name to local path."""
         for name, file in start["files"].items():
             if _is_for_workers(name, file):
                 continue
@@ -68,22 +68,22 @@ class Inputs:
             return False
 
     def fetch(self, fetch: Callable[[str, str], None]) -> None:
-        """Asks for what is missing."""
+        """Requests each missing file, by name and local path."""
         for name, path in self.missing.items():
             fetch(name, path)
 
     def path_for(self, name: str) -> str:
-        """Where a file goes that a worker asks for."""
+        """Returns the local path for a file that is fetched at a worker's request."""
         return os.path.join(self._scratch, name)
 
     def message(self) -> Message:
-        """Returns the message that every worker of this task gets. Call it once nothing is missing.
+        """Returns the ``start`` message for every worker of this task; requires that no file is missing.
 
         Raises:
-            InputError: a file is not the one that the driver recorded, or cannot be unpacked.
+            InputError: the digest of a file differs from the driver's, or an archive cannot be unpacked.
         """
         files = self._start["files"]
-        # Once for all workers: they unpickle it.
+        # Checked once here for all workers, which unpickle it.
         self._check("payload.pkl")
         for name in _CODE & self._here.keys():
             self._check(name)
@@ -116,7 +116,7 @@ class Inputs:
         return directory
 
     def _unpack_code(self) -> str | None:
-        """A copy for this task's ranks, which may write there."""
+        """Returns a copy of the user's code for this task's ranks, which may write into it."""
         if CODE not in self._here:
             return None
         directory = os.path.join(self._scratch, "code")
@@ -133,7 +133,7 @@ class Inputs:
             )
 
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
-        """The fields of one worker's `rankzero.train.TrainContext`."""
+        """Returns the fields of one worker's `rankzero.train.TrainContext`."""
         return {
             **self._start["context"],
             "rank": self._start["first_rank"] + local_rank,

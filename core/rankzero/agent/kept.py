@@ -1,4 +1,4 @@
-"""The user's code as a host keeps it from one attempt or run to the next: by content, and only the last used."""
+"""A cache, on each executor, of archives of the user's code: by content, the least recently used are deleted."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import secrets
 from rankzero.values.digest import digest_of_file
 
 KEPT = 4
-"""Files that stay; each has 64 MiB at most."""
+"""Most files in the cache; each has at most 64 MiB."""
 
 
 class KeptFiles:
-    """A directory among Spark's local ones, which end with the executor. Elsewhere nothing is kept."""
+    """A cache directory in one of Spark's local directories, which Spark deletes with the executor.
+
+    Outside of Spark's local directories, nothing is cached.
+    """
 
     def __init__(self, scratch: str) -> None:
         local = os.path.dirname(scratch)
@@ -21,7 +24,10 @@ class KeptFiles:
         self._place = os.path.join(local, f"rankzero-files-{os.geteuid()}")
 
     def take(self, digest: str, path: str) -> bool:
-        """Puts a file with this digest at ``path``, if there is one; whoever removes it here does not harm that."""
+        """Links the cached file with this digest to ``path``; returns True if there is one.
+
+        Another agent may then delete the cached file: the link keeps the data.
+        """
         kept = self._path(digest)
         try:
             if not self._is_ours():
@@ -37,7 +43,7 @@ class KeptFiles:
         return False
 
     def keep(self, digest: str, path: str) -> None:
-        """Keeps a file, whose digest was compared; what was not used for longest goes."""
+        """Adds a file whose digest was verified, and deletes the least recently used files beyond `KEPT`."""
         with contextlib.suppress(OSError):
             if self._is_removed:
                 os.makedirs(self._place, 0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A rank's raw output to text lines, whatever the rank writes."""
+"""Splits the raw output of a rank into text lines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _OWN_FRAME = re.compile(r'  File "(?:.*rankzero/(?:agent|host|task|warm|worker)/
 
 
 def is_own_frame(line: str) -> bool:
-    """True for a line of a stack, as faulthandler writes it, that shows what called the user's code."""
+    """Returns True for a line of faulthandler's output that shows a frame of rankzero, below the user's code."""
     return bool(_OWN_FRAME.match(line))
 
 
 class LineSplitter:
     r"""Decodes UTF-8 incrementally and cuts at ``\n``, ``\r`` and ``\r\n``.
 
-    Bytes that are not UTF-8 become U+FFFD; a progress bar that redraws itself with ``\r`` gives
-    one line per redraw; a line that comes in pieces comes out whole.
+    Bytes that are not UTF-8 become U+FFFD. A progress bar that redraws itself with ``\r`` gives
+    one line per redraw. A line that arrives in pieces is returned whole.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class LineSplitter:
         self._after_return = False
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that ``data`` completes."""
+        """Returns the lines that ``data`` completes."""
         return self._cut(self._decoder.decode(data))
 
     def finish(self) -> list[str]:
-        """The lines that are left at the end of the output."""
+        """Returns the lines that remain at the end of the output."""
         lines = self._cut(self._decoder.decode(b"", final=True))
         if self._pieces:
             lines.append(self._take())

@@ -1,7 +1,7 @@
-"""A rank's lines on their way to the driver: never in the rank's way, and none lost that is not counted.
+"""Forwards the lines of a rank to the driver. A rank never blocks on it, and lines that are dropped are counted.
 
-While the driver takes lines as fast as they come they go straight to it. When it is behind they are gathered to larger
-messages. When more than `HIGH_WATER` bytes wait, they go to a file on this host's disk and follow in order.
+While the driver keeps up, each line is sent immediately. When it is behind, lines are gathered into larger messages.
+When more than `HIGH_WATER` bytes wait, lines are spooled to this host's disk and sent later, in order.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.pace import DELIVERY_INTERVAL
 
 HIGH_WATER = 8 << 20
-"""Bytes waiting for the driver above which lines go to disk."""
+"""Bytes waiting for the driver above which lines are spooled to disk."""
 
 BEHIND = 32 << 10
-"""Bytes on their way to the driver above which it is behind: each message costs it something."""
+"""Bytes in flight to the driver above which it counts as behind: each message costs it processor time."""
 
 BATCH = 256 << 10
-"""Characters of lines that are gathered then."""
+"""Characters of lines that are gathered into one message when the driver is behind."""
 
 SPOOL_LIMIT = 8 << 30
-"""Bytes of one rank's lines on disk above which lines are dropped and counted."""
+"""Bytes of one rank's spool on disk above which lines are dropped and counted."""
 
 PUMP_INTERVAL = 0.05
-"""Seconds between two looks whether the driver takes lines that wait on disk, or a worker what is sent to it."""
+"""Seconds between two attempts to send what waits: spooled lines to the driver, messages to a worker."""
 
 _BLOCK = 1 << 20
 
 QUIET_BYTES = 40 << 10
-"""Bytes of about two `DELIVERY_INTERVAL` that are little: the smallest usual pipe holds 64 KiB."""
+"""Most bytes of output in about two `DELIVERY_INTERVAL` of a quiet rank: the smallest usual pipe holds 64 KiB."""
 
 
 class RankOutput:
-    """Cuts a rank's output into lines, keeps the last ones, and passes all on."""
+    """Splits a rank's output into lines, keeps the last ones, and forwards all to the driver."""
 
     def __init__(self, local_rank: int, client: ChannelClient, scratch: str) -> None:
         self._local_rank = local_rank
@@ -58,7 +58,7 @@ class RankOutput:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines, oldest first."""
+        """The last lines of the rank, oldest first."""
         return list(self._tail)
 
     @property
@@ -68,7 +68,7 @@ class RankOutput:
 
     @property
     def waiting(self) -> int:
-        """About how many bytes the driver has not been given yet: those on disk, and those that are gathered."""
+        """Approximate bytes not yet queued for the driver: spooled on disk or gathered."""
         return self._on_disk + self._length
 
     @property
@@ -76,23 +76,23 @@ class RankOutput:
         return self._written - self._read
 
     def feed(self, data: bytes) -> None:
-        """Takes what the rank wrote."""
+        """Adds bytes that the rank wrote."""
         now = time.monotonic()
         self._recent = self._recent * 0.5 ** ((now - self._fed_at) / DELIVERY_INTERVAL) + len(data)
         self._fed_at = now
         self.add(self._splitter.feed(data))
 
     def finish(self) -> None:
-        """The rank's output has ended."""
+        """Flushes the last, unfinished line once the rank's output has ended."""
         self.add(self._splitter.finish())
         if not self._on_disk:
             self._send(self._take_gathered())
 
     def add(self, lines: list[str]) -> None:
-        """Takes whole lines."""
+        """Adds complete lines to the tail and forwards them."""
         if not lines:
             return
-        # The stack of a crash must not push the last lines of the rank out.
+        # The stack of a crash must not displace the last lines of the rank.
         self._tail.extend(line[:LOG_TAIL_WIDTH] for line in lines[-2 * LOG_TAIL :] if not is_own_frame(line))
         if not self._gathered:
             self._gathered_since = time.monotonic()
@@ -104,9 +104,9 @@ class RankOutput:
             self._send(self._take_gathered())
 
     def _may_send(self) -> bool:
-        """True if the gathered lines are many, or old, or nothing makes them wait."""
+        """Returns True if the gathered lines are many or old, or the driver is not behind."""
         is_old = time.monotonic() - self._gathered_since >= DELIVERY_INTERVAL
-        # What it has received it may not have accepted, and what was not sent is not even that.
+        # Received bytes may not be accepted yet, and queued bytes are not even sent: the larger number counts.
         on_their_way = max(self._client.bulk_bytes, self._client.unaccepted)
         return is_old or self._length >= BATCH or on_their_way <= BEHIND
 
@@ -115,7 +115,7 @@ class RankOutput:
         return lines
 
     def pump(self) -> None:
-        """Gives the driver what waits, as far as it takes it."""
+        """Sends waiting lines to the driver, as far as it keeps up."""
         if self._gathered and self._may_send():
             self._send(self._take_gathered())
         while self._on_disk and self._spool and self._client.bulk_bytes <= HIGH_WATER:
@@ -130,7 +130,7 @@ class RankOutput:
             self._read = self._written = 0
 
     def drop_rest(self) -> None:
-        """Counts what still waits as dropped: there is no time for it any more."""
+        """Drops and counts the lines that still wait, because the time for their delivery is over."""
         self._dropped += len(self._take_gathered())
         if self._on_disk and self._spool:
             self._spool.seek(self._read)

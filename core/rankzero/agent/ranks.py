@@ -1,4 +1,4 @@
-"""One worker as its agent sees it: how it is started, sent messages, asked where it stands."""
+"""The agent's handle of one worker process: starts it, sends it messages and signals, reads its stack."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rankzero.host.processes import cpu_seconds
 from rankzero.worker import main as worker
 
 PIPE_SIZE = 1 << 20
-"""Bytes that a rank may print ahead of its agent, where the system lets a user have so many (macOS: no)."""
+"""Capacity of the pipe for a rank's output, where the system allows it (macOS does not)."""
 
-# rankzero and its cloudpickle come from the given place; the user's imports do not look there first.
+# rankzero and its cloudpickle are imported from the given path, which is then moved to the end of the search path.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:1] = [sys.argv[1]]; import rankzero, cloudpickle; "
     "sys.path.append(sys.path.pop(0)); from rankzero.worker.main import main; "
@@ -33,32 +33,32 @@ _BOOTSTRAP = (
 
 
 class Rank:
-    """A started worker."""
+    """A worker process that this agent has started."""
 
     def __init__(self, local_rank: int, config: dict[str, Any], client: ChannelClient) -> None:
-        """Starts the worker process, which imports torch and waits for its ``start``.
+        """Starts the worker process, which imports torch and waits for its ``start`` message.
 
         Args:
             local_rank: Index within the task.
             config: The agent's configuration.
-            client: Where its output goes.
+            client: The channel that carries its output.
         """
         self.local_rank = local_rank
         self.alive = True
         self.outcome: str | None = None
         self.writing: set[int] = set()
-        """Numbers of the checkpoints that it was given by the training, and has not written yet."""
+        """Numbers of the checkpoints that the training reported and the worker has not written yet."""
         self.cut_off_at: float | None = None
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()
         self.decoder.trust(None)
         self._beat_at = time.monotonic()
         self._stack = b""
-        self._untold = bytearray()
+        self._unsent = bytearray()
         self.control, control = socket.socketpair()
         read, write = os.pipe()
         with contextlib.suppress(OSError, AttributeError):
-            # A burst after few lines is fetched up to `DELIVERY_INTERVAL` later: it should fit.
+            # The pipe of a quiet rank is read up to `DELIVERY_INTERVAL` late: a burst should fit.
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stack_read, stack_write = os.pipe()
         with open(os.devnull) as nothing:
@@ -72,29 +72,29 @@ class Rank:
         self.stack_pipe = _reader(stack_read)
 
     def tell(self, message: Message) -> None:
-        """Sends a message, now or when the worker reads again (`flush`); a dead worker is ignored."""
-        self._untold += frames.encode(message)
+        """Sends a message now, or later by `flush` if the worker does not read; ignores a dead worker."""
+        self._unsent += frames.encode(message)
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what the worker has not taken yet; True if something is left. Never waits: it may be stopped."""
+        """Sends pending bytes without blocking, since the worker may be stopped; returns True if some are left."""
         try:
-            while self._untold:
-                del self._untold[: self.control.send(self._untold)]
+            while self._unsent:
+                del self._unsent[: self.control.send(self._unsent)]
         except BlockingIOError:
             return True
         except OSError:
-            self._untold.clear()
+            self._unsent.clear()
         return False
 
     def kill(self, number: int) -> None:
-        """Sends a signal to the worker, if it lives."""
+        """Sends a signal to the worker if it is alive."""
         if self.alive:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
 
     def note(self, message: Message) -> None:
-        """Remembers what a message reports of the worker's state."""
+        """Records the state that a message of the worker reports: heartbeat, checkpoints, outcome."""
         kind = message["type"]
         self._beat_at = time.monotonic()
         if kind == "checkpoint-begun":
@@ -108,29 +108,29 @@ class Rank:
         """Makes the worker write its stack, which `take_stack` collects."""
         self._stack = b""
         self.kill(worker.STACK_SIGNAL)
-        # After it: this may wait for the interpreter's lock, or for a device.
+        # Sent after the signal: the worker handles the message in a thread, which may wait for the GIL or a device.
         self.tell({"type": "dump"})
 
     def peek(self) -> None:
-        """Makes the worker write the stack of its main thread, for `position`; nothing of it goes to its log."""
+        """Makes the worker write the stack of its main thread for `position`; the log does not show it."""
         self._stack = b""
         if self.outcome is None:
             self.kill(worker.STACK_SIGNAL)
 
     def position(self) -> dict[str, Any] | None:
-        """Returns the worker's stack and the processor time that it has used; None if it has ended or does not run."""
+        """Returns the worker's stack and used processor time; None if it has finished or exited."""
         if self.outcome is not None or not self.alive:
             return None
         return {"stack": self._stack.decode(errors="replace"), "cpu": cpu_seconds(self.pid)}
 
     def take_stack(self, data: bytes) -> None:
-        """Adds what came out of the stack pipe."""
+        """Adds bytes that were read from the stack pipe."""
         self._stack += data
 
     def stack(self) -> str:
-        """Where the worker stands, in words or as the Python stack of its main thread, innermost call first.
+        """Returns the Python stack of the worker's main thread, innermost call first, or a text if there is none.
 
-        That goes to its log, too, where those of all its threads follow, unless it holds the interpreter's lock.
+        The stack is also added to the rank's log, where the worker adds those of all threads unless it holds the GIL.
         """
         if self.outcome == "commit":
             return "it had returned"
@@ -149,7 +149,7 @@ class Rank:
 def _start_worker(
     config: dict[str, Any], local_rank: int, stdio: tuple[int, int, int], control: int, stack: int
 ) -> int:
-    """A worker process: a fork if this agent is one and has torch loaded, else a fresh interpreter."""
+    """Starts a worker process: a fork if this agent has torch loaded, else a fresh interpreter."""
     agent = os.getpid()
     if "torch" in sys.modules:
 
@@ -174,39 +174,39 @@ def _start_worker(
         start_new_session=True,
         env=environment(config),
     )
-    # Exit statuses are collected by waitpid(-1), since orphaned grandchildren come to the agent too.
+    # Exit statuses are collected by waitpid(-1), since orphaned grandchildren are re-parented to the agent too.
     process.returncode = 0
     return process.pid
 
 
 def environment(config: dict[str, Any]) -> dict[str, str]:
-    """The environment that a worker starts with; what depends on its rank comes with ``start``."""
+    """Returns the environment that a worker starts with; the rank's own variables come with ``start``."""
     env = dict(os.environ)
     if config["temporary"]:
-        # What a killed rank left there goes with its agent.
+        # The agent deletes it, with what a killed rank left there.
         env["TMPDIR"] = config["temporary"]
     env.update(config["env"])
-    # As torchrun does, which leaves it to the user, too.
+    # torchrun sets it too, unless the user did.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return {**env, **visible_gpus(config["gpus"] if config["use_gpu"] else [], env)}
 
 
 def visible_gpus(gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which the drivers of GPUs show a rank those of its task.
+    """Returns the variables that limit a rank to the GPUs of its task.
 
     Args:
-        gpus: Their ids.
-        env: What is set already: a variable of AMD's or Intel's is left out unless it is, or is needed.
+        gpus: Ids of the GPUs.
+        env: The environment so far: AMD's variable is set only if it is there.
     """
     ids = ",".join(gpus)
-    # AMD's driver reads CUDA's variable, too, unless it has its own.
+    # AMD's driver reads CUDA's variable, unless its own is set.
     found = {"CUDA_VISIBLE_DEVICES": ids} | ({"HIP_VISIBLE_DEVICES": ids} if "HIP_VISIBLE_DEVICES" in env else {})
-    # Intel's takes numbers only; nothing would stand for all.
+    # Intel's variable takes numbers only; an empty value would select all GPUs.
     return found | ({"ZE_AFFINITY_MASK": ids} if gpus and all(map(str.isdecimal, gpus)) else {})
 
 
 def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    """The variables that ``init_process_group`` and the libraries above it read: all those that torchrun sets.
+    """Returns the variables that ``init_process_group`` and libraries above it read: all those that torchrun sets.
 
     Args:
         context: The fields of the rank's `rankzero.train.TrainContext`.
@@ -227,7 +227,7 @@ def rank_environment(context: dict[str, Any], config: dict[str, Any]) -> dict[st
         "TORCHELASTIC_RUN_ID": str(context["run_id"]),
         "TORCHELASTIC_RESTART_COUNT": str(config["restart_count"]),
         "TORCHELASTIC_MAX_RESTARTS": str(config["max_restarts"]),
-        # Where `record` of torch.distributed.elastic writes an exception.
+        # `record` of torch.distributed.elastic writes an exception there.
         "TORCHELASTIC_ERROR_FILE": os.path.join(config["scratch"], f"error-{context['local_rank']}.json"),
         "RANKZERO_RUN_ID": str(context["run_id"]),
     }
@@ -239,7 +239,7 @@ def _reader(fd: int) -> IO[bytes]:
 
 
 def _calls(text: str) -> list[str]:
-    """The calls in what faulthandler wrote, without rankzero's own."""
+    """Returns the frames in faulthandler's output, without those of rankzero."""
     return [line.strip() for line in text.splitlines() if line.startswith("  File") and not is_own_frame(line)]
 
 

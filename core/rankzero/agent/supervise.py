@@ -1,8 +1,8 @@
-"""The agent: starts the workers of one task, forwards what they say, leaves nothing behind.
+"""The agent's main loop: starts the workers of one task, forwards their messages and output, and ends them.
 
 One selector loop; the channel has a thread of its own. The agent ends when the driver asks for it, when the driver is
-lost for good, or when the process that holds it has exited (end of file on standard input), and always takes every
-descendant with it. Ranks are not known here until the driver's ``start``: workers import torch meanwhile.
+lost for good, or when the task process that started it has exited (end of file on standard input). It always ends every
+descendant. The driver's ``start`` assigns the ranks; until then the workers import torch.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from rankzero.host.processes import (
 from rankzero.host.usage import UsageSampler
 
 STACKS_WAIT = 1.0
-"""Seconds for the workers to write their stacks."""
+"""Seconds that the workers get to write their stacks."""
 
 DRAIN_READS = 16
-"""Reads that empty a pipe of what was written before; a child may go on writing for ever."""
+"""Most reads that drain a pipe; a limit, because a child may write without end."""
 
 CUT_OFF_GRACE = 5.0
-"""Seconds for a rank to end that has closed its connection to the agent before it finished."""
+"""Seconds to exit for a rank that closed its connection to the agent before it finished."""
 
 _READ = 1 << 18
 
@@ -82,17 +82,17 @@ class Agent:
         self._quiet: list[Rank] = []
         self._listen_at: float | None = None
         self._usage: UsageSampler | None = None
-        # Its holder may be killed first, and then only this process says that the directories are used.
+        # The task process may be killed first; then only this lock shows that the directories are in use.
         self._locks = [_locked(place) for place in (config["scratch"], config["temporary"]) if place]
 
     def run(self) -> None:
-        """Runs until everything below this process has ended."""
+        """Runs until every descendant of this process has ended."""
         descendants.become_subreaper()
         wakeup, signalled = socket.socketpair()
         for end in (wakeup, signalled):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Handled in the loop: a handler may run while a lock of the channel is held.
+        # The loop handles it by the wakeup socket: a handler could run while a lock of the channel is held.
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
         self._watch(wakeup, lambda: self._on_signal(wakeup))
@@ -101,7 +101,7 @@ class Agent:
         if (guard := watch_guard()) is not None:
             self._watch(guard, lambda: self._on_guard(guard))
         try:
-            # Before any thread is there: these may be forks.
+            # Before any thread exists: the workers may be forks.
             for local_rank in range(self._config["workers"]):
                 self._start_rank(local_rank)
             self._client.start()
@@ -123,12 +123,12 @@ class Agent:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
-    def _look(self, timeout: float | None) -> None:
+    def _dispatch(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
             key.data()
 
     def _step(self) -> None:
-        self._look(self._time_left())
+        self._dispatch(self._time_left())
         now = time.monotonic()
         self._ending.ask_written()
         self._ending.kill_overdue(now)
@@ -151,7 +151,7 @@ class Agent:
             for rank in self._quiet:
                 self._listen_to(rank)
             self._quiet.clear()
-        if self._usage and (sample := self._usage.look(now)):
+        if self._usage and (sample := self._usage.sample(now)):
             self._client.queue({**sample, "type": "usage"})
         for rank in self._ranks:
             rank.output.pump()
@@ -215,14 +215,14 @@ class Agent:
             self._positions_at = time.monotonic() + STACKS_WAIT
         elif kind == "stop":
             for rank in self._ranks:
-                # What a rank has begun to write it may have reported just now.
+                # A rank may just have reported a checkpoint that it is writing.
                 self._drain(rank, self._on_control)
             self._ending.stop(message["grace"])
         elif kind == "end":
             self._ending.await_exits()
 
     def _fetch_for(self, rank: Rank, name: str) -> None:
-        """Has a file fetched that a worker asks for, once for all that do."""
+        """Fetches a file that a worker requests, once for all workers that request it."""
         assert self._inputs is not None
         if name in self._fetched:
             rank.tell(self._fetched[name])
@@ -261,7 +261,7 @@ class Agent:
             rank.tell({**common, "context": context, "env": env, "ports": self._config["ports"]})
 
     def _interfaces(self) -> dict[str, str]:
-        """The interface that the collective libraries shall use, where the user did not choose one."""
+        """Returns the variables that select the network interface of gloo and NCCL, without those that the user set."""
         chosen = {**os.environ, **self._config["env"]}
         found = network.socket_environment(self._config["host"])
         return {name: value for name, value in found.items() if name not in chosen}
@@ -273,14 +273,14 @@ class Agent:
         self._ranks.append(rank)
         self._watch(rank.control, lambda: self._on_control(rank))
         if hasattr(os, "pidfd_open"):
-            # The kernel reports the end of a rank, whatever the user's libraries do to the handling of SIGCHLD.
+            # The kernel reports the exit of a rank even if the user's libraries change the handling of SIGCHLD.
             ended = os.pidfd_open(rank.pid)
             self._watch(ended, lambda: self._on_end(ended))
         self._listen_to(rank)
         self._watch(rank.stack_pipe, lambda: self._on_stack(rank))
 
     def _on_control(self, rank: Rank) -> bool:
-        """Takes one read's worth, so that a worker that never pauses cannot hold the loop.
+        """Handles the messages of one read, so that a worker that never pauses cannot block the loop.
 
         Returns:
             True if there may be more.
@@ -311,7 +311,7 @@ class Agent:
         if kind == "checkpoint-begun":
             return
         if kind == "commit":
-            # What the rank printed before belongs before it for the reader too.
+            # Lines that the rank printed before it committed must appear before that in the log.
             self._drain(rank, self._on_output)
             result = message.get("result")
             if result and os.path.dirname(result["path"]) == self._config["scratch"]:
@@ -320,7 +320,7 @@ class Agent:
         elif kind == "failure":
             self._drain(rank, self._on_output)
             message["log_tail"] = rank.output.tail
-            # What a rank does when it is asked to exit explains nothing.
+            # A failure after a request to exit is not the cause of the run's end.
             message["collateral"] = message["collateral"] or self._ending.is_early
         elif kind == "checkpoint" and not message["shared"]:
             self._ending.has_parts = True
@@ -332,7 +332,7 @@ class Agent:
         self._client.queue(message)
 
     def _on_cut_off(self, rank: Rank) -> None:
-        """Ends a rank that can neither succeed nor fail any more: nobody would ever receive its outcome."""
+        """Kills a rank that has closed its connection, and reports a failure: its outcome could not be received."""
         rank.cut_off_at = None
         if not rank.alive or rank.outcome:
             return
@@ -348,7 +348,7 @@ class Agent:
         self._watch(rank.pipe, lambda: self._on_printed(rank))
 
     def _on_printed(self, rank: Rank) -> None:
-        """Takes lines, and after few lines waits for others: each look wakes agent, channel and driver."""
+        """Forwards printed lines; a quiet rank's pipe is then read later: each read wakes agent, channel and driver."""
         if self._on_output(rank) and rank.output.is_quiet:
             self._unwatch(rank.pipe)
             self._quiet.append(rank)
@@ -356,7 +356,7 @@ class Agent:
                 self._listen_at = next_delivery()
 
     def _on_output(self, rank: Rank) -> bool:
-        """Takes one read's worth of what a worker printed; True if there may be more."""
+        """Adds the output of one read of a worker's pipe; returns True if there may be more."""
         data = self._read(rank.pipe)
         if data is None:
             return False
@@ -370,7 +370,7 @@ class Agent:
         rank.take_stack(self._read(rank.stack_pipe) or b"")
 
     def _read(self, source: IO[bytes]) -> bytes | None:
-        """One read; None if there is nothing now, empty at the end."""
+        """Reads once from a pipe: None if no data is available, empty bytes at the end of file."""
         try:
             data = source.read(_READ)
         except (OSError, ValueError):
@@ -399,7 +399,7 @@ class Agent:
         self._collect()
 
     def _collect(self) -> None:
-        """Collects ended children: ranks, and orphans that came to this process."""
+        """Reaps exited children: ranks, and orphans that were re-parented to this process."""
         for pid, status in descendants.ended_children():
             for rank in self._ranks:
                 if rank.pid == pid:
@@ -411,7 +411,7 @@ class Agent:
         self._drain(rank, self._on_output)
         code = os.waitstatus_to_exitcode(status)
         if rank.outcome is None and self._ending.has_begun:
-            # Peers of other agents may wait for the end of this one.
+            # Ranks of other agents may wait for this one to exit.
             self._client.queue({"type": "exited", "local_rank": rank.local_rank})
         elif rank.outcome is None:
             self._client.queue(
@@ -431,7 +431,7 @@ class Agent:
             self._ending.orphan()
 
     def _watch_holder(self) -> None:
-        """Ends with the process that holds this agent, also if a child of that process keeps standard input open."""
+        """Ends the agent with the task process that started it, even if a child of that keeps standard input open."""
         if holder := self._config.get("holder"):
             process = {"pid": holder[0], "start": holder[1], "namespace": process_namespace()}
             if watched := pidfd_of(process):
@@ -444,7 +444,7 @@ class Agent:
         self._ending.orphan()
 
     def _on_guard(self, watched: int) -> None:
-        """Ends everything while this process is still there to find it; the holder counts the agent as killed."""
+        """Kills all descendants because the guard died: later no process could find them."""
         self._unwatch(watched)
         self._ending.orphan()
         self._ending.stop(0.0)
@@ -453,19 +453,19 @@ class Agent:
         signal.set_wakeup_fd(-1)
         descendants.kill_all(groups=[rank.pid for rank in self._ranks])
         for rank in self._ranks:
-            # A child that held the pipe has exited; what is in it can be read to the end.
+            # Every child that kept the pipe open has exited, so it can be read to its end.
             with contextlib.suppress(Exception):
                 self._drain(rank, self._on_output)
         with contextlib.suppress(Exception):
-            self._ending.say_goodbye(self._look)
-        # Whoever holds this agent does the same, for one that was killed; but it may be stopped, or die before it can.
+            self._ending.deliver_last_lines(self._dispatch)
+        # The task process deletes them for an agent that was killed; but it may be stopped, or die first.
         for directory in (self._config["scratch"], self._config["temporary"]):
             if directory:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def _locked(directory: str) -> int:
-    """Locks a directory as long as this process lives, as `rankzero.task.hold.lock_directory` does."""
+    """Locks a directory until this process exits, as `rankzero.task.hold.lock_directory` does."""
     lock = os.open(directory, os.O_RDONLY)
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -473,17 +473,18 @@ def _locked(directory: str) -> int:
 
 
 def main() -> None:
-    """Entry point of the agent process: one line of JSON on standard input, then end of file."""
+    """Entry point of the agent process; its configuration is one line of JSON on standard input."""
     settle_signals()
     if "torch" not in sys.modules:
-        # A stopped agent whose guard dies wakes up; one whose holder dies is woken by its guard.
+        # SIGCONT wakes a stopped agent whose guard dies; the guard wakes it when the task process dies.
         descendants.signal_on_parent_death(signal.SIGCONT)
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), _READ)
         if not piece:
             if "torch" not in sys.modules:
-                # Who would remove it has exited; of a warm server's agent, who asked may have turned to a fresh one.
+                # The task process, which would remove it, has exited. That of a warm server's agent may live and use
+                # the directory for a fresh agent.
                 shutil.rmtree(os.environ["RANKZERO_SCRATCH"], ignore_errors=True)
             sys.exit("the process that started this agent died before it sent the configuration")
         line += piece

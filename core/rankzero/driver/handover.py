@@ -140,8 +140,8 @@ class Handover:
         began, say_at = time.monotonic(), time.monotonic() + policy.WAITING_INTERVAL
         while not self._has(staged.READY):
             self._watch.check()
-            is_slow = self._run.is_remote and time.monotonic() - began > staged.PATIENCE
-            self._look_at_end(group, LOOK_AGAIN if is_slow else staged.look_interval(self._folder))
+            is_slow = self._run.is_remote and time.monotonic() - began > staged.SLOW_AFTER
+            self._look_at_end(group, LOOK_AGAIN if is_slow else staged.poll_interval(self._folder))
             now = time.monotonic()
             if now > deadline:
                 names = self._answer(lambda: store.list_names(self._folder)) or []
@@ -229,7 +229,7 @@ class Handover:
             self._asker.start()
         give_up = time.monotonic() + STORE_ANSWER_TIMEOUT
         while self._asker and self._asker.is_alive() and time.monotonic() < give_up and not self._inbox.interrupted:
-            self._asker.join(staged.LOOK)
+            self._asker.join(staged.POLL_INTERVAL)
         if removed:
             raise removed[0]
         return answers[0] if answers else None

@@ -118,7 +118,7 @@ def _await_go(folder: str) -> None:
             # Whoever creates it writes from now on: one that was only stopped sees that it was too late.
             store.patiently(lambda: store.create(store.join(folder, staged.GO), b"driver"), STORE_OUTAGE, LOOK_AGAIN)
             return
-        tick.wait(staged.look_interval(folder))
+        tick.wait(staged.poll_interval(folder))
 
 
 def _is_let_go(folder: str) -> bool:

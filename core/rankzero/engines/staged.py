@@ -169,7 +169,7 @@ class StageGroup(AgentGroup):
         while not names <= set(os.listdir(self._engine.folder)):
             if self._ended.is_set():
                 return
-            tick.wait(staged.ENDED_LOOK)
+            tick.wait(staged.ENDED_POLL_INTERVAL)
         texts = []
         for name in sorted(names):
             with open(os.path.join(self._engine.folder, name)) as file:

@@ -34,7 +34,7 @@ class UsageSampler:
         self._gpus = _Gpus() if use_gpu else None
         self._busy, self._bytes = _busy_seconds(), _network_bytes()
 
-    def look(self, now: float) -> dict[str, Any] | None:
+    def sample(self, now: float) -> dict[str, Any] | None:
         """A sample if it is time for one.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The engine's side of an agent: starts it, waits for it, and by dying takes it along.
+"""Starts an agent and waits for it. The agent ends when this process dies.
 
 Like `start`, this runs in Spark's Python worker or in the driver, is pickled by value, and uses the standard library
 only.
@@ -24,35 +24,35 @@ from typing import Any
 from rankzero.task.start import start_fresh, start_time, start_warm
 
 AGENT_EXIT_TIMEOUT = 3.0
-"""Seconds for an agent to end once whoever holds it lets go."""
+"""Seconds for an agent to exit once the task process has closed its standard input."""
 
 SOCKET_PATH_ROOM = 48
-"""Characters of a temporary directory's path up to which multiprocessing's sockets fit below it."""
+"""Most characters of a temporary directory's path for multiprocessing's sockets to fit below it."""
 
 NEW = 60.0
-"""Seconds since its last change for which a directory may lack its lock: it is being made."""
+"""Seconds since its last change for which a directory may be unlocked, because it has just been created."""
 
 _PREFIX = "rankzero-agent-"
 
 _TAIL = 4096
-"""Bytes of what an agent wrote that its error shows."""
+"""Bytes of an agent's last output that its error shows."""
 
 _MARKER = "RANKZERO_AGENT"
-"""Variable by which everything is found that an agent has started."""
+"""Environment variable by which all processes that an agent has started are found."""
 
 
 def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) -> None:
     """Runs one agent to its end.
 
     Args:
-        config: What the agent reads from its standard input, and what starting it needs.
-        on_start: Gets the started process (a ``subprocess.Popen``, or a ``WarmAgent`` that is used like one).
+        config: The agent's configuration, which it reads from its standard input, and what is needed to start it.
+        on_start: Receives the started process (a ``subprocess.Popen``, or a ``WarmAgent`` with the same methods).
 
-    The agent watches its standard input and this process; when this process dies, however it dies, the agent ends its
-    workers. Standard input alone would not do: a child that this process has forked holds its other end, too.
+    The agent watches its standard input and this process; when this process dies in any way, the agent ends its
+    workers. Standard input alone would not do: a child that this process has forked keeps the other end open, too.
 
     Raises:
-        RuntimeError: the agent crashed; holds the end of what it wrote.
+        RuntimeError: the agent crashed; the message has the end of its output.
     """
     marker = secrets.token_hex(8)
     root = scratch_root()
@@ -60,10 +60,10 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
     scratch = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
     temporary = _temporary(scratch)
     locks = [lock_directory(directory) for directory in (scratch, temporary) if directory]
-    # Without a name: an agent removes its directory when it ends, and what it wrote is read after that.
+    # A file without a name: an agent removes its directory when it ends, and the log is read after that.
     log = tempfile.TemporaryFile(dir=scratch)
     config = {**config, "env": with_defaults(config), "temporary": temporary}
-    # First, so that no long environment pushes the marker out of sight (see `forked`).
+    # First, so that the marker is visible even if the environment is cut off (see `forked`).
     own = {_MARKER: marker, "RANKZERO_SCRATCH": scratch}
     env = {**own, **os.environ, **own}
     try:
@@ -71,17 +71,17 @@ def hold(config: dict[str, Any], on_start: Callable[[Any], None] | None = None) 
         code = _place_code(config, scratch) if agent is None else ""
         if agent is None:
             agent = start_fresh(code, log.fileno(), env)
-        told = {key: value for key, value in config.items() if key != "code_zip"}
+        settings = {key: value for key, value in config.items() if key != "code_zip"}
         try:
             with contextlib.suppress(BrokenPipeError):
-                told |= {"scratch": scratch, "code_path": code, "holder": _this_process()}
-                agent.stdin.write(json.dumps(told).encode() + b"\n")
+                settings |= {"scratch": scratch, "code_path": code, "holder": _this_process()}
+                agent.stdin.write(json.dumps(settings).encode() + b"\n")
                 agent.stdin.flush()
             if on_start:
                 on_start(agent)
             code_of_agent = agent.wait()
             if code_of_agent < 0:
-                # Its guard may have been killed in its place: then it ends by itself.
+                # The guard may have been killed instead of the agent, which then ends by itself.
                 _await_closed(agent.stdin)
         finally:
             # Reached early when this process is interrupted: end of file ends the agent.
@@ -119,19 +119,19 @@ def lock_directory(path: str) -> int:
 
 
 def remove_abandoned(root: str, prefix: str) -> None:
-    """Removes the directories of processes that were killed: those that no process has locked.
+    """Removes the directories of processes that were killed, which are those that no process has locked.
 
-    A lock decides, since processes of several containers may share the root, where a process id says nothing.
+    The lock decides, and no process id, since processes of several containers may share the root.
 
     Args:
-        root: The directory in which they lie; one that cannot be listed is left as it is.
+        root: The directory that holds them; nothing is removed if it cannot be listed.
         prefix: The beginning of their names.
     """
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(root) if name.startswith(prefix)]
     for name in names:
-        # Other users have theirs there, too.
+        # Directories of other users may be there, too.
         with contextlib.suppress(OSError):
             directory = os.open(os.path.join(root, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -143,10 +143,10 @@ def remove_abandoned(root: str, prefix: str) -> None:
 
 
 def scratch_root() -> str:
-    """Where much may be written on this host: ``TMPDIR``, else Spark's local directory with most room, else ``/tmp``.
+    """Returns a writable directory: ``TMPDIR``, else Spark's local directory with most free space, else ``/tmp``.
 
     Raises:
-        RuntimeError: nowhere.
+        RuntimeError: no directory is writable.
     """
     set_by_user = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     for_spark = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
@@ -169,7 +169,7 @@ def _is_writable(place: str) -> bool:
 
 
 def _temporary(scratch: str) -> str | None:
-    """Where ranks have their temporary files, removed with the agent; None: where they have them anyway."""
+    """Creates the directory for the ranks' temporary files, removed with the agent; None keeps the system's own."""
     below = os.path.join(scratch, "tmp")
     if len(below) <= SOCKET_PATH_ROOM:
         os.mkdir(below)
@@ -178,7 +178,7 @@ def _temporary(scratch: str) -> str | None:
         remove_abandoned(tempfile.gettempdir(), _PREFIX)
         apart = tempfile.mkdtemp(prefix=_PREFIX)
     except FileNotFoundError:
-        # The path of a socket may be too long there; no other file has a place at all.
+        # The path of a socket may be too long there, but no other directory is writable.
         os.mkdir(below)
         return below
     if len(apart) <= SOCKET_PATH_ROOM:
@@ -188,14 +188,14 @@ def _temporary(scratch: str) -> str | None:
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, str]:
-    """The user's variables, and what a worker gets where neither they nor this host say otherwise."""
+    """Returns the user's variables and rankzero's defaults for those that neither the user nor this host sets."""
     cores = config["cores"] or os.cpu_count() or 1
     defaults = {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": str(max(1, cores // config["workers"]))}
     return {**{name: value for name, value in defaults.items() if name not in os.environ}, **config["env"]}
 
 
 def _this_process() -> list[Any] | None:
-    """Id and start of this process; None where the kernel does not tell."""
+    """Returns the id and start time of this process; None where the kernel does not report it."""
     try:
         return [os.getpid(), start_time(os.getpid())]
     except OSError:
@@ -203,7 +203,7 @@ def _this_process() -> list[Any] | None:
 
 
 def _place_code(config: dict[str, Any], scratch: str) -> str:
-    """Where the agent's interpreter finds rankzero."""
+    """Returns the path from which the agent's interpreter imports rankzero."""
     if config["code_path"]:
         return str(config["code_path"])
     path = os.path.join(scratch, "rankzero.zip")
@@ -213,14 +213,14 @@ def _place_code(config: dict[str, Any], scratch: str) -> str:
 
 
 def _await_closed(pipe: Any) -> None:
-    """Waits until no process has the other end of a pipe, within `AGENT_EXIT_TIMEOUT`."""
+    """Waits until no process has the other end of a pipe open, at most `AGENT_EXIT_TIMEOUT`."""
     poll = select.poll()
     poll.register(pipe, 0)
     poll.poll(AGENT_EXIT_TIMEOUT * 1000)
 
 
 def _kill_marked(marker: str) -> None:
-    """Ends what an agent has started that was killed together with its guard; the guard finds more by itself."""
+    """Kills the processes that carry the marker of an agent, for an agent that was killed together with its guard."""
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
             if marker.encode() in file.read().split(b"\0"):

@@ -1,9 +1,9 @@
-"""A task of a stage that has the driver of its run in task 0: it holds the agents of one attempt after the other.
+"""A task of a stage whose task 0 runs the driver: it runs one agent for each attempt.
 
-Driver and tasks meet in a folder of the run directory, which all of them see; secrets are in none of its files. Where
-the run directory is on an object store, the folder is one of task 0's host, and task 0 relays between it and the other
-tasks by Spark's `allGather`: the driver alone asks anything of the store. Runs in Spark's Python worker, is pickled by
-value, and uses the standard library only.
+The caller is the process that submitted the stage. Driver, tasks and caller exchange files in a folder of the run
+directory, which all of them see; no file holds a secret. If the run directory is on an object store, the tasks' folder
+is on task 0's host, and task 0 relays between it and the other tasks by Spark's `allGather`: only the driver sends
+requests to the store. Runs in Spark's Python worker, is pickled by value, and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -25,69 +25,68 @@ from rankzero.task.hold import hold, scratch_root
 from rankzero.task.start import start_time
 
 READY = "ready"
-"""Written by the driver in the stage: it is there."""
+"""File that the driver in the stage writes once it runs."""
 
 GO = "go"
-"""Written by whoever has submitted the stage: it writes nothing into the run directory any more."""
+"""File that the caller writes once it has stopped writing into the run directory."""
 
 ATTEMPT = "attempt-"
-"""Begins the name of the file, with the attempt's number, that says where agents find the driver. That of the first is
-there before the driver knows whether it is the one: agents start meanwhile, and wait for it."""
+"""Prefix, before the attempt's number, of the file with the driver's address for agents. The first attempt's file is
+written before the driver has claimed the run, so that agents start early and wait for it."""
 
 CANCEL = "cancel-"
-"""The same: the agents of this attempt are to be killed."""
+"""Prefix, before the attempt's number, of the file that requests to kill the agents of that attempt."""
 
 ENDED = "ended-"
-"""With numbers of attempt and task: the agent has ended. Holds what was wrong."""
+"""Prefix, before the numbers of attempt and task, of the file that reports the agent's end and holds its error."""
 
 OVER = "over"
-"""Written by the driver: there are no more attempts. For whoever has submitted the stage it holds the final status."""
+"""File that the driver writes when no attempt follows. The caller's copy holds the final status."""
 
 UNSEEN = "rankzero: this executor cannot drive the run"
-"""In the error of a task whose host does not see the run directory, or where no driver can listen."""
+"""Part of the error of a task whose host does not see the run directory, or where no driver can listen."""
 
 UNSEEN_CODE = 3
-"""Exit code of a driver there."""
+"""Exit code of a driver on a host that cannot drive the run."""
 
 WHY = "unseen"
-"""In this file it says why."""
+"""File in which such a driver writes the reason."""
 
 DRIVER_ENDED = "rankzero: the driver of the run in task 0 ended"
 
-LOOK = 0.02
-LOOK_REMOTE = 0.1
-"""Seconds between two looks of the driver and of whoever has submitted the stage for each other; on an object store,
-where that is a request, more."""
+POLL_INTERVAL = 0.02
+REMOTE_POLL_INTERVAL = 0.1
+"""Seconds between two polls by which driver and caller wait for each other; on an object store each is a request."""
 
-LONG_LOOK = 0.5
-PATIENCE = 5.0
-"""Seconds between two looks into the folder for the next attempt, and after how many they become rarer. By a listing:
-that a name is not there NFS remembers for long."""
+SLOW_POLL_INTERVAL = 0.5
+SLOW_AFTER = 5.0
+"""Seconds between two listings of the folder for the next attempt, after `SLOW_AFTER` seconds. NFS caches for long that
+a single name does not exist, and a listing avoids that."""
 
-DRIVER_LOOK = 0.2
-LOOKS_PER_LISTING = 10
-"""Seconds between two looks at the driver, which cost nothing. Every tenth is one into the folder, too, for a request
-to kill the agent: a thousand tasks look there."""
+DRIVER_POLL_INTERVAL = 0.2
+POLLS_PER_LISTING = 10
+"""Seconds between two polls of the driver process, which cost nothing. Every tenth also lists the folder for a request
+to kill the agent, since a thousand tasks may list it."""
 
-ENDED_LOOK = 0.1
-"""Seconds between two looks of the driver for what its agents leave."""
+ENDED_POLL_INTERVAL = 0.1
+"""Seconds between two polls by the driver for the `ENDED` files of its agents."""
 
 DRIVER_EXIT_TIMEOUT = 10.0
-"""Seconds for the driver, and for agents, to end once the driver has said that all is over."""
+"""Seconds for the driver, and for agents, to exit once the driver has written `OVER`."""
 
 RELAY_TIMEOUT = 30.0
-"""Seconds for the other tasks to say that their agents have ended, once the driver has cancelled these or has ended.
-Then task 0 ends, and with it Spark the stage: nobody else can reach an agent that does not obey."""
+"""Seconds for the other tasks to report the end of their agents, once the driver has cancelled them or has ended.
+Then task 0 exits, so that Spark ends the stage: only Spark can end an agent that does not obey."""
 
 _DRIVER = "import sys; sys.path[:1] = [sys.argv.pop(1)]; import rankzero, cloudpickle; "
 _DRIVER += "sys.path.append(sys.path.pop(0)); from rankzero.driver.staged import main; main()"
 
 
 def run_task(config: dict[str, Any]) -> None:
-    """Holds one agent, or those of all attempts that the driver in this stage makes.
+    """Runs one agent to its end, or one after the other for all attempts of a driver in this stage.
 
     Raises:
-        RuntimeError: the agent crashed, or this host does not see the run directory, or the driver crashed.
+        RuntimeError: the agent or the driver crashed, or this host does not see the run directory.
     """
     stage = config.pop("stage", None)
     if stage is None:
@@ -99,21 +98,21 @@ def run_task(config: dict[str, Any]) -> None:
     last = -1
     try:
         while (found := _next_attempt(stage, last, driver)) is not None:
-            last, told = found
-            error = _hold_attempt(config, stage, last, told, driver)
+            last, settings = found
+            error = _run_agent(config, stage, last, settings, driver)
             _report_end(config["task"], stage, last, error, driver)
     finally:
         if driver:
             _end_driver(driver, config)
 
 
-def look_interval(folder: str) -> float:
-    """Seconds between two looks into the folder in which the driver and whoever has submitted the stage meet."""
-    return LOOK_REMOTE if "://" in folder else LOOK
+def poll_interval(folder: str) -> float:
+    """Returns the seconds between two polls of the folder by which driver and caller wait for each other."""
+    return REMOTE_POLL_INTERVAL if "://" in folder else POLL_INTERVAL
 
 
 def attempt_secret(secret: str, number: int) -> str:
-    """Of the channel of one attempt, from that of the stage."""
+    """Returns the secret of one attempt's channel, derived from the stage's secret."""
     return hmac.new(bytes.fromhex(secret), f"attempt {number}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -131,7 +130,7 @@ def _require_directory(stage: dict[str, Any]) -> None:
 def _next_attempt(
     stage: dict[str, Any], last: int, driver: subprocess.Popen[bytes] | None
 ) -> tuple[int, dict[str, Any]] | None:
-    """The number of the next attempt, and what its agents are told; None if there is none."""
+    """Waits for the next attempt; returns its number and its agents' configuration, or None if none follows."""
     found = None
     if driver or not stage["relays"]:
         number = _await_attempt(stage, last, driver)
@@ -144,22 +143,22 @@ def _next_attempt(
 
 
 def _await_attempt(stage: dict[str, Any], last: int, driver: subprocess.Popen[bytes] | None) -> int | None:
-    """The number of the next attempt; None if there is none. The stage ends with the driver, and so does this."""
+    """Waits for the number of the next attempt, or None if none follows. Raises RuntimeError if the driver died."""
     began = time.monotonic()
     while True:
-        names = _look(stage, driver)
+        names = _list_folder(stage, driver)
         numbers = [int(name[len(ATTEMPT) :]) for name in names if name.startswith(ATTEMPT)]
         later = [number for number in numbers if number > last]
         if OVER in names:
             return None
         if later:
             return min(later)
-        time.sleep(LOOK if time.monotonic() - began < PATIENCE else LONG_LOOK)
+        time.sleep(POLL_INTERVAL if time.monotonic() - began < SLOW_AFTER else SLOW_POLL_INTERVAL)
 
 
-def _look(stage: dict[str, Any], driver: subprocess.Popen[bytes] | None) -> list[str]:
-    """The names in the folder. Raises RuntimeError if the driver has ended, and not said that all is over."""
-    # In this order: a driver that has ended has written what it had to say.
+def _list_folder(stage: dict[str, Any], driver: subprocess.Popen[bytes] | None) -> list[str]:
+    """Lists the folder. Raises RuntimeError if the driver has exited without writing `OVER`."""
+    # The driver's exit is polled first: the files of a driver that has exited are then complete in the listing.
     code = driver.poll() if driver else None
     names = os.listdir(stage["tasks"])
     if code is None or OVER in names:
@@ -170,14 +169,14 @@ def _look(stage: dict[str, Any], driver: subprocess.Popen[bytes] | None) -> list
     raise RuntimeError(f"{DRIVER_ENDED} with exit code {code}")
 
 
-def _hold_attempt(
+def _run_agent(
     config: dict[str, Any],
     stage: dict[str, Any],
     number: int,
-    told: dict[str, Any],
+    settings: dict[str, Any],
     driver: subprocess.Popen[bytes] | None,
 ) -> str:
-    """Holds one agent to its end; what was wrong with it."""
+    """Runs one agent to its end; returns its error, or an empty text."""
     ended = threading.Event()
 
     def watch(agent: Any) -> None:
@@ -188,7 +187,7 @@ def _hold_attempt(
     own = {"secret": attempt_secret(stage["secret"], number)}
     own["restart_count"] = config["restart_count"] + number - stage["first_attempt"]
     try:
-        hold({**config, **told, **own}, watch)
+        hold({**config, **settings, **own}, watch)
     except RuntimeError as failure:
         return str(failure)
     finally:
@@ -199,11 +198,11 @@ def _hold_attempt(
 def _report_end(
     task: int, stage: dict[str, Any], number: int, error: str, driver: subprocess.Popen[bytes] | None
 ) -> None:
-    """Says that this task's agent has ended; task 0 may have to do so for all tasks."""
+    """Reports the end of this task's agent; where task 0 relays, it reports for all tasks."""
     errors = {task: error}
     if stage["relays"]:
-        if driver and OVER in _look(stage, driver) and error:
-            # It began no attempt, and nobody else can reach the agents that wait for it: Spark can.
+        if driver and OVER in _list_folder(stage, driver) and error:
+            # The driver began no attempt, so the other agents wait for it; by this error Spark ends them.
             raise RuntimeError(error)
         errors = dict(enumerate(_gather(error, stage, number, driver)))
     if "tasks" in stage:
@@ -212,7 +211,7 @@ def _report_end(
 
 
 def _gather(text: str, stage: dict[str, Any], number: int, driver: subprocess.Popen[bytes] | None) -> list[str]:
-    """What each task of the stage says, as soon as all have; Spark takes a second for it."""
+    """Exchanges a text with all tasks of the stage by `allGather`, which takes a second; returns all texts by task."""
     from pyspark import BarrierTaskContext
 
     done = threading.Event()
@@ -226,8 +225,8 @@ def _gather(text: str, stage: dict[str, Any], number: int, driver: subprocess.Po
 
 
 def _end_if_stuck(driver: subprocess.Popen[bytes], folder: str, cancel: str, done: threading.Event) -> None:
-    """Ends this task, which waits for the others, if one of them does not end its agent."""
-    while not done.wait(DRIVER_LOOK):
+    """Exits this task, which waits for the others, if one of them does not end its agent in time."""
+    while not done.wait(DRIVER_POLL_INTERVAL):
         if driver.poll() is not None or cancel in os.listdir(folder):
             if not done.wait(RELAY_TIMEOUT):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -238,16 +237,16 @@ def _end_if_stuck(driver: subprocess.Popen[bytes], folder: str, cancel: str, don
 def _kill_on_request(
     agent: Any, driver: subprocess.Popen[bytes] | None, folder: str, name: str, ended: threading.Event
 ) -> None:
-    """Kills the agent when the driver asks for that, or has ended: then the whole stage is to end, and soon.
+    """Kills the agent when the driver requests it or has exited.
 
-    An agent that had an attempt is about to exit when all is over, and clears up; one that had none would wait on.
+    When the driver has written `OVER`, an agent gets time to exit by itself; one that had no attempt would wait on.
     """
-    looks = 0
-    while not ended.wait(DRIVER_LOOK):
-        looks += 1
+    polls = 0
+    while not ended.wait(DRIVER_POLL_INTERVAL):
+        polls += 1
         with contextlib.suppress(OSError):
             has_died = driver is not None and driver.poll() is not None
-            names = os.listdir(folder) if has_died or looks % LOOKS_PER_LISTING == 0 else []
+            names = os.listdir(folder) if has_died or polls % POLLS_PER_LISTING == 0 else []
             if OVER in names and ended.wait(DRIVER_EXIT_TIMEOUT):
                 return
             if has_died or not {name, OVER}.isdisjoint(names):
@@ -256,7 +255,7 @@ def _kill_on_request(
 
 
 def put(folder: str, name: str, text: str) -> None:
-    """Writes a file of the folder at once. Until then its name is none that anybody looks for, not even by a prefix."""
+    """Writes a file of the folder atomically, by a temporary name that matches no name or prefix of this module."""
     with open(os.path.join(folder, f".{os.getpid()}-{name}"), "w") as file:
         file.write(text)
     os.rename(file.name, os.path.join(folder, name))
@@ -267,7 +266,7 @@ def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> subprocess.P
     env = dict(os.environ)
     if stage["relays"]:
         stage["tasks"] = code
-        # Its credentials for the store are those of a rank.
+        # The driver uses the ranks' credentials for the store.
         env |= config["env"]
     path = os.path.join(code, "rankzero.zip")
     with open(path, "wb") as file:
@@ -282,23 +281,23 @@ def _start_driver(config: dict[str, Any], stage: dict[str, Any]) -> subprocess.P
             start_new_session=True,
         )
     holder = [os.getpid(), start_time(os.getpid())]
-    told = {**stage, "env": config["env"], "host": config["host"], "holder": holder}
+    settings = {**stage, "env": config["env"], "host": config["host"], "holder": holder}
     assert driver.stdin
     with contextlib.suppress(BrokenPipeError):
-        driver.stdin.write(json.dumps(told).encode() + b"\n")
+        driver.stdin.write(json.dumps(settings).encode() + b"\n")
         driver.stdin.flush()
     return driver
 
 
 def _open_log(stage: dict[str, Any]) -> IO[bytes]:
-    """What a driver writes: a file of the run directory; where that is on an object store, the executor's own log."""
+    """Opens the driver's log: a file of the run directory, or, for one on an object store, the executor's log."""
     if stage["relays"]:
         return os.fdopen(os.dup(sys.stderr.fileno()), "wb")
     return open(os.path.join(stage["directory"], "driver.log"), "ab")
 
 
 def _end_driver(driver: subprocess.Popen[bytes], config: dict[str, Any]) -> None:
-    """Waits for a driver that has said that all is over; one that has not is cut off."""
+    """Waits for the driver to exit, and kills it after `DRIVER_EXIT_TIMEOUT`."""
     assert driver.stdin
     with contextlib.suppress(OSError):
         driver.stdin.close()

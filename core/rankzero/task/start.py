@@ -1,7 +1,7 @@
-"""Two ways to start an agent: a fork of a warm server that has torch loaded, or a fresh interpreter.
+"""Starts an agent, either as a fork of a warm server that has torch loaded or as a fresh interpreter.
 
-Runs in Spark's Python worker or in the driver, where nothing of rankzero may be imported: this module is pickled by
-value, and uses the standard library only.
+Runs in Spark's Python worker or in the driver, where rankzero may not be importable: this module is pickled by value,
+and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ import time
 from typing import IO, Any
 
 LOCK_TIMEOUT = 3.0
-"""Seconds to wait for another task that starts the warm server."""
+"""Seconds to wait for another task that is starting a warm server."""
 
 ANSWER_TIMEOUT = 120.0
-"""Seconds for a warm server, which may be loading torch, to answer a request."""
+"""Seconds for a warm server, which may still import torch, to reply to a request."""
 
 ORPHAN_TIMEOUT = 7.0
-"""Seconds for an agent to die with its warm server, and for that to say how an agent ended."""
+"""Seconds for an agent to die with its warm server, and for the server to report an agent's exit status."""
 
 WARM_SERVERS = 2
-"""Warm servers of one owner that may wait for a run; a further one ends the one that was used least recently."""
+"""Most idle warm servers of one owner; a further one ends the least recently used one."""
 
 SHARED_WARM_SERVERS = 8
 """Warm servers that may wait for a run where `OWNER` names their owner: executors of many kinds share them."""
 
 SOCKET_PATH_LIMIT = 100
-"""Characters that the path of a Unix socket may have."""
+"""Most characters in the path of a Unix socket."""
 
 OWNER = "RANKZERO_WARM_OWNER"
-"""Variable with the id of the process whose warm server is used, instead of one of this executor's own."""
+"""Environment variable with the id of a process whose warm servers are used, instead of this executor's."""
 
 _LOCK_INTERVAL = 0.005
 _NEW = ".new"
 
-# Variables that torch and the libraries below it read while they are loaded; every other one is set after a fork.
-# Directories of caches are read when they are used, and many jobs have one for each run.
+# Variables that torch and the libraries below it read while they are imported; all others are set after a fork.
+# Cache directories are excluded: they are read when used, and many jobs set one for each run.
 _LOAD_TIME = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$|TRITON_CACHE_DIR$|TORCH_HOME$|XDG_CACHE_HOME$)"
     r"((LD_|MALLOC_|GLIBC_|PYTHON(?!_WORKER_)|OMP_|GOMP_|KMP_|MKL|OPENBLAS_|GOTO_|BLIS_|NUMEXPR_|NPY_|NUMPY_|TORCH|"
@@ -69,7 +69,7 @@ _HAS_GUARDS = hasattr(os, "pidfd_open") and sys.platform == "linux"
 
 
 class WarmAgent:
-    """An agent that a warm server forked: used like a `subprocess.Popen`."""
+    """An agent that a warm server forked, with the methods of `subprocess.Popen` that are needed."""
 
     def __init__(self, connection: socket.socket, stdin: IO[bytes], pid: int) -> None:
         self.pid = pid
@@ -81,13 +81,13 @@ class WarmAgent:
             self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, minus the signal's number if one ended it. Raises subprocess.TimeoutExpired."""
+        """Waits for the exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            if not self._await_word(timeout):
+            if not self._await_report(timeout):
                 raise subprocess.TimeoutExpired("agent", timeout or 0.0)
             try:
                 self._connection.settimeout(ORPHAN_TIMEOUT)
-                self.returncode = os.waitstatus_to_exitcode(_hear(self._connection)["status"])
+                self.returncode = os.waitstatus_to_exitcode(_receive(self._connection)["status"])
             except (OSError, ValueError):
                 # The server was killed, and the kernel kills the agent for it.
                 if self._pidfd is not None:
@@ -99,8 +99,8 @@ class WarmAgent:
                 self._pidfd = None
         return self.returncode
 
-    def _await_word(self, timeout: float | None) -> bool:
-        """True when the server reports how the agent ended, or does not although the agent has."""
+    def _await_report(self, timeout: float | None) -> bool:
+        """Waits until the server has replied, or the agent has exited without a reply; False at the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         watched = [self._connection.fileno(), *([self._pidfd] if self._pidfd is not None else [])]
         ready = _await_readable(watched, timeout)
@@ -110,16 +110,16 @@ class WarmAgent:
         return bool(_await_readable(watched[:1], left)) or deadline is None or time.monotonic() < deadline
 
     def kill(self) -> None:
-        """Sends SIGKILL, if it lives."""
+        """Sends SIGKILL to the agent if it is alive."""
         with contextlib.suppress(OSError, TypeError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # type: ignore[arg-type]
 
 
 class FreshAgent(subprocess.Popen[bytes]):
-    """An agent as a new interpreter; this is its guard (see `rankzero.host.guard`), where the system has one."""
+    """An agent in a new interpreter; the process is its guard (see `rankzero.host.guard`) where pidfds exist."""
 
     def kill(self) -> None:
-        """Has the guard kill the agent and all that it left."""
+        """Makes the guard kill the agent and all its descendants."""
         if _HAS_GUARDS:
             self.send_signal(signal.SIGQUIT)
             self.send_signal(signal.SIGCONT)
@@ -128,28 +128,28 @@ class FreshAgent(subprocess.Popen[bytes]):
 
 
 def start_fresh(code: str, log: int, env: dict[str, str]) -> FreshAgent:
-    """An agent as a new interpreter, which starts its workers as new interpreters."""
+    """Starts an agent in a new interpreter, which starts its workers in new interpreters."""
     command, env = _guarded([sys.executable, "-u", "-c", _BOOTSTRAP.format("agent.supervise"), code], code, env)
     return FreshAgent(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=env)
 
 
 def _guarded(command: list[str], code: str, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """A command below a guard, and its environment; unchanged where the system has no pidfds."""
+    """Returns a command that runs the given one below a guard, and its environment; unchanged without pidfds."""
     if not _HAS_GUARDS:
         return command, env
     return [sys.executable, "-S", "-c", _GUARD, code], {**env, "RANKZERO_GUARDED": json.dumps(command)}
 
 
 def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAgent | None:
-    """An agent forked by this executor's warm server, which is started if there is none.
+    """Has this executor's warm server fork an agent; starts the server if there is none.
 
     Returns:
-        None where that is not possible: the caller starts a fresh one.
+        The agent, or None where that is not possible: the caller then starts a fresh one.
     """
     if not (config["warm_start"] and hasattr(os, "pidfd_open") and sys.platform == "linux"):
         return None
     try:
-        # Kernels and sandboxes that do not have it say so now.
+        # Fails here on kernels and in sandboxes without pidfds.
         os.close(os.pidfd_open(os.getpid()))
         owner = _owner(config)
         loaded = config.get("loaded") or load_time({**env, **config["env"]})
@@ -157,30 +157,30 @@ def start_warm(config: dict[str, Any], log: int, env: dict[str, str]) -> WarmAge
         request = {"env": env, "title": f"task {config['task']}", **_surroundings()}
         request["end_timeout"] = config["grace"] + config["exit_timeout"]
         if connection := _connect(path):
-            # A server that has just ended by itself hangs up.
+            # A server that is just exiting closes the connection.
             with contextlib.suppress(ConnectionError):
-                return _ask(connection, request, log)
-        return _ask(_serve(path, config, owner, loaded), request, log)
+                return _request(connection, request, log)
+        return _request(_serve(path, config, owner, loaded), request, log)
     except Exception:
-        # No place for its socket, a torch that cannot be imported, no Linux as we know it: a fresh one says it better.
+        # Such as no directory for the socket, or a torch that fails to import: a fresh agent reports it better.
         return None
 
 
 def start_ahead(config: dict[str, Any]) -> None:
-    """Starts the warm server that agents will look for, so that it loads torch while their places are being made.
+    """Starts the warm server of later agents early, so that it imports torch while Spark starts their tasks.
 
     Args:
-        config: As for `start_warm`, with the ``owner`` of the server and what it is ``loaded`` with, on which this
-            process and the agents' holder would else not agree.
+        config: As for `start_warm`, with the server's ``owner`` and the environment that it is ``loaded`` with: this
+            process and the tasks would compute different ones.
     """
-    # Agents start one for themselves, or say what is missing.
+    # Agents start a server themselves if this fails, or report the reason.
     with contextlib.suppress(Exception):
         path = _socket_path(_key(config, _owner(config), config["loaded"]))
         (_connect(path) or _serve(path, config, _owner(config), config["loaded"])).close()
 
 
 def load_time(env: dict[str, str]) -> dict[str, str]:
-    """The variables that are read while libraries are loaded."""
+    """Returns the variables that are read while torch and the libraries below it are imported."""
     return {name: value for name, value in env.items() if _LOAD_TIME.fullmatch(name)}
 
 
@@ -189,7 +189,7 @@ def _owner(config: dict[str, Any]) -> int:
 
 
 def _surroundings() -> dict[str, Any]:
-    """What a started process has from its parent, and a fork of another process has not."""
+    """Returns what a child would inherit from this process, and a fork of the warm server does not."""
     with open("/proc/self/status") as file:
         mask = next(line.split()[1] for line in file if line.startswith("Umask:"))
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -201,7 +201,7 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _ask(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAgent:
+def _request(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAgent:
     read, write = os.pipe()
     stdin = open(write, "wb")
     try:
@@ -209,7 +209,7 @@ def _ask(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAg
         data = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(connection, [data], [read, log])
         connection.sendall(data[sent:])
-        return WarmAgent(connection, stdin, _hear(connection)["pid"])
+        return WarmAgent(connection, stdin, _receive(connection)["pid"])
     except BaseException:
         stdin.close()
         connection.close()
@@ -218,8 +218,8 @@ def _ask(connection: socket.socket, request: dict[str, Any], log: int) -> WarmAg
         os.close(read)
 
 
-def _hear(connection: socket.socket) -> dict[str, Any]:
-    """Receives one line of JSON, byte by byte: what follows belongs to the next call."""
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """Receives one line of JSON, byte by byte, since later bytes belong to the next call."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
@@ -231,7 +231,7 @@ def _hear(connection: socket.socket) -> dict[str, Any]:
 
 
 def _executor() -> int:
-    """The process with which everything on this executor ends: its JVM."""
+    """Returns the process id of this executor's JVM, with which all its processes end."""
     pid = os.getppid()
     while pid > 1:
         with open(f"/proc/{pid}/stat") as file:
@@ -243,13 +243,13 @@ def _executor() -> int:
 
 
 def start_time(pid: int) -> str:
-    """When a process was started, in the kernel's words: with its id that names it for good."""
+    """Returns the start time of a process in clock ticks; together with its id it is unique."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[19]
 
 
 def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
-    """Returns a name for everything on which the state of a warm server depends, which begins with its owner's id."""
+    """Returns a key of everything that the state of a warm server depends on, which begins with its owner's id."""
     places: list[list[Any]] = []
     for place in dict.fromkeys(sys.path):
         # Installing or removing a package changes the directory it is in.
@@ -270,7 +270,7 @@ def _key(config: dict[str, Any], owner: int, loaded: dict[str, str]) -> str:
 
 
 def _socket_path(key: str) -> str:
-    """The server's socket in a directory that is this user's alone. Raises OSError if that cannot be had."""
+    """Returns the path of the server's socket, in a private directory. Raises OSError if none can be made."""
     for temporary in (tempfile.gettempdir(), "/tmp"):
         base = os.path.join(temporary, f"rankzero-warm-{os.geteuid()}")
         path = os.path.join(base, f"{key}.socket")
@@ -298,7 +298,7 @@ def _connect(path: str) -> socket.socket | None:
 def _serve(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]) -> socket.socket:
     """Starts the server, unless another task was faster, and connects. Raises OSError."""
     base = os.path.dirname(path)
-    # One lock for all servers, which stays: who removes one that is held by somebody makes two of it.
+    # One lock file for all servers, never deleted: deleting it while it is held would let two processes lock.
     lock = os.open(os.path.join(base, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT
@@ -315,7 +315,7 @@ def _serve(path: str, config: dict[str, Any], owner: int, loaded: dict[str, str]
         os.close(lock)
     if connection := _connect(path):
         return connection
-    raise ConnectionError("the warm server ended at once")
+    raise ConnectionError("the warm server exited immediately")
 
 
 def _locks(descriptor: int) -> bool:
@@ -333,7 +333,7 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
         code = os.path.join(directory, "rankzero.zip")
         with open(code, "wb") as file:
             file.write(config["code_zip"])
-    # Its forks show their environment in the place that its own takes.
+    # The kernel shows the environment of its forks in the memory that its own environment takes.
     room = sum(len(name) + len(value) + 2 for name, value in {**os.environ, **config["env"]}.items())
     env = {**loaded, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RANKZERO_ROOM": "." * min(room + 8192, 100_000)}
     with (
@@ -341,7 +341,7 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
         open(os.path.join(directory, "log"), "wb") as log,
         open(os.path.join(directory, "alive"), "wb") as alive,
     ):
-        # Held by the server as long as it lives.
+        # The server keeps this lock until it exits.
         fcntl.flock(alive, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path + _NEW)
@@ -360,12 +360,12 @@ def _start_server(path: str, config: dict[str, Any], owner: int, loaded: dict[st
             pass_fds=[listener.fileno(), alive.fileno()],
             env=env,
         )
-    # Collects its exit status, should it end before this process does.
+    # Reaps the server, should it exit before this process does.
     threading.Thread(target=server.wait, name="rankzero-warm", daemon=True).start()
 
 
 def _dismiss_others(base: str, owner: int) -> None:
-    """Ends servers of this owner, so that one more makes as many as may wait; the caller holds the lock."""
+    """Ends this owner's least recently used servers to make room for one more; the caller has the lock."""
     limit = SHARED_WARM_SERVERS if os.environ.get(OWNER) else WARM_SERVERS
     used = {}
     for path in glob.glob(os.path.join(glob.escape(base), f"{owner}-*.socket")):
@@ -378,7 +378,7 @@ def _dismiss_others(base: str, owner: int) -> None:
 
 
 def _remove_dead(base: str) -> None:
-    """Removes the files of servers that were killed; the caller holds the lock."""
+    """Removes the files of servers that were killed; the caller has the lock."""
     for path in glob.glob(os.path.join(glob.escape(base), "*.socket")):
         if connection := _connect(path):
             connection.close()

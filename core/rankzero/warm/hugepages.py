@@ -1,7 +1,7 @@
-"""Gathers the memory of a process that is going to fork often in huge pages.
+"""Moves the memory of a process that forks often into huge pages.
 
-A fork copies the page tables of its parent, and takes its own down when it ends. With torch loaded that is fifty
-thousand entries; in huge pages it is some thousand. Standard library only: this module travels to executors.
+A fork copies the page tables of its parent, and frees its own when it exits. With torch loaded these are 50,000
+entries; with huge pages some 1,000. Standard library only: this module is shipped to executors.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Iterator
 
 HUGE_PAGE = 2 << 20
-"""Bytes. Where a system's huge pages are larger, it refuses to make one of these, and nothing is lost."""
+"""Bytes of a huge page. A system with larger ones rejects the request, and the memory stays unchanged."""
 
 DENSE = 0.9
-"""Share of a mapping that must be in memory already: to gather a sparse one would fill its holes."""
+"""Share of a mapping that must be resident: to collapse a sparse one would allocate its holes."""
 
-# linux/mman.h; since Linux 6.1. It does not ask what the system's settings are.
+# linux/mman.h; since Linux 6.1. It ignores the system's setting for huge pages.
 _MADV_COLLAPSE = 25
 
 _SETTING = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -27,13 +27,13 @@ _MAPPING = re.compile(_ANONYMOUS + r"\nSize: +(\d+) kB\n(?:.*\n){,4}?Rss: +(\d+)
 
 
 def gather(is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Collapses the dense private memory of this process; what the kernel refuses stays as it is.
+    """Collapses the dense private memory of this process into huge pages, except ranges that the kernel rejects.
 
     Args:
-        is_wanted: Asked before each range, which takes some milliseconds; the rest is left when it gives False.
+        is_wanted: Called before each range, which takes some milliseconds; stops when it returns False.
 
     Raises:
-        OSError: Not a Linux with huge pages.
+        OSError: the system is not a Linux with huge pages.
     """
     with open(_SETTING) as file:
         if "[never]" in file.read():
@@ -47,7 +47,7 @@ def gather(is_wanted: Callable[[], bool] = lambda: True) -> None:
 
 
 def _candidates() -> Iterator[int]:
-    """Addresses of ranges that a huge page would fit, in anonymous memory."""
+    """Yields the addresses of aligned ranges in dense anonymous memory that a huge page could replace."""
     with open("/proc/self/smaps", errors="replace") as file:
         described = file.read()
     for found in _MAPPING.finditer(described):

@@ -1,15 +1,14 @@
 """The warm server: a process with torch loaded that forks agents, which fork their workers.
 
-One for each executor (or local driver process) and each environment that matters when torch is loaded. It never
-runs user code, touches no GPU, and what a run does in its forks cannot come back here: so nothing leaks from one
-run into the next. It ends with its executor, after `IDLE_TIMEOUT` without a run, or when other environments have more
-recent servers of the same owner.
+There is one for each executor (or local driver process) and each set of variables that torch reads when it is imported.
+The server runs no user code and opens no GPU, and its forks cannot change it: so one run cannot affect the next. It
+exits with its executor, after `IDLE_TIMEOUT` without a run, or when its owner has more recently used servers.
 
     -> {"env": {...}, "directory": "...", ...}    with two descriptors: the agent's standard input, its log
-    -> {"dismissed": true}                    instead: it takes no further agents, and ends with those that it has
+    -> {"dismissed": true}                    instead: the server forks no further agents, and exits with its last one
     <- {"pid": 4711}
-    <- {"status": 0}                          of waitpid, when the agent has ended
-    end of file: whoever holds the agent has exited
+    <- {"status": 0}                          of waitpid, when the agent has exited
+    end of file: the task process of the agent has exited
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from rankzero.host.processes import process_start, settle_signals
 from rankzero.warm import hugepages
 
 IDLE_TIMEOUT = 300.0
-"""Seconds without an agent after which the server ends."""
+"""Seconds without an agent after which the server exits."""
 
 CHORE_AFTER = 0.5
-"""Seconds without a request after which it does what makes later ones cheaper: loads, gathers its memory."""
+"""Seconds without a request after which the server does chores that make later ones cheaper."""
 
 LOAD_AFTER = 5.0
 """Seconds after a request when it loads the rest although agents run: else each rank of a restart would load it."""
 
 OWNERLESS_MARGIN = 15.0
-"""Seconds beyond their grace after which agents are killed whose server has lost its owner."""
+"""Seconds, after their grace, until agents are killed whose server has lost its owner."""
 
 OWNER_INTERVAL = 0.5
-"""Seconds between two looks whether the owner lives, while something is imported."""
+"""Seconds between two polls whether the owner is alive, during an import."""
 
 REQUEST_TIMEOUT = 5.0
 """Seconds for a client to send its request once it has connected."""
@@ -84,33 +83,33 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Place:
-    """What a server has on the disk."""
+    """The directory and the socket file of a server."""
 
     def __init__(self, directory: str, path: str) -> None:
-        """Takes note of its socket.
+        """Records the inode of the socket file.
 
         Args:
-            directory: Its own, with its log.
-            path: Where its socket is.
+            directory: The server's own directory, with its log.
+            path: Path of its socket.
         """
         self._directory = directory
         self._path = path
         self._inode = _inode(path)
 
     def close(self) -> None:
-        """Removes the socket, so that nobody finds the server, unless another one has taken its place."""
+        """Removes the socket file, so that no client connects, unless another server has replaced it."""
         if self._inode is not None and self._inode == _inode(self._path):
             os.unlink(self._path)
         # The next socket may get the same number.
         self._inode = None
 
     def note_use(self) -> None:
-        """Marks the server as the one of its owner that was used last."""
+        """Marks the server as the most recently used one of its owner, by the time of its socket file."""
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
     def remove(self) -> None:
-        """Removes everything. Forks may have imported from there to the last."""
+        """Removes the socket file and the directory, once no fork can import from there."""
         self.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -119,12 +118,12 @@ class WarmServer:
     """Forks an agent for each connection."""
 
     def __init__(self, place: Place, listener: socket.socket, owner: int) -> None:
-        """Prepares the server.
+        """Registers the server's socket, its owner and its guard with the event loop.
 
         Args:
-            place: What it has on the disk.
-            listener: Its socket, listening.
-            owner: Descriptor of the process (a pidfd) with which the server ends.
+            place: The server's files.
+            listener: The listening socket.
+            owner: Pidfd of the process with which the server ends.
         """
         self._place = place
         self._listener = listener
@@ -150,9 +149,9 @@ class WarmServer:
         self._selector.register(woken, selectors.EVENT_READ, self._on_child)
 
     def run(self) -> None:
-        """Serves until the owner has exited, or nobody came for `IDLE_TIMEOUT`; never leaves before its agents.
+        """Serves until the owner has exited or no client connected for `IDLE_TIMEOUT`, and all agents have exited.
 
-        When the owner has exited, its agents get what their runs allow for an end, and `OWNERLESS_MARGIN`.
+        When the owner has exited, agents get the grace of their runs plus `OWNERLESS_MARGIN`.
         """
         while not (self._ending and not self._agents):
             events = self._selector.select(self._time_left())
@@ -163,7 +162,7 @@ class WarmServer:
                 try:
                     act()
                 except Exception:
-                    # Agents live and die with this process: nothing that one client or a chore does may end it.
+                    # All agents die with this process: an error of one client or a chore must not end it.
                     traceback.print_exc()
 
     def _time_left(self) -> float | None:
@@ -192,7 +191,7 @@ class WarmServer:
                 load(PRELOADED_LATER)
                 settle_dynamo()
         except Exception:
-            # Half of it would be in every fork.
+            # A half imported module would be in every fork.
             self.end()
             raise
         finally:
@@ -203,7 +202,7 @@ class WarmServer:
     def _gather(self) -> None:
         hugepages.gather(lambda: not self._selector.select(0))
         if self._selector.select(0):
-            # Somebody came meanwhile. What is gathered already costs next to nothing the next time.
+            # A client has connected meanwhile. Pages that are collapsed cost next to nothing the next time.
             self._chores.append(self._gather)
 
     def _on_owner_gone(self) -> None:
@@ -212,13 +211,13 @@ class WarmServer:
         self.end()
 
     def _on_guard_gone(self) -> None:
-        """Ends with everything below: if this process were killed next, no process would find what its ranks left."""
+        """Ends the server and all its descendants: without the guard, no process could find them later."""
         self._selector.unregister(self._guard)
         self._kill_at = time.monotonic()
         self.end()
 
     def end(self) -> None:
-        """From here on nobody finds this server; who had connected already sees the end of the connection."""
+        """Stops accepting connections; a client that has just connected sees the connection close."""
         if not self._ending:
             self._ending = True
             self._selector.unregister(self._listener)
@@ -245,7 +244,7 @@ class WarmServer:
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._on_end(ended))
 
     def _serve(self, connection: socket.socket) -> int | None:
-        """Returns the process id of the agent that was asked for; None if the server was dismissed instead."""
+        """Forks the requested agent and returns its process id; None if the request dismisses the server."""
         connection.settimeout(REQUEST_TIMEOUT)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
@@ -274,14 +273,14 @@ class WarmServer:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        # Nobody holds it if this fails: it reads the end of its standard input, and is reaped like the others.
+        # If the client is gone, the agent reads the end of its standard input, exits, and is reaped like the others.
         with contextlib.suppress(OSError):
             _tell(connection, {"pid": pid})
         self._bounds[pid] = float(request.get("end_timeout", 0.0))
         return pid
 
     def _on_holder(self, pid: int, connection: socket.socket) -> None:
-        """A client never sends anything again: this is its end. A stopped agent would not read it."""
+        """Wakes the agent of a client that has closed its connection, in case the agent is stopped."""
         if self._agents.get(pid) is connection:
             self._selector.unregister(connection)
             with contextlib.suppress(ProcessLookupError):
@@ -293,7 +292,7 @@ class WarmServer:
         self._collect()
 
     def _on_end(self, pidfd: int) -> None:
-        """Takes the end of an agent from the kernel, whatever becomes of SIGCHLD."""
+        """Reaps an agent when its pidfd reports the exit, even if SIGCHLD is not delivered."""
         self._selector.unregister(pidfd)
         os.close(pidfd)
         self._collect()
@@ -303,7 +302,8 @@ class WarmServer:
             self._bounds.pop(pid, None)
             if connection := self._agents.pop(pid, None):
                 self._idle_since = time.monotonic()
-                # What a killed agent left comes to this process; its holder learns of the end when that has exited too.
+                # Descendants of a killed agent are re-parented to this process; they are killed before the exit status
+                # is sent.
                 descendants.kill_all(but=set(self._agents))
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(connection)
@@ -313,11 +313,11 @@ class WarmServer:
 
 
 def load(names: tuple[str, ...]) -> None:
-    """Imports modules, which forks share.
+    """Imports modules that the forks share.
 
-    The user's own directories are not searched, unless torch itself is there.
+    Directories of the user's ``PYTHONPATH`` are not searched, unless torch itself is there.
     """
-    # To look for cycles in what stays anyway took a tenth of the time.
+    # Garbage collection during the imports took a tenth of the time.
     gc.disable()
     path = sys.path
     own = set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -336,31 +336,31 @@ def load(names: tuple[str, ...]) -> None:
 
 
 def settle_dynamo() -> None:
-    """Does once what torch._dynamo would do in every fork, though nobody has compiled anything there."""
+    """Does once the work that torch._dynamo would do in every fork, even if the fork compiles nothing."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if clear := getattr(rules, "clear_lru_cache", None):
-        # As init_process_group does: what it had looked up while it was imported may be wrong.
+        # init_process_group does it, too: results that were cached during the import may be wrong.
         clear()
     utils: Any = sys.modules.get("torch._dynamo.utils")
     dump, log = getattr(utils, "dump_compile_times", None), getattr(utils, "log", None)
     if dump and isinstance(log, logging.Logger):
-        # At exit it formats a table, and then looks whether somebody logs it.
+        # Its exit handler formats a table before it checks whether the log level shows it.
         atexit.unregister(dump)
         atexit.register(lambda: dump() if log.isEnabledFor(logging.INFO) else None)
 
 
 @contextlib.contextmanager
 def ending_with(owner: int, place: Place) -> Iterator[None]:
-    """Meanwhile this process ends when its owner (a pidfd) does: an import may take long, and runs no loop."""
+    """Exits this process during the block if its owner (a pidfd) exits: an import may take long, and runs no loop."""
 
-    def look(*_: object) -> None:
+    def exit_without_owner(*_: object) -> None:
         if select.select([owner], [], [], 0)[0]:
             try:
                 place.remove()
             finally:
                 os._exit(1)
 
-    signal.signal(signal.SIGALRM, look)
+    signal.signal(signal.SIGALRM, exit_without_owner)
     signal.setitimer(signal.ITIMER_REAL, OWNER_INTERVAL, OWNER_INTERVAL)
     try:
         yield
@@ -380,7 +380,7 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg", "/dev/accel"
 
 
 def touches_gpu() -> bool:
-    """True if something here has opened a GPU: its forks could not use it any more."""
+    """Returns True if this process has opened a GPU, which its forks then cannot use."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_DEVICES):
@@ -389,22 +389,22 @@ def touches_gpu() -> bool:
 
 
 def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Sends one line of JSON, which `rankzero.task.start` waits for."""
+    """Sends one line of JSON to the client (`rankzero.task.start`)."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def main() -> None:
-    """Entry point of the server.
+    """Entry point of the server process.
 
-    Arguments: its own directory, the path of its socket, descriptors of that socket and of a lock that shows that it
-    lives, process id and start time of its owner.
+    Its arguments: its directory, the path of its socket, the descriptors of that socket and of a lock that it keeps
+    until it exits, the process id and the start time of its owner.
     """
     directory, path, listener, _, owner, started = sys.argv[1:]
     settle_signals()
     descendants.become_subreaper()
     watched = os.pidfd_open(int(owner))
     if process_start(int(owner)) != started:
-        raise SystemExit("whoever started this server has exited")
+        raise SystemExit("the process that started this server has exited")
     place = Place(directory, path)
     with ending_with(watched, place):
         load(PRELOADED)
@@ -414,5 +414,5 @@ def main() -> None:
         server.run()
     server.end()
     place.remove()
-    # What the libraries would undo now is switched off, and they would complain (see `forked.prepare`).
+    # Skips exit handlers: `forked.prepare` has switched off what the libraries would undo, and they would complain.
     os._exit(0)
