@@ -110,7 +110,7 @@ class Ending:
                 rank.tell({"type": "end"})
 
     def await_exits(self) -> None:
-        """Lets all ranks (each has finished) run their exit handlers and exit; an earlier `stop` keeps its grace."""
+        """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
         for rank in self._ranks:
             rank.tell({"type": "end"})
         self.has_begun = True

@@ -261,7 +261,7 @@ class Agent:
             rank.tell({**common, "context": context, "env": env, "ports": self._config["ports"]})
 
     def _interfaces(self) -> dict[str, str]:
-        """Returns the variables that select the network interface of gloo and NCCL, without those that the user set."""
+        """Returns the variables that select the network interface of gloo and NCCL, except those the user set."""
         chosen = {**os.environ, **self._config["env"]}
         found = network.socket_environment(self._config["host"])
         return {name: value for name, value in found.items() if name not in chosen}

@@ -1,4 +1,4 @@
-"""How many cores this process may use: by its affinity, and by the quotas of its control groups, as of a container."""
+"""Counts the cores that this process may use, by its affinity and the quotas of its control groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MOUNT = "/sys/fs/cgroup"
 
 
 def available_cores() -> int:
-    """Cores that this process may use; of a quota of 2.5 cores three, as a JVM counts."""
+    """Returns the number of cores that this process may use; a quota of 2.5 cores counts as three, as in a JVM."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([affinity, *_quotas()])
 
 
 def _quotas() -> Iterator[int]:
-    """Those that count for this process: of its own control group, and of those above that it sees."""
+    """Yields the quotas, in cores, of this process's control group and of its visible parents."""
     for folder in _folders():
         with contextlib.suppress(OSError, ValueError):
             quota, period = _limit(folder)
@@ -33,7 +33,7 @@ def _folders() -> Iterator[str]:
             if controllers and "cpu" not in controllers.split(","):
                 continue
             root = os.path.join(MOUNT, "cpu") if controllers else MOUNT
-            # In a container the path may be the host's, and what is mounted the container's own: its root counts too.
+            # In a container the path may be the host's while the container's own group is mounted: read its root, too.
             while path.strip("/"):
                 yield root + path
                 path = os.path.dirname(path)
@@ -41,11 +41,11 @@ def _folders() -> Iterator[str]:
 
 
 def _limit(folder: str) -> tuple[int, int]:
-    """Microseconds of a quota and its period, by the second version of control groups, else the first.
+    """Returns the microseconds of a quota and its period, from control groups of version 2, else version 1.
 
     Raises:
-        OSError: there is no such group.
-        ValueError: it has no quota.
+        OSError: the group does not exist.
+        ValueError: the group has no quota.
     """
     if os.path.exists(unified := os.path.join(folder, "cpu.max")):
         allowed, each = _read(unified).split()

@@ -1,7 +1,7 @@
-"""Finding and ending every process below this one.
+"""Finds and ends all descendants of this process.
 
-The agent makes itself a child subreaper (Linux), so a grandchild whose parent died, even one
-that started its own session, comes back to the agent and is found here.
+The agent makes itself a child subreaper (Linux): a grandchild whose parent died, even one in its own session, is
+re-parented to the agent and found here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 KILL_TIMEOUT = 5.0
-"""Seconds after which a process that SIGKILL did not end (stuck in the kernel) is given up."""
+"""Seconds to wait for a process to exit after SIGKILL; one that is stuck in the kernel does not."""
 
 CLEANERS_TIMEOUT = 1.0
-"""Seconds for processes that remove shared memory which killed ranks left."""
+"""Seconds for processes to remove the shared memory of killed ranks."""
 
 _REAP_INTERVAL = 0.01
 
@@ -40,26 +40,30 @@ def _libc() -> Any:
 
 
 def become_subreaper() -> None:
-    """Orphans below this process are re-parented to it. Linux; elsewhere a no-op."""
+    """Makes the kernel re-parent orphaned descendants to this process. Linux; elsewhere a no-op."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_on_parent_death(number: signal.Signals) -> None:
-    """Has the kernel send a signal to this process when its parent dies. Linux; elsewhere a no-op."""
+    """Makes the kernel send a signal to this process when its parent dies. Linux; elsewhere a no-op."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent dies. Linux; elsewhere a no-op."""
+    """Makes the kernel kill this process when its parent dies (Linux); exits if the parent has died already.
+
+    Args:
+        parent: The expected process id of the parent.
+    """
     signal_on_parent_death(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def find(but: Collection[int] = ()) -> list[int]:
-    """Process ids of all descendants of this process, without some children of it and what is below them.
+    """Returns the process ids of all descendants of this process, except the children ``but`` and their descendants.
 
-    Without /proc (macOS) they are those that ``ps`` lists, without those whose parent has exited (see `kill_all`).
+    Without /proc (macOS), ``ps`` lists them; descendants whose parent has exited are then missing (see `kill_all`).
     """
     parents = _parents() if os.path.isdir("/proc/self") else _listed_parents()
     family = {os.getpid()}
@@ -71,7 +75,7 @@ def find(but: Collection[int] = ()) -> list[int]:
 
 
 def _parents() -> dict[int, int]:
-    """The parent of every live process."""
+    """Returns the parent of each live process, read from /proc."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -84,7 +88,7 @@ def _parents() -> dict[int, int]:
 
 
 def _listed_parents() -> dict[int, int]:
-    """The same, by POSIX's own means."""
+    """Returns the parent of each live process, as POSIX's ``ps`` lists them."""
     columns = ["-o", "pid=", "-o", "ppid=", "-o", "state="]
     try:
         listing = subprocess.Popen(["ps", "-A", *columns], stdout=subprocess.PIPE, text=True)
@@ -97,13 +101,15 @@ def _listed_parents() -> dict[int, int]:
 
 
 def kill_all(but: Collection[int] = (), groups: Collection[int] = ()) -> None:
-    """SIGKILL for every descendant, until none is left, apart from the children ``but`` and what is below them.
+    """Kills all descendants, except the children ``but`` and their descendants, until none is left.
 
-    Processes that clean up after others (Python's resource tracker, torch's shared memory manager) come last and
-    get `CLEANERS_TIMEOUT` to do it: they end by themselves when their clients have. Gives up after `KILL_TIMEOUT`:
-    only a process stuck in the kernel survives that.
+    Processes that clean up after others (Python's resource tracker, torch's shared memory manager) exit by themselves
+    after their clients: they are killed after `CLEANERS_TIMEOUT`. Gives up after `KILL_TIMEOUT`, which only a process
+    stuck in the kernel survives.
 
-    Where orphans do not come to this process (macOS), the process groups of its children end, too: ``groups``.
+    Args:
+        but: Children to leave alive.
+        groups: Process groups of children, killed as a whole where orphans are not re-parented to this process (macOS).
     """
     if not os.path.isdir("/proc/self"):
         for leader in groups:
@@ -116,8 +122,8 @@ def kill_all(but: Collection[int] = (), groups: Collection[int] = ()) -> None:
         family = find(but)
         if but and not family:
             return
-        patience = time.monotonic() < start + CLEANERS_TIMEOUT
-        cleaners = {pid for pid in family if patience and _is_cleaner(pid)}
+        spares_cleaners = time.monotonic() < start + CLEANERS_TIMEOUT
+        cleaners = {pid for pid in family if spares_cleaners and _is_cleaner(pid)}
         for pid in family:
             if pid not in cleaners:
                 with contextlib.suppress(OSError):
@@ -133,14 +139,14 @@ def _is_cleaner(pid: int) -> bool:
 
 
 def ended_children() -> Iterator[tuple[int, int]]:
-    """Collects the children that have ended: process id and status, as of waitpid. Never waits."""
+    """Reaps the children that have exited: yields process id and status, as waitpid returns them. Never blocks."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             yield ended
 
 
 def _reap() -> bool:
-    """Collects ended children; True while there are live ones."""
+    """Reaps exited children; returns True while there are live ones."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

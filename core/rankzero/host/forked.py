@@ -1,8 +1,8 @@
-"""A forked process that looks and behaves as if it had been started: what `subprocess.Popen` does, without exec.
+"""Forks a process that behaves as if it had been started: `subprocess.Popen` without exec.
 
-The forking process has torch loaded; that is what a fork saves. Everything else that one process could inherit from
-another by accident is put right here: descriptors, signals, session, environment, working directory, and, where the
-user's code is to run, what the interpreter and the libraries remember (`forget`).
+The forking process has imported torch, which saves each fork the import. Everything else that a fork inherits by
+accident is reset here: descriptors, signals, session, environment, working directory. Before user code runs, state of
+the interpreter and the libraries is reset, too (`forget`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rankzero.host.descendants import die_with_parent
 from rankzero.host.processes import settle_signals
 
 ROOM = "RANKZERO_ROOM"
-"""Variable that only reserves space in a warm server's environment: its forks show theirs there."""
+"""Environment variable that reserves space in a warm server's environment, where its forks show theirs."""
 
 _zips: dict[str, object] = {}
-"""Archives on the search path whose index was read, and what they looked like then."""
+"""Fingerprints of the archives on the search path at the time that their index was read."""
 
 _finalize: Any = weakref.finalize
 
@@ -47,24 +47,24 @@ def fork(
     keep: Sequence[int] = (),
     surroundings: Mapping[str, Any] | None = None,
 ) -> int:
-    """Forks a child that runs ``main`` in a session of its own and leaves; it dies with this process.
+    """Forks a child that runs ``main`` in its own session and exits; the kernel kills it when this process dies.
 
     Args:
-        main: What the child does. Its SystemExit and other exceptions become the exit code, as in a script.
-        title: The child's command line, for people who look at a process list.
+        main: The child's main function. SystemExit and other exceptions become the exit code, as in a script.
+        title: The child's command line, as process lists show it.
         env: The child's whole environment.
-        stdio: Descriptors that become its standard input, output and error.
-        keep: Descriptors that stay open in it, under their numbers.
-        surroundings: Its working ``directory``, ``umask``, resource ``limits`` and ``cores``; None keeps this one's.
+        stdio: Descriptors that become the child's standard input, output and error.
+        keep: Descriptors that stay open in the child, under the same numbers.
+        surroundings: The child's working ``directory``, ``umask``, resource ``limits`` and ``cores``; None inherits.
 
     Returns:
         The child's process id.
     """
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
-        # Else both write what waits there.
+        # Else both processes write the buffered text.
         stream.flush()
-    # A signal that comes to the child before it is one would be taken by the parent's handlers.
+    # A signal that arrives in the child before its handlers are reset would run the parent's handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with warnings.catch_warnings():
         # Python 3.12 warns of threads; OpenBLAS stops its own for the fork.
@@ -73,7 +73,7 @@ def fork(
     if child:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return child
-    # Nothing of the parent's may be collected here: its files and sockets would close descriptors of ours.
+    # No object of the parent may be freed here: its files and sockets would close descriptors of this process.
     gc.freeze()
     code = 1
     try:
@@ -126,7 +126,7 @@ def _take_descriptors(stdio: tuple[int, int, int], keep: Sequence[int]) -> None:
 
 
 def _set_environment(env: Mapping[str, str]) -> None:
-    """Touches what differs: every page that a fork writes to has to be copied."""
+    """Sets only the variables that differ, since every page that a fork writes to is copied."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     for name, value in env.items():
@@ -139,13 +139,13 @@ def _move_to(surroundings: Mapping[str, Any]) -> None:
     os.umask(surroundings["umask"])
     os.sched_setaffinity(0, surroundings["cores"])
     for name, limit in surroundings["limits"].items():
-        # Lower ones only, unless this user may do more.
+        # An unprivileged user can only lower them.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             resource.setrlimit(getattr(resource, name), tuple(limit))
 
 
 def forget() -> None:
-    """Renews what would be another value in a process that had been started, before the user's code can see it."""
+    """Resets the state that a started process would not share with others, before user code runs."""
     _forget_search_path()
     compiler: Any = sys.modules.get("torch._dynamo.config")
     if compiler:
@@ -153,7 +153,7 @@ def forget() -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["-c"]
     tempfile.tempdir = None
-    # Python's own generator seeds itself anew at a fork.
+    # Python reseeds its own generator at a fork.
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
     if torch := sys.modules.get("torch"):
@@ -163,56 +163,56 @@ def forget() -> None:
 
 
 def _run_finalizers() -> None:
-    # True once there is a new one.
+    # The flag is set when a finalizer is created.
     if _finalize._dirty:
         _finalize._exitfunc()
 
 
 def prepare() -> None:
-    """Readies this process for its forks: they share what is there, and do not go through it one by one.
+    """Prepares this process for its forks, so that each fork has less to reset.
 
-    Notes which archives it has searched, so that nobody need read their indexes again; drops what is known of
-    directories, a listing for each package of torch, which every fork would have to drop.
+    Records the archives whose index was read, so that forks need not read them again. Drops the cached listings of
+    directories, one for each package of torch, which every fork would have to drop.
     """
     importers = _zip_importers()
     for archive in importers.values():
-        _zips.setdefault(archive, _look_of(archive))
+        _zips.setdefault(archive, _fingerprint(archive))
     for place in sys.path_importer_cache.keys() - importers.keys():
         del sys.path_importer_cache[place]
-    # What the libraries would undo at their process's end is not the forks' to undo.
+    # Finalizers of the libraries belong to this process, and must not run at the exit of a fork.
     for finalizer in list(getattr(_finalize, "_registry", ())):
         finalizer.atexit = False
     if getattr(_finalize, "_registered_with_atexit", False):
-        # Nor to go through, unless they make one of their own.
+        # A fork walks the finalizers at its exit only if it has created one.
         for handler in (_finalize._exitfunc, _run_finalizers):
             atexit.unregister(handler)
         atexit.register(_run_finalizers)
         _finalize._dirty = False
-    # The C library keeps variables that were there from the beginning where `_show` writes.
+    # The C library keeps the initial variables in the memory that `_show` overwrites; setting each one moves it.
     for name, value in os.environ.items():
         os.environ[name] = value
 
 
 def _forget_search_path() -> None:
-    """A zip or a directory on the search path may have changed since it was looked at.
+    """Invalidates the import caches of directories and zips on the search path, except those of unchanged zips.
 
-    Python would read the index of every zip at once: a tenth of a second for Spark's own, of which nothing changed.
+    Python would read the index of every zip again, which takes 0.1 s for Spark's own.
     """
     unchanged = {}
     for place, archive in _zip_importers().items():
-        if archive in _zips and _zips[archive] == _look_of(archive) is not None:
+        if archive in _zips and _zips[archive] == _fingerprint(archive) is not None:
             unchanged[place] = sys.path_importer_cache.pop(place)
     importlib.invalidate_caches()
     sys.path_importer_cache.update(unchanged)
 
 
 def _zip_importers() -> dict[str, str]:
-    """Places on the search path, and below it, that lie in a zip; and which."""
+    """Returns the cached entries of the search path that are in a zip, with the path of the zip."""
     found = sys.path_importer_cache.items()
     return {place: finder.archive for place, finder in found if isinstance(finder, zipimport.zipimporter)}
 
 
-def _look_of(archive: str) -> object:
+def _fingerprint(archive: str) -> object:
     try:
         found = os.stat(archive)
     except OSError:
@@ -221,10 +221,10 @@ def _look_of(archive: str) -> object:
 
 
 def _show(title: str, env: Mapping[str, str]) -> None:
-    """Writes title and environment to where the kernel shows them: /proc/PID/cmdline and environ.
+    """Writes title and environment to the memory that the kernel shows as /proc/PID/cmdline and environ.
 
-    People, and tools that look for the processes of a job, see what they would see of a started process. The C
-    library does not use that memory any more: `prepare` set every variable anew.
+    People, and tools that search for the processes of a job, see the same as for a started process. The C library no
+    longer uses that memory, since `prepare` has set every variable again.
     """
     import ctypes
 

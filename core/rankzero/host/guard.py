@@ -1,9 +1,9 @@
-"""The guard: a small process above an agent or a warm server, in which whatever that leaves comes together.
+"""The guard: a small parent process of an agent or a warm server, which kills the descendants of one that was killed.
 
-Children of a rank that have cleared their environment, started sessions of their own and lost their parents are found
-by nothing but the kernel: orphans go to the nearest subreaper above them. An agent is one, and a killed agent is none.
-The caller must not become one, since it is not rankzero's process. So the guard does: it starts the agent, waits for
-its end, and then ends everything below itself. A guard that is killed itself is noticed by its agent, which ends.
+Children of a rank that have cleared their environment, started their own sessions and lost their parents can only be
+found by the kernel, which re-parents orphans to the nearest subreaper above them. An agent is a subreaper, until it is
+killed. The caller's process must not become one, since it is not rankzero's. So the guard does: it starts the agent,
+waits for its exit, and then kills all its own descendants. If the guard itself is killed, its agent notices and ends.
 
 Standard library only; Linux. Elsewhere agents start without a guard.
 """
@@ -21,17 +21,17 @@ from rankzero.host import descendants
 from rankzero.host.processes import settle_signals
 
 COMMAND = "RANKZERO_GUARDED"
-"""Variable with the command line that the guard starts, as JSON: not among its own arguments, where people and tests
-would take it for the command itself."""
+"""Environment variable with the command line that the guard starts, as JSON. Among the guard's arguments, people and
+tests would take the guard for the command itself."""
 
 GUARD = "RANKZERO_GUARD"
-"""Variable that tells a process the id of its guard."""
+"""Environment variable with the process id of a process's guard."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def watch() -> int | None:
-    """Returns a descriptor that can be read when this process's guard has ended; None if it has none."""
+    """Returns a descriptor that becomes readable when this process's guard has exited; None if it has no guard."""
     guard = os.environ.pop(GUARD, "")
     if not guard:
         return None
@@ -41,14 +41,14 @@ def watch() -> int | None:
 
 
 def main() -> None:
-    """Starts the command of `COMMAND`, waits for its end, and ends all that it left."""
+    """Starts the command in `COMMAND`, waits for its exit, and kills its remaining descendants."""
     settle_signals()
     command: list[str] = json.loads(os.environ.pop(COMMAND))
     holder = os.getppid()
     try:
         os.close(os.pidfd_open(holder))
     except OSError:
-        # A sandbox or an old kernel, or no holder any more.
+        # A sandbox or an old kernel, or the parent has exited.
         os.execv(command[0], command)
     descendants.become_subreaper()
     guard = os.getpid()
@@ -56,18 +56,18 @@ def main() -> None:
     if child == 0:
         os.setsid()
         os.execve(command[0], command, {**os.environ, GUARD: str(guard)})
-    _let_go()
+    _close_descriptors()
     for number in _PASSED_ON:
         signal.signal(number, lambda received, _: _send(child, received))
-    # Asked for by the holder. SIGKILL to this process would leave the rest to the child, which may be stuck.
+    # Sent by the task process instead of SIGKILL, after which only the child, which may be stuck, could clean up.
     signal.signal(signal.SIGQUIT, lambda *_: _send(child, signal.SIGKILL))
     status = _await_end(child, holder)
     descendants.kill_all()
     _end_alike(status)
 
 
-def _let_go() -> None:
-    """Closes what the child has: its input, its socket, its lock. Only the child's own end must be seen there."""
+def _close_descriptors() -> None:
+    """Closes this process's copies of the child's input, sockets and locks, so that they close when the child exits."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -75,7 +75,7 @@ def _let_go() -> None:
 
 
 def _await_end(child: int, holder: int) -> int:
-    """Returns the child's status, and wakes a stopped child when the process has ended that holds it."""
+    """Waits for the child's exit status; wakes a stopped child when the task process has exited."""
     poll = select.poll()
     ended = os.pidfd_open(child)
     poll.register(ended, select.POLLIN)
@@ -98,7 +98,7 @@ def _send(child: int, number: int) -> None:
 
 
 def _end_alike(status: int) -> None:
-    """Ends as the child has, for the holder, which sees this process alone."""
+    """Exits like the child, with its code or by its signal, for the task process, which sees only the guard."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,6 +1,6 @@
-"""Which interface carries an address of this host, and which of several addresses answers.
+"""Finds the network interface of an address of this host, and the first reachable one of several addresses.
 
-Standard library only: this module travels to executors.
+Standard library only: this module is shipped to executors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 HEAD_START = 0.25
-"""Seconds by which a host is tried before the next one, so that the order is a preference."""
+"""Seconds by which a host is tried before the next one, so that earlier ones are preferred."""
 
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -31,7 +31,7 @@ _IFCONF_SIZE = 1 << 16
 
 
 class _Assigned(NamedTuple):
-    """An address of this host. ``label`` is the name that C's ``getifaddrs`` has for its interface: ``eth0:1``."""
+    """An address of this host. ``label`` is its interface's name as C's ``getifaddrs`` returns it: ``eth0:1``."""
 
     address: _IPAddress
     label: str
@@ -42,10 +42,10 @@ class _Assigned(NamedTuple):
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface of this machine that carries an address.
+    """Returns the name of this machine's network interface that has an address.
 
     Args:
-        host: A name, or an IPv4 or IPv6 address (brackets allowed). A name is looked up, which may wait.
+        host: A name, or an IPv4 or IPv6 address (brackets allowed). A name is resolved, which may block.
 
     Returns:
         The interface's name; None if no interface has the address (NAT, a service's address), the
@@ -60,13 +60,13 @@ def interface_of(host: str) -> str | None:
 
 
 def socket_environment(host: str) -> dict[str, str]:
-    """The variables that make gloo and NCCL use the interface of an address of this machine.
+    """Returns the variables that make gloo and NCCL use the interface of an address of this machine.
 
     Without them gloo uses what the host name resolves to, which may be a loopback address, and
     NCCL the first interface of its own order.
 
     Args:
-        host: As for `interface_of`: the address under which the other hosts reach this one.
+        host: The name or address under which the other hosts reach this one.
 
     Returns:
         ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``; empty if the interface is not known.
@@ -75,18 +75,18 @@ def socket_environment(host: str) -> dict[str, str]:
     if found is None:
         return {}
     name, label = found
-    # NCCL: "=" asks for exactly this name; without it, for every name that begins so. Both libraries
-    # see labels ("eth0:1"), but NCCL reads what follows a colon as a port.
+    # NCCL: with "=" the name must be equal, without it the value is a prefix. Both libraries
+    # list labels ("eth0:1"), but NCCL parses the text after a colon as a port.
     return {"GLOO_SOCKET_IFNAME": label, "NCCL_SOCKET_IFNAME": f"={name}" if label == name else name}
 
 
 def without_brackets(host: str) -> str:
-    """A host as the resolver takes it: Spark writes an IPv6 address as a URL has it, ``[::1]``."""
+    """Returns a host as resolvers accept it, since Spark writes an IPv6 address in brackets: ``[::1]``."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def addresses_of(host: str) -> list[str]:
-    """What a host's name stands for here; the host itself if it is an address, or stands for nothing."""
+    """Resolves a host's name to its addresses; returns the host itself if it is an address or cannot be resolved."""
     try:
         infos = socket.getaddrinfo(without_brackets(host), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -95,7 +95,7 @@ def addresses_of(host: str) -> list[str]:
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this host under which others may reach it, as far as the kernel lists them."""
+    """Returns this host's addresses, without loopback and link-local ones, as far as the kernel lists them."""
     if not sys.platform.startswith("linux"):
         return addresses_of(socket.gethostname())
     try:
@@ -106,28 +106,28 @@ def own_addresses() -> list[str]:
 
 
 def bind_address(host: str) -> str:
-    """Where to listen for those who connect to an address or name of this machine: all its addresses, or loopback."""
+    """Returns the address to bind for a server under a name of this machine: all addresses, or only loopback."""
     if is_loopback(host):
         return host
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address or name that means this host on every host."""
+    """Returns True for a loopback address or name, which means another machine on each host."""
     host = without_brackets(host)
     return host.startswith("127.") or host in ("::1", "localhost")
 
 
 def first_reachable(hosts: Sequence[str], port: int, timeout: float) -> str | None:
-    """The first of several hosts that accepts a TCP connection; the connection is closed at once.
+    """Returns the first of several hosts that accepts a TCP connection, which is closed immediately.
 
     Args:
-        hosts: Names or addresses, the preferred one first. Each has a short start before the next.
+        hosts: Names or addresses, the preferred one first. Each is tried shortly before the next.
         port: The TCP port.
-        timeout: Seconds for all together, name lookups included, also when a lookup hangs.
+        timeout: Seconds for all together, including name resolution, even when that hangs.
 
     Returns:
-        The host as it was given, or None if none accepted in time.
+        The entry of ``hosts``, or None if none accepted in time.
     """
     deadline = time.monotonic() + timeout
     head_start = min(HEAD_START, timeout / (2 * len(hosts))) if hosts else 0.0
@@ -174,7 +174,7 @@ def _accepts(host: str, port: int, deadline: float) -> bool:
 
 
 def _find(host: str) -> tuple[str, str] | None:
-    """Name and label of the interface that carries an address."""
+    """Returns the name and label of the interface that has an address."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -190,7 +190,7 @@ def _matches(infos: Iterable[tuple[Any, ...]], assigned: list[_Assigned]) -> Ite
         address = _plain(str(sockaddr[0]))
         scope = int(sockaddr[3]) if family == socket.AF_INET6 and len(sockaddr) == 4 else 0
         for candidate in assigned:
-            # All of 127.0.0.0/8 is this host, though the interface shows one address of it.
+            # All of 127.0.0.0/8 is this host, although the interface lists only one address of it.
             loopback = address.is_loopback and candidate.address.is_loopback
             is_same = loopback or candidate.address == address
             if is_same and (not scope or scope == socket.if_nametoindex(candidate.interface)):
@@ -204,10 +204,10 @@ def _plain(text: str) -> _IPAddress:
 
 
 def _assigned() -> Iterator[_Assigned]:
-    """Every address of every interface, as the kernel lists them.
+    """Yields the addresses of all interfaces, as the kernel lists them.
 
-    Not by the package ifaddr, which would save ten of these lines: importing it takes 40 ms and starts ldconfig, and
-    where that does not help gcc, in a process that collects its children itself. Nor by rtnetlink(7): 60 lines.
+    The package ifaddr is not used: its import takes 40 ms and starts ldconfig or gcc, in a process that reaps its
+    children itself. rtnetlink(7) would take 60 lines.
     """
     buffer = array.array("B", bytes(_IFCONF_SIZE))
     request = _IFCONF.pack(_IFCONF_SIZE, buffer.buffer_info()[0])
@@ -215,7 +215,7 @@ def _assigned() -> Iterator[_Assigned]:
         used, _ = _IFCONF.unpack(fcntl.ioctl(kernel, _SIOCGIFCONF, request))
     for label, address in _IFREQ.iter_unpack(buffer[:used].tobytes()):
         yield _Assigned(ipaddress.IPv4Address(address), label.partition(b"\0")[0].decode())
-    # Not there if IPv6 is switched off.
+    # The file does not exist if IPv6 is switched off.
     with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6") as table:
         for line in table:
             raw, *_, label = line.split()
@@ -223,7 +223,7 @@ def _assigned() -> Iterator[_Assigned]:
 
 
 def address_towards(hosts: Sequence[str], port: int) -> str | None:
-    """The address of this host from which packets to the first of the hosts that has a name would leave."""
+    """Returns this host's source address for packets to the first of the hosts that can be resolved and routed to."""
     for host in hosts:
         with contextlib.suppress(OSError):
             for family, kind, *_, address in socket.getaddrinfo(without_brackets(host), port, type=socket.SOCK_DGRAM):

@@ -1,6 +1,6 @@
-"""Processes of this machine: does one live, and what may this one have open.
+"""Processes of this machine: their identity, whether they are alive, their signals and limits.
 
-Whether it lives is the first question about a driver; the heartbeat answers for other hosts.
+Whether a driver is alive is decided by its process on the same host, and by its heartbeat on other hosts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _USER = 11  # utime and stime are fields 14 and 15.
 STOPPED = frozenset("tT")
 
 OPEN_FILES = 1 << 16
-"""Open files that a process of a run may have, where the system lets it: some libraries count through all of them, so
-not the billion that some containers allow."""
+"""Limit of open files of a run's processes, where the system allows it. Some containers allow a billion, which is too
+many for libraries that iterate over all possible descriptors."""
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files, for itself and what it starts, as far as it may.
+    """Raises the limit of open files of this process and its later children to `OPEN_FILES`, as far as permitted.
 
-    Shells give 1,024: too few for the connections of a thousand agents, and for tensors that data loaders share.
+    A shell's default of 1,024 is too low for the connections of 1,000 agents, and for tensors that data loaders share.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
@@ -64,7 +64,7 @@ def fork_safe(lock: T) -> T:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; real-time signals have numbers only."""
+    """Returns the name of a signal, such as ``SIGKILL`` for 9; a real-time signal gives its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -72,14 +72,14 @@ def signal_name(number: int) -> str:
 
 
 def process_namespace() -> str:
-    """Names the boot and the process namespace (Linux), else the host: where a process id is valid."""
+    """Returns the scope in which a process id is valid: the boot and the process namespace (Linux), else the host."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def this_process() -> dict[str, Any]:
-    """What `is_gone` needs to know of this process."""
+    """Returns the facts about this process by which `is_gone` recognizes it."""
     return describe_process(os.getpid())
 
 
@@ -91,7 +91,7 @@ def describe_process(pid: int) -> dict[str, Any]:
 def caller_process() -> dict[str, Any] | None:
     """Describes this process for `pidfd_of` to agents on its host, if the calling thread is not its main thread.
 
-    Such a driver stands still whenever its caller does: a long call of native code, Ctrl-Z, a debugger.
+    A driver in a thread stops whenever its caller does: in a long call of native code, by Ctrl-Z, in a debugger.
     """
     if threading.current_thread() is threading.main_thread():
         return None
@@ -99,16 +99,16 @@ def caller_process() -> dict[str, Any] | None:
 
 
 def network_namespace() -> str | None:
-    """Names the network namespace of this process (Linux): within one, no cut of a network parts two processes."""
+    """Returns the network namespace of this process (Linux); two processes of one cannot be disconnected."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/net")
     return None
 
 
 def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
-    """Returns a function that queries the kernel whether the caller lives in whose thread the driver runs.
+    """Returns a function that queries the kernel whether the caller is alive, in whose thread the driver runs.
 
-    It is always False where the kernel cannot tell, or where a network lies between.
+    The function always returns False where the kernel cannot tell, or if the caller is in another network namespace.
     """
     if caller is None or caller["network"] is None or caller["network"] != network_namespace():
         return lambda: False
@@ -121,14 +121,15 @@ def watcher_of(caller: dict[str, Any] | None) -> Callable[[], bool]:
 
 
 def is_gone(process: dict[str, Any]) -> bool:
-    """True if a process that `this_process` described has ended; False if it lives or cannot be asked from here."""
+    """Returns True if a process that `this_process` described has exited; False if it is alive or not visible here."""
     return process["namespace"] == process_namespace() and process_state(process["pid"], process["start"]) is None
 
 
 def pidfd_of(process: dict[str, Any]) -> int | None:
-    """A descriptor that can be read when a process that `this_process` described has ended; None if it has, or cannot.
+    """Returns a descriptor that becomes readable when a process that `this_process` described has exited.
 
-    Where there is none (no Linux, another process namespace), ask `is_gone`.
+    Returns:
+        The pidfd; None if the process has exited or has none (no Linux, another namespace): then use `is_gone`.
     """
     if process["namespace"] != process_namespace() or not hasattr(os, "pidfd_open"):
         return None
@@ -137,7 +138,7 @@ def pidfd_of(process: dict[str, Any]) -> int | None:
     except OSError:
         return None
     if is_gone(process):
-        # Another process has its id by now.
+        # The pidfd is that of a later process with the same id.
         os.close(descriptor)
         return None
     return descriptor
@@ -152,18 +153,21 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, in clock ticks since the boot (Linux): tells it from a later one of the same id."""
+    """Returns when a process started, in clock ticks since the boot (Linux); distinguishes processes of one id."""
     with contextlib.suppress(OSError):
         return _stat(pid)[_START]
     return None
 
 
 def process_state(pid: int, start: str | None) -> str | None:
-    """The one-letter state that Linux gives a process; None if it has exited (a zombie has); ``"?"`` if unknown.
+    """Returns the one-letter state of a process in Linux.
 
     Args:
-        pid: Its id.
-        start: What `process_start` said of it; another process of that id is not it.
+        pid: The id of the process.
+        start: The result of `process_start` for it, which a later process of that id does not have; or None.
+
+    Returns:
+        The state; None if the process has exited, as a zombie has; ``"?"`` if unknown.
     """
     try:
         facts = _stat(pid)
@@ -181,7 +185,7 @@ def process_state(pid: int, start: str | None) -> str | None:
 
 
 def this_thread() -> str | None:
-    """Names the calling thread for `thread_lives`: its id and its start. None if it is the process's main thread."""
+    """Returns the id and start time of the calling thread for `thread_lives`; None in the main thread."""
     if threading.current_thread() is threading.main_thread():
         return None
     number = threading.get_native_id()
@@ -191,7 +195,7 @@ def this_thread() -> str | None:
 
 
 def thread_lives(pid: int, thread: str) -> bool | None:
-    """True or False if a thread of a live process of this machine lives; None where the kernel does not tell.
+    """Returns whether a thread of a live process of this machine is alive; None where the kernel does not report it.
 
     Args:
         pid: The id of the process.
@@ -209,7 +213,7 @@ def thread_lives(pid: int, thread: str) -> bool | None:
 
 
 def _stat(process: int | str) -> list[str]:
-    """The fields of a process, or of a thread (``PID/task/ID``), from its state on."""
+    """Returns the fields of /proc/PID/stat, from the state on, for a process or a thread (``PID/task/ID``)."""
     with open(f"/proc/{process}/stat") as file:
         # The name in parentheses may hold spaces and parentheses itself.
         return file.read().rpartition(")")[2].split()

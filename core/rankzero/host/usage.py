@@ -1,7 +1,7 @@
-"""What a host's processors, memory, network and GPUs do, sampled from the kernel's counters.
+"""Samples the usage of this host's processors, memory, network and GPUs from the kernel's counters.
 
-One sample reads a few small files: some 0.06 ms of processor time (`benchmarks/usage.py`). GPUs are asked by NVIDIA's
-library, which opens none of them.
+One sample reads a few small files: some 0.06 ms of processor time (`benchmarks/usage.py`). GPUs are queried by NVIDIA's
+management library, which does not open them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import time
 from typing import Any
 
 FIRST_SAMPLE = 1.0
-"""Seconds after which a host is looked at first."""
+"""Seconds until the first sample of a host."""
 
 SHORTEST_INTERVAL = 5.0
 LONGEST_INTERVAL = 60.0
-"""Seconds between two samples: a hundredth of the time that the ranks have run, between these two."""
+"""Limits of the seconds between two samples, which are a hundredth of the time that the ranks have run."""
 
 _SHARE = 100
 _PAGE_OF_MEMINFO = 1024
 
 
 class UsageSampler:
-    """Samples this host now and then. Counters that do not exist here (macOS) are left out."""
+    """Samples this host at increasing intervals. Counters that the system does not have (macOS) are left out."""
 
     def __init__(self, *, use_gpu: bool, now: float) -> None:
         self._began = self._sampled = now
@@ -35,13 +35,13 @@ class UsageSampler:
         self._busy, self._bytes = _busy_seconds(), _network_bytes()
 
     def sample(self, now: float) -> dict[str, Any] | None:
-        """A sample if it is time for one.
+        """Takes a sample if one is due.
 
         Returns:
             ``time`` (Unix), ``cpu`` (busy cores since the last sample), ``cores``, ``memory`` and ``memory_total``
-            (bytes), ``received`` and ``sent`` (bytes a second), ``gpus``: a list of ``use`` (0 to 1), ``memory`` and
-            ``memory_total`` (bytes) as the look before saw them, None for one that did not answer. What this host does
-            not tell is left out.
+            (bytes), ``received`` and ``sent`` (bytes a second), ``gpus``: for each GPU ``use`` (0 to 1), ``memory`` and
+            ``memory_total`` (bytes) at the sample before, or None if it failed. Unavailable values are left out.
+            None if no sample is due.
         """
         if now < self.next_at:
             return None
@@ -63,7 +63,7 @@ class UsageSampler:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all cores together have worked since the boot."""
+    """Returns the busy seconds of all cores together since the boot."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat") as file:
         user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
         return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
@@ -71,12 +71,12 @@ def _busy_seconds() -> float | None:
 
 
 def _memory() -> tuple[int, int] | None:
-    """Bytes in use and in all: of the container where it has a limit, else of the host."""
+    """Returns the used and total bytes of memory: of the container if it has a limit, else of the host."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = _read("/sys/fs/cgroup/memory.max").strip()
         if limit != "max":
             facts = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
-            # Files that can be dropped at any time are no use of memory.
+            # Cached files can be dropped at any time, so they do not count as used.
             return int(_read("/sys/fs/cgroup/memory.current")) - int(facts["inactive_file"]), int(limit)
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in _read("/proc/meminfo").splitlines())
@@ -87,7 +87,7 @@ def _memory() -> tuple[int, int] | None:
 
 
 def _network_bytes() -> tuple[int, int] | None:
-    """Bytes received and sent by all interfaces but the loopback since the boot."""
+    """Returns the bytes received and sent since the boot by all interfaces except loopback."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         received = sent = 0
         for line in _read("/proc/net/dev").splitlines()[2:]:
@@ -105,9 +105,9 @@ def _read(path: str) -> str:
 
 
 class _Gpus:
-    """NVIDIA's management library, if it is here: it needs no context on a GPU.
+    """NVIDIA's management library, if it is installed; it needs no context on a GPU.
 
-    Asked in a thread: a GPU that fails may not answer for minutes, and the caller has ranks to look after.
+    A thread queries it: a failing GPU may block the query for minutes, and the agent's loop must not block.
     """
 
     def __init__(self) -> None:
@@ -120,19 +120,19 @@ class _Gpus:
                 self._library = library
 
     def sample(self) -> list[dict[str, Any] | None]:
-        """What the last look saw, by index, None for one that did not answer; and looks again."""
+        """Returns the result of the last query, by index with None for a GPU that failed, and starts the next query."""
         found, self._newest = self._newest, []
         if self._library is not None and not (self._thread and self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._look, name="rankzero-gpus", daemon=True)
+            self._thread = threading.Thread(target=self._query_all, name="rankzero-gpus", daemon=True)
             self._thread.start()
         return found
 
-    def _look(self) -> None:
+    def _query_all(self) -> None:
         count = ctypes.c_uint()
         if self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
-            self._newest = [self._ask(index) for index in range(count.value)]
+            self._newest = [self._query(index) for index in range(count.value)]
 
-    def _ask(self, index: int) -> dict[str, Any] | None:
+    def _query(self, index: int) -> dict[str, Any] | None:
         device, use, memory = ctypes.c_void_p(), (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
         if self._library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
             return None

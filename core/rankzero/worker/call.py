@@ -16,18 +16,18 @@ from rankzero.worker import restarts
 from rankzero.worker.command import run_command
 
 LOCAL_RANK_MACRO = "${local_rank}"
-"""Stands for the local rank in the arguments of a script, as for torchrun."""
+"""Placeholder for the local rank in the arguments of a script; torchrun has the same."""
 
 
 def call(start: Message, fetch: Callable[[str], str]) -> object:
     """Loads the payload, opens references and calls the user's code.
 
     Args:
-        start: The agent's message.
-        fetch: Has the agent fetch a file from the driver.
+        start: The agent's ``start`` message.
+        fetch: Makes the agent fetch a file from the driver; returns its local path.
 
     Returns:
-        The value of a function, else None; also if ``sys.exit(0)`` ended it, which is an end like any other.
+        The value that a function returned; None for other kinds, and after ``sys.exit(0)``, which is a success.
     """
     from rankzero.train.context import RANK_PROCESS
     from rankzero.values.envelope import open_packed
@@ -35,11 +35,11 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
     from rankzero.worker.references import path_of
 
     if modules := start["modules"]:
-        # The caller's own modules come before installed ones, as they did there.
+        # The caller's own modules come before installed ones, as in the caller's process.
         sys.path.insert(0, modules)
     if code := start["code"]:
         _enter(code)
-    # The agent has compared its digest with what the driver recorded.
+    # The agent has verified its digest, so it may be unpickled.
     payload = open_packed(start["payload"])
     restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
@@ -49,9 +49,9 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
         return ref.load_from(path) if is_function else path
 
     if payload["kind"] != "command":
-        # A command is a program of its own, which may start ranks of its own.
+        # A command is another program, which may itself be a caller of rankzero.
         os.environ[RANK_PROCESS] = str(os.getpid())
-    # At once: what was given twice is one value here, too.
+    # In one call, so that an object that was given twice is one object here, too.
     args, kwargs = map_refs((payload["args"], payload.get("kwargs", {})), open_ref)
     try:
         if is_function:
@@ -73,7 +73,7 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
 
 
 def _enter(code: str) -> None:
-    """Starts in the user's working directory, with that, and then their Python files, first on the search path."""
+    """Changes to the user's working directory; puts it, then the user's Python files, first on the search path."""
     working_dir, py_files = os.path.join(code, "working_dir"), os.path.join(code, "py_files")
     places = []
     if os.path.isdir(working_dir):
@@ -90,9 +90,9 @@ def _call_function(payload: dict[str, Any], args: Any, kwargs: Any) -> object:
     function = payload["function"]
     sys.argv = [payload["name"]]
     if getattr(function, "__module__", None) == "__main__":
-        # Classes of the caller's __main__ are found where pickle and multiprocessing look for them.
+        # pickle and multiprocessing find classes of the caller's __main__ there.
         for name, value in getattr(function, "__globals__", {}).items():
-            # Processes that are spawned run the caller's script again, for its classes: where there is one.
+            # Spawned processes run the caller's script again for its classes, if the file exists here.
             if name != "__file__" or os.path.isfile(value):
                 sys.modules["__main__"].__dict__.setdefault(name, value)
     value = function(*args, **kwargs)
@@ -116,7 +116,7 @@ def _run_script(payload: dict[str, Any], line: list[str]) -> None:
 
 
 def _place(path: str, data: bytes, mode: int = 0o600) -> str:
-    """The file's own path where it exists unchanged, so that files beside it are found; else that of a copy."""
+    """Returns the file's own path if it exists unchanged, so that code finds files beside it; else that of a copy."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read() == data:
             return path

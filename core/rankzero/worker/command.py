@@ -1,4 +1,4 @@
-"""A command as a rank: any program, started with the rank's environment, as by torchrun's ``--no-python``."""
+"""Runs a command as a rank: any program, in the rank's environment, like torchrun's ``--no-python``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rankzero.host.processes import signal_name
 
 
 class CommandError(Exception):
-    """The command failed.
+    """Raised when the command of a rank fails.
 
     Attributes:
-        facts: What is known of it, as of a failure.
+        facts: Fields of the failure message: exception, exit code, signal.
     """
 
     def __init__(self, message: str, facts: dict[str, Any]) -> None:
@@ -26,11 +26,11 @@ class CommandError(Exception):
 
 
 def run_command(line: list[str]) -> None:
-    """Runs a command to its end. A SIGTERM to the rank goes to the command, which then has the run's grace.
+    """Runs a command to its end. A SIGTERM to the rank is forwarded to the command, which then has the run's grace.
 
     Raises:
-        CommandError: it ended by a signal, or with an exit code other than 0.
-        OSError: it cannot be started.
+        CommandError: the command was killed by a signal, or exited with a code other than 0.
+        OSError: the command cannot be started.
     """
     process = subprocess.Popen(line)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
@@ -45,7 +45,7 @@ def run_command(line: list[str]) -> None:
 
 
 def _recorded() -> dict[str, Any]:
-    """What ``record`` of ``torch.distributed.elastic`` wrote of a Python program's exception; empty if it did not."""
+    """Returns the exception that ``record`` of ``torch.distributed.elastic`` wrote; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(os.environ["TORCHELASTIC_ERROR_FILE"]) as file:
             message = json.load(file)["message"]

@@ -1,4 +1,4 @@
-"""A worker's end of its socket to the agent: messages out by a thread of their own, messages in by another."""
+"""A worker's end of its socket to the agent: one thread sends messages, another receives them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rankzero.channel.frames import Message
 from rankzero.errors import ResultError
 
 MAX_OUTGOING = 10_000
-"""Messages that may wait for the agent before the next one has to."""
+"""Messages in the queue above which `send` blocks."""
 
 ROOM_INTERVAL = 0.1
-"""Seconds between two looks whether there is room for the next."""
+"""Seconds between two polls for room in the queue."""
 
 MAX_PATIENT = 1000
-"""Messages in line from which on a report does not wait for the next delivery (see `pace`)."""
+"""Queued messages above which a report is sent without waiting for the next delivery (see `pace`)."""
 
 LARGE_REPORT = 64 << 10
-"""Characters of a report that does not wait either."""
+"""Characters of a report from which on it is sent without waiting for the next delivery."""
 
 MESSAGE_SIZE = 1 << 20
-"""Characters of reports in one message, and bytes that are written to the socket at a time, unless one has more."""
+"""Most characters of reports in one message, and most bytes in one write, unless a single message has more."""
 
 OUT_OF_REACH = 1000
 """Least number of the socket's descriptor. A program that closes its descriptors and opens a file gets low numbers, so
-no file of the user's ever takes the place of the socket."""
+no file of the user ever replaces the socket."""
 
 
 class Control:
@@ -54,7 +54,7 @@ class Control:
         self._fetched: dict[str, Message] = {}
         self._has_fetched = threading.Condition()
         self.ended = threading.Event()
-        """The agent reported that every rank has committed."""
+        """Set once the agent has reported that every rank has committed."""
 
     @property
     def is_own(self) -> bool:
@@ -62,7 +62,7 @@ class Control:
         return os.getpid() == self._pid
 
     def _let_go(self) -> None:
-        """Closes the socket in a forked child, which has none of the threads: the agent counts the rank alone."""
+        """Closes the socket in a forked child, which has no sender thread and is no rank."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -74,50 +74,50 @@ class Control:
             )
 
     def send(self, message: Message) -> None:
-        """Sends a message; safe from any thread, and from a signal handler that interrupts this very call."""
+        """Sends a message; safe from any thread, and from a signal handler that interrupts this call."""
         self._require_own()
         self._await_room()
         self._put(frames.encode(message))
 
     def report(self, row: str) -> None:
-        """Sends metrics and their time, as JSON, together with those that follow shortly. As safe as `send`."""
+        """Sends a row of metrics, as JSON, in one message with rows that follow shortly; as safe as `send`."""
         self._require_own()
         self._await_room()
         self._put(row, patient=len(row) < LARGE_REPORT and self._outgoing.qsize() < MAX_PATIENT)
 
     def _await_room(self) -> None:
         while self._outgoing.qsize() > MAX_OUTGOING:
-            # No lock that a signal handler could find taken.
+            # Polls, since a signal handler could find a lock taken.
             time.sleep(ROOM_INTERVAL)
 
     def finish(self, outcome: Message) -> None:
-        """Sends how the rank ended; `flush` waits until that was sent."""
+        """Queues the outcome of the rank; `flush` waits until it is sent."""
         self._last_words = outcome.get("traceback") or ""
         self.send(outcome)
 
     def flush(self) -> None:
-        """Waits until everything was sent. A dead agent ends this process anyway."""
+        """Waits until all queued messages are sent. If the agent is dead, this process is ended anyway."""
         sent = threading.Event()
         self._put(sent)
         sent.wait()
 
     def _put(self, item: str | bytes | threading.Event, *, patient: bool = False) -> None:
-        """Puts it in line, and calls the sender only if it must: each call takes the training's interpreter lock."""
+        """Queues an item, and wakes the sender only if needed: each wake-up takes the GIL from the training."""
         self._outgoing.put(item)
-        # After the item: the sender takes the call back before it looks at the items.
+        # After the item: the sender clears the flag before it reads the items.
         if not patient or not self._is_called:
             self._is_called = True
             self._calls.put(patient)
 
     def _write(self) -> None:
         try:
-            self._write_for_ever()
+            self._deliver_forever()
         except BaseException:
-            # Nobody would hear of this rank any more.
+            # Without a sender, the rank could report neither success nor failure.
             traceback.print_exc()
             os._exit(1)
 
-    def _write_for_ever(self) -> NoReturn:
+    def _deliver_forever(self) -> NoReturn:
         earliest = 0.0
         while True:
             patient = self._calls.get()
@@ -130,7 +130,7 @@ class Control:
 
     def _deliver_all(self) -> None:
         batch = _Batch()
-        # What is put in line from here on has a call of its own.
+        # Items that are queued from here on wake the sender again.
         for _ in range(self._outgoing.qsize()):
             item = self._outgoing.get()
             if isinstance(item, str):
@@ -152,7 +152,7 @@ class Control:
                 self._end(error)
 
     def _end(self, error: OSError) -> NoReturn:
-        """Ends this process: a rank without its connection could neither succeed nor fail."""
+        """Exits this process, since a rank without its connection can report neither success nor failure."""
         text = (
             f"{self._last_words}rankzero: this rank has lost the connection to its agent ({error}) and ends. Code that "
             "closes the descriptors of its process, as daemons do, closes that connection, too\n"
@@ -162,7 +162,7 @@ class Control:
         os._exit(1)
 
     def receive(self) -> Message:
-        """Waits for the agent's next message; the agent's death ends this process."""
+        """Waits for the agent's next message; exits this process if the agent is dead."""
         while True:
             for message in self._decoder:
                 assert isinstance(message, dict)
@@ -176,7 +176,11 @@ class Control:
             self._decoder.feed(data)
 
     def listen(self, on_checkpoint: Callable[[Message], None]) -> None:
-        """From here on a thread takes the agent's messages."""
+        """Starts the thread that receives the agent's messages.
+
+        Args:
+            on_checkpoint: Receives the messages other than ``end`` and ``fetched``.
+        """
 
         def take() -> None:
             while True:
@@ -193,13 +197,13 @@ class Control:
         threading.Thread(target=take, name="rankzero-control", daemon=True).start()
 
     def fetch(self, name: str) -> str:
-        """Has the agent fetch a file that the driver offers. Needs `listen`.
+        """Makes the agent fetch a file that the driver offers. Requires `listen`.
 
         Returns:
-            Its path on this host.
+            The file's path on this host.
 
         Raises:
-            ResultError: the driver cannot read it, or this host not write it.
+            ResultError: the driver cannot read the file, or this host cannot write it.
         """
         self.send({"type": "fetch", "name": name})
         with self._has_fetched:
@@ -210,9 +214,13 @@ class Control:
         return str(message["path"])
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
-        """From here on a thread reports to the agent how far this rank is.
+        """Starts the heartbeat thread, which reports the rank's progress to the agent.
 
-        It stays silent while native code holds the interpreter's lock.
+        It sends nothing while native code keeps the GIL.
+
+        Args:
+            interval: Seconds between two heartbeats.
+            progress: Returns the current progress.
         """
 
         def report() -> None:
@@ -224,7 +232,7 @@ class Control:
 
 
 def out_of_reach(fd: int) -> int:
-    """Moves a descriptor up, where the limit of open files allows that."""
+    """Moves a descriptor to a number from `OUT_OF_REACH` on, where the limit of open files allows it."""
     try:
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, OUT_OF_REACH)
     except OSError:
@@ -235,7 +243,7 @@ def out_of_reach(fd: int) -> int:
 
 
 class _Batch:
-    """Frames in their order; reports that follow each other are one."""
+    """Frames in their order, in which consecutive reports become one frame."""
 
     def __init__(self) -> None:
         self._frames: list[bytes] = []
@@ -252,7 +260,7 @@ class _Batch:
         self.size += len(row)
 
     def take(self) -> bytes:
-        """All of it; what is added from here on is another batch."""
+        """Returns the bytes of the batch and empties it."""
         self._join_reports()
         data = b"".join(self._frames)
         self._frames.clear()

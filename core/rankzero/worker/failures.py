@@ -1,6 +1,6 @@
-"""What is known of an exception that ended a rank: the facts that cross to the caller instead of the object.
+"""Describes the exception that ended a rank by facts, which are sent to the caller instead of the object.
 
-Nothing in here may raise: the exception is the user's, and so is its ``__str__``.
+No function in here may raise, although the exception's ``__str__`` is user code and may.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rankzero.worker import restarts
 from rankzero.worker.command import CommandError
 
 MESSAGE_LIMIT = 16 << 10
-"""Characters of an exception's text that are kept."""
+"""Most characters of an exception's text that are sent."""
 
 TRACEBACK_LIMIT = 64 << 10
-"""Characters of a traceback that are kept (its end)."""
+"""Most characters of a traceback that are sent, from its end."""
 
 _FAILED = 1
 _BROKEN_COLLECTIVES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"}
@@ -30,7 +30,7 @@ _ROOM = os.path.dirname(__file__)
 
 
 def describe(error: BaseException) -> Message:
-    """Returns the failure of a rank as it is sent to its agent and the driver, in text that every log accepts."""
+    """Returns the failure message of a rank for its agent and the driver, in text that every log accepts."""
     facts = _describe(error)
     return {name: encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
 
@@ -38,10 +38,10 @@ def describe(error: BaseException) -> Message:
 def _describe(error: BaseException) -> Message:
     failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
     if isinstance(error, CommandError):
-        # What the command says of itself, and what is known of a Python program's exception.
+        # The command's own error, and the exception of a Python program if it was recorded.
         text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
         matched = restarts.what_matches(error, text)
-        return {**failure, **error.facts, "matched": matched, "collateral": _is_recorded_echo(error.facts)}
+        return {**failure, **error.facts, "matched": matched, "collateral": _is_secondary(error.facts)}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
@@ -59,7 +59,7 @@ def _describe(error: BaseException) -> Message:
 
 
 def no_torch(error: ImportError) -> Message:
-    """The failure of a rank whose Python has no torch."""
+    """Returns the failure message of a rank whose Python has no torch."""
     version = ".".join(map(str, sys.version_info[:3]))
     message = (
         f"torch cannot be imported by {sys.executable} (Python {version}) on "
@@ -95,13 +95,13 @@ def _user_traceback(error: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(type(error), error, frame))
     except BaseException:
-        # An attribute of the exception, or of another in its chain, raises.
+        # An attribute of the exception, or of one in its chain, raises.
         text = "".join(["Traceback (most recent call last):\n", *traceback.format_tb(frame), _text_of(error)])
     return text[-TRACEBACK_LIMIT:]
 
 
 def _is_collateral(error: BaseException) -> bool:
-    """True for what a rank sees when another one vanished: a broken collective."""
+    """Returns True for a secondary failure: a collective that broke because another rank has vanished."""
     dist = sys.modules.get("torch.distributed")
     broken = getattr(dist, "DistError", None)
     if broken and isinstance(error, broken):
@@ -109,8 +109,8 @@ def _is_collateral(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _tells_of_a_peer(_text_of(error))
 
 
-def _is_recorded_echo(facts: Message) -> bool:
-    """The same of an exception that a command left behind, of which there is no more than its name and text."""
+def _is_secondary(facts: Message) -> bool:
+    """Returns True for a secondary failure of a command, judged by the name and text of its recorded exception."""
     kind = facts["exception_type"]
     return kind in _BROKEN_COLLECTIVES or (kind == "RuntimeError" and _tells_of_a_peer(facts["message"]))
 

@@ -1,6 +1,6 @@
-"""What torch's flight recorder knows of the collectives of a rank that hangs: a summary, and all of it in a file.
+"""Dumps torch's flight recorder for a rank that hangs: a summary of its collectives, and all entries in a file.
 
-As JSON: to write its own pickle torch first imports its compiler, for which a rank that is to be ended has no time.
+The file is JSON: for its own pickle, torch first imports its compiler, for which a hanging rank gets no time.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import sys
 from typing import Any
 
 SHOWN = 20
-"""Collectives that did not end and that are shown, the last ones."""
+"""Most uncompleted collectives in the summary; the last ones are shown."""
 
 _NAMES = ("nccl", "fr")
 
 
 def dump(directory: str | None, rank: int) -> list[str]:
-    """Writes the recorder's content, and describes it. It is empty where torch was not told to record, or has none.
+    """Writes the recorder's entries to a file and summarizes them.
 
     Args:
-        directory: Of the files of all ranks; None where this rank does not see it.
-        rank: Part of the file's name.
+        directory: Directory for the files of all ranks; None where this rank does not see the run directory.
+        rank: The rank, which is part of the file's name.
 
     Returns:
-        Lines for the rank's log.
+        Lines for the rank's log; empty if torch has no recorder or it is switched off.
     """
     c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
     dist: Any = sys.modules.get("torch.distributed")
@@ -44,10 +44,10 @@ def dump(directory: str | None, rank: int) -> list[str]:
 
 
 def describe(found: dict[str, Any]) -> list[str]:
-    """The state of each process group, then the last collectives that did not end.
+    """Returns lines with the state of each process group and the last uncompleted collectives.
 
     Args:
-        found: The recorder's content, as its JSON has it.
+        found: The recorder's content, decoded from its JSON.
     """
     lines = [
         f"rankzero: flight recorder: process group {group}: enqueued up to #{status.get('last_enqueued_collective')}, "

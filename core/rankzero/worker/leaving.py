@@ -1,4 +1,4 @@
-"""The end of a rank that has returned: exit handlers and threads that are no daemons, within a bound."""
+"""Ends a rank whose training function has returned: exit handlers and non-daemon threads, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NOT_STDLIB = ("site-packages", "dist-packages")
 
 
 def run_exit_handlers(bound: float) -> None:
-    """What a normal exit would run: the value is safe already. What the bound cuts off is named in the rank's log.
+    """Runs what a normal exit of Python runs; the rank's result is committed already.
 
     Args:
-        bound: Seconds, after which this process ends where it stands.
+        bound: Seconds after which this process exits and logs what it cut off.
     """
     timer = threading.Timer(bound, _cut_off, (bound,))
     timer.daemon = True
     timer.start()
     with contextlib.suppress(BaseException):
-        # Ends idle executor threads, which wait for exactly this, and joins non-daemon ones.
+        # Ends idle threads of concurrent.futures, which wait for this call, and joins non-daemon threads.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
@@ -38,7 +38,7 @@ def _cut_off(bound: float) -> None:
 
 
 def cut_off_message(bound: float, what: str) -> str:
-    """The line of the log."""
+    """Returns the log line that names what ``exit_timeout`` cut off."""
     return (
         f"rankzero: this rank had returned, and was ended after exit_timeout={bound:g} s, which cut off {what}. "
         "The run's result is safe; a larger exit_timeout lets this finish"
@@ -55,7 +55,7 @@ def _what_runs() -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The user's function that a thread began with, and where in it that is."""
+    """Returns the outermost function of the user in a thread's stack and its current line."""
     found = None
     while frame and frame.f_code is not run_exit_handlers.__code__:
         path = frame.f_code.co_filename

@@ -1,16 +1,18 @@
-"""One rank. Imports torch, takes its orders from the agent, calls the user's code, commits.
+"""Main function of one rank: imports torch, receives ``start`` from the agent, calls the user's code, commits.
 
-ready            torch is imported
-<- start         rank, environment, where the payload lies
-rendezvous       rank 0 only: the port it bound
-<- go            where rank 0 listens: MASTER_ADDR and MASTER_PORT
-entered          when it started, had torch, and calls the user's code
-beat             every few seconds, from a thread: progress so far
-metric           rows of reports, several at a time
-checkpoint
-<- checkpoint    one was committed
-returned         the user's code has ended well
-commit | failure the outcome, before anything else can go wrong
+Messages between rank and agent, in their order ("<-" is received by the rank)::
+
+    ready            torch is imported
+    <- start         rank, environment, path of the payload
+    rendezvous       rank 0 only: the port that it bound
+    <- go            addresses of rank 0: MASTER_ADDR and MASTER_PORT
+    entered          times of process start, torch import, and call of the user's code
+    beat             every few seconds, from a thread: progress so far
+    metric           rows of reports, several at a time
+    checkpoint       this rank has written its part of a checkpoint
+    <- checkpoint    a checkpoint was committed
+    returned         the user's code has returned
+    commit | failure the outcome, sent before exit handlers run
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ if TYPE_CHECKING:
     from rankzero.train.parts import Parts
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Makes a worker write the Python stack of its main thread, also while that is blocked in native code."""
+"""Signal on which a worker writes the Python stack of its main thread, even if that is blocked in native code."""
 
 INLINE_LIMIT = 64 << 10
-"""Bytes of JSON up to which a value travels in the commit itself."""
+"""Most bytes of JSON of a value that is sent inside the commit message."""
 
 
 HOROVOD = "RANKZERO_HOROVOD"
-"""Set to ``1`` in ``env=``: every rank lets ``import horovod.torch`` find `rankzero.compat.horovod`."""
+"""Environment variable: set to ``1`` in ``env=``, ``import horovod.torch`` finds `rankzero.compat.horovod` in ranks."""
 
 
 def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) -> NoReturn:
@@ -59,12 +61,12 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
     settle_signals()
     die_with_parent(agent_pid)
     for stream in (sys.stdout, sys.stderr):
-        # As on a terminal: a line is seen when it is written, and costs one write.
+        # Line buffered, as on a terminal: a line is visible when it is printed, and costs one write.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     # The crashing thread alone: the stacks of all would push the last lines of the rank out of the log tail.
     faulthandler.enable(all_threads=False)
     stack_fd = out_of_reach(stack_fd)
-    # That of the thread which it interrupts, the main one: to walk others that run may crash (CPython issue 116008).
+    # The main thread only, which the signal interrupts: to walk running threads may crash (CPython issue 116008).
     faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=False)
     control = Control(control_fd)
     ending = contextlib.ExitStack()
@@ -76,14 +78,14 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
         outcome = failures.describe(error)
     control.finish(outcome)
     if outcome["type"] == "failure":
-        # The next attempt goes on from what was reported; the agent ends this within its grace.
+        # The next attempt needs the checkpoints that were reported; the agent limits this by its grace.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
             ending.close()
     control.flush()
     if outcome["type"] == "commit":
-        # Peers may still be on their way to this rank: a group that they are making breaks when it exits. Rank 0 holds
-        # the rendezvous store, too.
+        # Peers may still be connecting to this rank, and their group breaks if it exits. Rank 0 also serves the
+        # rendezvous store.
         control.ended.wait()
         run_exit_handlers(exit_timeout)
     _flush()
@@ -91,7 +93,7 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
 
 
 def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, float]) -> Message:
-    """Does all that this rank is for; what is to be finished even if it fails is left to ``ending``."""
+    """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
         import torch
     except ImportError as error:
@@ -131,9 +133,9 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
     if not control.is_own:
         _leave_fork(None)
     for function in session.at_return:
-        # It may wait for peers, which are still trained.
+        # The function may wait for peers that still train.
         function()
-    # Whoever is asked to exit from here on has finished, and gets the grace for what is left to write.
+    # The training has finished: after a SIGTERM from here on, the rank uses the grace to finish its writes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control.send({"type": "returned", "time": time.time()})
     writer.finish()
@@ -145,7 +147,7 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
 
 
 def _leave_fork(error: BaseException | None) -> NoReturn:
-    """Ends a process that the rank has forked, and whose copy of the training function has ended: it is no rank."""
+    """Exits a process that the rank has forked and in which the training function has ended: it is no rank."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -159,13 +161,13 @@ def _leave_fork(error: BaseException | None) -> NoReturn:
 
 
 def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | None:
-    """The backend for the GPUs that are here: the driver does not know whose they are."""
+    """Returns the backend for this host's accelerator: "xccl" instead of "nccl" on Intel GPUs."""
     return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
 
 
 def _dump(start: Message) -> None:
-    """This rank hangs: the stacks of all its threads, and what its collectives do, in its log."""
-    # None of them runs meanwhile: this one has the interpreter's lock.
+    """Writes the stacks of all threads and the state of the collectives of a hanging rank to its log."""
+    # No other thread runs meanwhile, since this one has the GIL.
     faulthandler.dump_traceback(file=2, all_threads=True)
     context = start["context"]
     place = context["storage_path"]
@@ -174,12 +176,12 @@ def _dump(start: Message) -> None:
         lines = flight.dump(directory, context["rank"])
     except Exception as error:
         lines = [f"rankzero: flight recorder: {type(error).__name__}: {error}"]
-    # Not by sys.stderr, whose lock a thread that hangs may hold.
+    # Not by sys.stderr: a thread that hangs may have its lock.
     os.write(2, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _count_optimizer_steps(session: Any) -> None:
-    """Every step of a torch optimizer is progress."""
+    """Counts every step of a torch optimizer as progress of the rank."""
     optimizer = importlib.import_module("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
     if register:
@@ -191,7 +193,7 @@ def _count_optimizer_steps(session: Any) -> None:
 
 
 def _commit(value: object, start: Message, files: Parts) -> Message:
-    """The record of success; rank 0's carries the value or names the file that holds it, on a store its URL."""
+    """Returns the commit message; rank 0's has the value, or the path or URL of the file with the value."""
     commit: Message = {"type": "commit", "time": time.time()}
     if start["context"]["rank"] != 0:
         return commit
@@ -216,10 +218,10 @@ def _commit(value: object, start: Message, files: Parts) -> Message:
 
 
 def _view(value: object) -> dict[str, Any]:
-    """Returns a small value whose numbers are numpy's or torch's as plain JSON, for XComs and pages; else nothing."""
+    """Returns a small value with numbers of numpy or torch as plain JSON for XComs and pages; else an empty dict."""
     from rankzero.values.plain import plain_view
 
-    # Numbers of the user's own types may raise anything, and the training has already returned.
+    # Number types of the user may raise anything, and the training has already succeeded.
     with contextlib.suppress(Exception):
         view = plain_view(value, INLINE_LIMIT // 2)
         if len(json.dumps(view)) <= INLINE_LIMIT:

@@ -11,18 +11,18 @@ from rankzero.values.ref import ResultRef
 
 
 def path_of(ref: ResultRef, start: Message, fetch: Callable[[str], str]) -> str:
-    """Where the file lies on this host, once it does.
+    """Returns the local path of a referenced file; downloads the file if needed.
 
-    A file of an object store is read there, if this worker has a client and the right to it; else the driver, which has
-    both, sends it. Either happens once for all workers of a task.
+    A file on an object store is read directly if this worker has a client and the permission; else the driver sends
+    it. Either happens once for all workers of a task.
 
     Args:
         ref: The reference.
-        start: The agent's message.
-        fetch: Has the agent fetch a file from the driver.
+        start: The agent's ``start`` message.
+        fetch: Makes the agent fetch a file from the driver; returns its local path.
 
     Raises:
-        ResultError: neither way leads there.
+        ResultError: neither this worker nor the driver can read the file.
     """
     name, path = start["refs"][ref.uri]
     if path is not None:
@@ -32,6 +32,6 @@ def path_of(ref: ResultRef, start: Message, fetch: Callable[[str], str]) -> str:
         try:
             return remote.download(client, ref.uri, here)
         except Exception:
-            # The driver's reason is the one to be reported: it has what the run was given.
+            # The driver's error is the one to report: it has the credentials that the run was given.
             continue
     return fetch(name)

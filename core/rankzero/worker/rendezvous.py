@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet, and what keeps torch's process groups from getting in each other's way.
+"""The rendezvous of the ranks, and the isolation of torch's process groups from each other.
 
-Rank 0 binds the store's port and keeps it; the user's own ``init_process_group`` finds it. Runs inside of a rank.
-Processes that a rank starts find it, too, by the variable with which torchrun says that somebody else holds the store.
+Rank 0 binds the store's port and keeps it; the user's ``init_process_group`` finds it. Runs inside a rank. Processes
+that a rank starts find it, too, by the variable with which torchrun announces that another process serves the store.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from rankzero.channel.sockets import listen
 from rankzero.host import network
 
 DESTROYED_KEPT = 16
-"""Process groups: when so many others have been destroyed, the threads of one have no work left."""
+"""Destroyed process groups that are kept alive: once so many later ones are destroyed, a group's threads are idle."""
 
 _store: object = None
 
 
 def bind(start: Message) -> int:
-    """Rank 0 binds the store's port now and keeps it.
+    """Binds the rendezvous store's port in rank 0 and keeps it.
 
     The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
-    store between users of one port in one process; so no port is guessed, freed and lost.
+    store between users of one port in one process. So no port is guessed, freed and lost.
 
     Args:
         start: The agent's ``start``, with ``master_addr``, ``ports`` and the context of this rank.
 
     Returns:
-        The port.
+        The port that was bound.
     """
     global _store
     import torch.distributed as dist
 
     host = start["master_addr"]
-    # A socket of ours: torch's own takes connections of the whole network, and sees this host's under IPv6 addresses
-    # that /etc/hosts does not know, so that it asks a DNS for the name of each.
+    # rankzero's own socket: torch's accepts connections of the whole network, and sees this host's under IPv6 addresses
+    # that /etc/hosts does not have, so that it queries a DNS for the name of each.
     listener = listen(network.bind_address(host), start["ports"])
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
@@ -53,7 +53,7 @@ def bind(start: Message) -> int:
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listener.detach(),
-        # Before 2.8 only the older of torch's two servers takes a socket.
+        # Before 2.8 only the older of torch's two servers accepts a socket.
         use_libuv=_torch_version() >= (2, 8),
     )
     _store = store
@@ -67,10 +67,10 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def meet(go: Message, rank: int) -> None:
-    """Sets where rank 0 listens: the first of its addresses that this rank can reach.
+    """Sets MASTER_ADDR and MASTER_PORT to the first address of rank 0 that this rank can reach.
 
     Raises:
-        ConnectionError: none of them answers; says which were tried.
+        ConnectionError: no address accepts a connection; the message has those that were tried.
     """
     hosts, port = go["master_hosts"], go["master_port"]
     host = hosts[0]
@@ -87,11 +87,11 @@ def meet(go: Message, rank: int) -> None:
 
 @dataclass
 class _Groups:
-    """What this rank's process groups have been so far.
+    """State of this rank's process groups.
 
     Attributes:
-        ours: A group of ``env://`` may live, which meets at the store that outlives them all.
-        generation: How often a default group was destroyed.
+        ours: True if a group of ``env://``, which uses rankzero's store, may exist.
+        generation: How often the last group was destroyed.
     """
 
     ours: bool = False
@@ -99,11 +99,11 @@ class _Groups:
 
 
 def guard_groups() -> None:
-    """Keeps the process groups that the user makes one after the other from getting in each other's way.
+    """Isolates process groups that the user makes one after the other from each other.
 
-    torch keeps its rendezvous handlers by URL scheme; it has a function to add one, and none to replace one. What is
-    not where it was in torch 2.13 is left alone, and so are groups of ``tcp://`` and ``file://``, whose stores are the
-    user's.
+    torch keeps its rendezvous handlers by URL scheme; it has a function to add one, but none to replace one. Attributes
+    that are missing in another torch than 2.13 are skipped. Groups of ``tcp://`` and ``file://`` are unchanged, since
+    their stores are the user's.
     """
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
@@ -113,17 +113,17 @@ def guard_groups() -> None:
         handlers["env"] = _separating(plain, groups)
         _watch_destroyed(groups)
     if hasattr(rendezvous, "_torchelastic_use_agent_store"):
-        # For the processes that this rank starts: none of them can bind the port that rank 0 holds. Not for the rank
-        # itself, which may as well meet its peers at a port of its own, where nobody else would hold the store.
+        # For processes that this rank starts, since none of them can bind rank 0's port. Not for the rank itself: the
+        # user may choose another port, where no other process serves the store.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
         rendezvous._torchelastic_use_agent_store = lambda: False  # type: ignore[attr-defined]
 
 
 def _separating(plain: Callable[..., Any], groups: _Groups) -> Callable[..., Any]:
-    """The handler, with a key space of its own for every generation of groups in the store that outlives them all.
+    """Wraps the handler so that each generation of groups has its own key prefix in the shared store.
 
-    Else a group that is made after another was destroyed reads its peers' old addresses, and hangs. It is counted what
-    all ranks do together: one of them alone may ask for the store.
+    Without it, a group that is made after another was destroyed reads its peers' old addresses, and hangs. Destroyed
+    groups are counted, and no calls of the handler, because one rank alone may call it.
     """
     import torch.distributed as dist
 
@@ -137,12 +137,12 @@ def _separating(plain: Callable[..., Any], groups: _Groups) -> Callable[..., Any
 
 
 def _watch_destroyed(groups: _Groups) -> None:
-    """Counts generations, and lets the last groups that were destroyed end their threads later, or never.
+    """Counts generations, and keeps the last destroyed groups alive, so that the training's return frees none of them.
 
-    A model in DistributedDataParallel is the last that holds a group which the training has destroyed. When the
-    training returns, the end of the model ends the group: gloo's destructor waits for its thread, with the
-    interpreter's lock, for which that thread may wait to let go of the last collective's context (torch 2.13, and
-    others before it: pytorch/pytorch issues 56297, 190489). A training that had returned would hang for ever.
+    A model in DistributedDataParallel often has the last reference to a destroyed group. When the training returns and
+    the model is freed, gloo's destructor joins its thread without releasing the GIL, for which that thread may wait to
+    free the last collective's context (torch 2.13 and earlier: pytorch/pytorch issues 56297, 190489). A training that
+    had returned would hang forever.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     living = getattr(getattr(c10d, "_world", None), "pg_map", None)

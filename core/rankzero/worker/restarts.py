@@ -1,4 +1,4 @@
-"""Whether the exception that ended a rank is one after which the user wants another attempt (``restart_on``)."""
+"""Matches the exception that ended a rank with ``restart_on``, the failures after which the user wants a restart."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ _pickled: bytes | None = None
 
 
 def install(pickled: bytes | None) -> None:
-    """Keeps the job's ``restart_on`` for the moment in which this rank fails; until then nothing of it is loaded."""
+    """Stores the job's pickled ``restart_on``, which is loaded only if this rank fails."""
     global _pickled
     _pickled = pickled
 
 
 def what_matches(error: BaseException, text: str) -> str | None:
-    """What of the job's ``restart_on`` an exception is; None if nothing.
+    """Returns the name of the entry of the job's ``restart_on`` that matches an exception; None if none does.
 
     Args:
-        error: Of the user's code.
-        text: Its type and message, as they are shown.
+        error: The exception of the user's code.
+        text: Its type and message, as shown to the user.
     """
     if _pickled is None:
         return None
     try:
         return match(pickle.loads(_pickled), error, text)
     except BaseException:
-        # The exception of the training is what counts.
-        print("rankzero: restart_on could not be asked, so this failure is not matched:")
+        # The exception of the training is the one to report.
+        print("rankzero: restart_on raised an exception, so this failure is not matched:")
         traceback.print_exc()
         return None
 
 
 def match(restart_on: RestartOn, error: BaseException, text: str) -> str | None:
-    """The text, class or function that matches, by its name; None if none does.
+    """Returns the name of the text, class or function that matches an exception; None if none does.
 
     Args:
-        restart_on: A function of the exception; or texts and classes. A text matches where it is a part of ``text``,
-            or the qualified name of a class of the exception.
+        restart_on: A function of the exception; or texts and classes. A text matches if it is a part of ``text``, or
+            the qualified name of a class of the exception.
         error: The exception.
-        text: Its type and message, as they are shown.
+        text: Its type and message, as shown to the user.
     """
     if callable(restart_on):
         return getattr(restart_on, "__name__", repr(restart_on)) if restart_on(error) else None

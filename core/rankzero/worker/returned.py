@@ -1,4 +1,4 @@
-"""What a training returns, before the run's temporary files are deleted."""
+"""Finds temporary paths in the value that a training returned, which are deleted with the run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-MOST_LOOKED_AT = 1000
+MOST_EXAMINED = 1000
 """Items of a returned container that are examined."""
 
 _AGENT_S = f"{os.sep}rankzero-agent-"
-"""Part of each path below an agent's directories, to which a rank's ``TMPDIR`` belongs."""
+"""Part of each path below an agent's directories, one of which is a rank's ``TMPDIR``."""
 
 
 def paths_that_go(value: Any) -> list[str]:
-    """Returns the paths in a returned value that are deleted with the run: files that it made by `tempfile`.
+    """Returns the paths in a returned value that are deleted with the run, such as those of `tempfile`.
 
     Args:
-        value: What the training function returned; containers in it are examined one level deep.
+        value: The value that the training function returned; containers are examined one level deep.
     """
     found = (os.fspath(item) for item in _items(value) if isinstance(item, (str, os.PathLike)))
     return [path for path in found if isinstance(path, str) and _AGENT_S in path and os.path.exists(path)]
@@ -26,7 +26,7 @@ def paths_that_go(value: Any) -> list[str]:
 
 def _items(value: Any) -> Iterator[Any]:
     if type(value) is dict:
-        return itertools.islice(value.values(), MOST_LOOKED_AT)
+        return itertools.islice(value.values(), MOST_EXAMINED)
     if type(value) in (list, tuple):
-        return itertools.islice(value, MOST_LOOKED_AT)
+        return itertools.islice(value, MOST_EXAMINED)
     return iter([value])
