@@ -142,7 +142,7 @@ def _watch_destroyed(groups: _Groups) -> None:
     A model in DistributedDataParallel often has the last reference to a destroyed group. When the training returns and
     the model is freed, gloo's destructor joins its thread without releasing the GIL, for which that thread may wait to
     free the last collective's context (torch 2.13 and earlier: pytorch/pytorch issues 56297, 190489). A training that
-    had returned would hang forever.
+    had returned would hang indefinitely.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     living = getattr(getattr(c10d, "_world", None), "pg_map", None)
