@@ -1,4 +1,4 @@
-"""The arguments of a call by the names of the function's parameters."""
+"""Maps the arguments of a call to the names of the function's parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def named_arguments(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Returns the arguments of a call with their names, in order.
 
     Args:
-        train: What is called; a script or module has a command line and no names.
+        train: The function; a script or module has a command line without names.
         args: Positional arguments. One without a name has its position, such as ``#2``.
         kwargs: Keyword arguments.
 

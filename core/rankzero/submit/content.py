@@ -1,8 +1,8 @@
 """Checksums of values by content, equal in every process.
 
-A plain pickle differs between processes: sets have another order, classes of a script have random names. A
-`_ContentPickler` therefore writes what such values consist of. Every value has a checksum. If its content cannot be
-found, its plain pickle counts; if it cannot be pickled at all, its type does.
+A plain pickle differs between processes: sets have another order, classes of a script have random names. Therefore
+`_ContentPickler` writes the parts of such values. Every value has a checksum. If its content cannot be found, the
+checksum is that of its plain pickle; if it cannot be pickled at all, that of its type.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ parts many times over would be visited once for each way that leads to them."""
 
 
 def digest_of(*values: Any) -> str:
-    """A checksum of plain values and of objects by their attributes, the same in every process.
+    """Returns a checksum of plain values and of objects by their attributes, the same in every process.
 
     Example:
         >>> digest_of({"lr": 0.1, "epochs": 3}) == digest_of({"epochs": 3, "lr": 0.1})
@@ -85,7 +85,7 @@ def _digest_with(value: object, *, memo: bool, plain: bool) -> tuple[str, set[st
 
 
 class _Hash:
-    """A file that keeps a checksum of what is written, and nothing else: arguments may be large."""
+    """A file that keeps only a checksum of the bytes that are written, since arguments may be large."""
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256()
@@ -96,7 +96,7 @@ class _Hash:
 
 
 class _ContentPickler(TrainingPickler):
-    """Pickles content alone: in place of what is pickled in another way in every process stands what it consists of."""
+    """Pickles content alone: values whose pickle differs between processes are replaced by their parts."""
 
     def __init__(self, file: Any, on_buffer: Callable[[pickle.PickleBuffer], bool], *, memo: bool) -> None:
         super().__init__(file, on_buffer)
@@ -113,7 +113,7 @@ class _ContentPickler(TrainingPickler):
         if cls is ResultRef:
             return "result", value.format, value.digest
         if cls in (list, tuple) and len(value) >= _MANY and _is_plain(value):
-            # Item by item a million numbers take seconds; this takes 30 ms. This version writes no references.
+            # Item by item a million numbers take seconds; this takes 30 ms. Version 2 of marshal writes no references.
             return cls.__name__, hashlib.sha256(marshal.dumps(value, 2)).hexdigest()
         if cls is dict:
             return self._contents(value, self._pairs)
@@ -147,7 +147,7 @@ class _ContentPickler(TrainingPickler):
 
     @staticmethod
     def _pairs(value: dict[Any, Any]) -> Any:
-        """The items in an order of their own, where they have one."""
+        """Returns the items sorted by key, or in their order if the keys cannot be compared."""
         try:
             return "dict", sorted(value.items(), key=lambda item: item[0])
         except TypeError:
@@ -155,7 +155,7 @@ class _ContentPickler(TrainingPickler):
 
     @staticmethod
     def _instance(value: Any) -> Any:
-        """What pickle would write of an object: arguments of its making, state, items."""
+        """Returns the parts of an object that pickle would write: constructor arguments, state, items."""
         if isinstance(value, enum.Enum):
             return type(value), value.value
         reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -166,7 +166,7 @@ class _ContentPickler(TrainingPickler):
         return type(value), reduced[0], parts
 
     def _module(self, module: types.ModuleType) -> Any:
-        """A user's module that travels by value counts by its source, wherever that lies."""
+        """Returns the digest of a user's module that is pickled by value, by its source, wherever that is."""
         name, path = module.__name__, getattr(module, "__file__", None)
         if not is_user_module_name(name) or self.travels(name) or not isinstance(path, str):
             return None
@@ -180,19 +180,19 @@ class _ContentPickler(TrainingPickler):
         if module in ("__main__", "__mp_main__") or "<locals>" in name:
             return False
         if not isinstance(module, str):
-            # As of a function that `exec` made in a namespace without a name.
+            # Such as a function that `exec` made in a namespace without a name.
             return False
         if isinstance(value, type) and not _is_written_in_python(value):
-            # Of an interpreter or an installed package, whatever its name says: the classes of Cython claim to be of
-            # a module without a file, as those of a module that a user made by hand.
+            # A class of the interpreter or an installed package, whatever its name: Cython's classes name a module
+            # without a file, as the classes of a module that a user made by hand do.
             return True
-        # Registers what goes by value, as it does for the payload. An installed package may also have made a class for
-        # the user, which has the package's name and is not there to be imported.
+        # Registers modules that are pickled by value, as for the payload. An installed package may also have made a
+        # class for the user, which has the package's name and cannot be imported from it.
         self.travels(module)
         return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))
 
     def _once(self, value: Any, facts: Any) -> Any:
-        """The facts of a function or class; its number if they are on their way: it refers to itself."""
+        """Returns the facts of a value the first time, and later its number, which ends reference cycles."""
         if id(value) in self._seen:
             return "seen", self._seen[id(value)][0]
         # Kept, so that its id stays its own.
@@ -226,9 +226,9 @@ class _ContentPickler(TrainingPickler):
 
 
 class _PlainPickler(_ContentPickler):
-    """Pickles values as they are, for those whose content cannot be found.
+    """Pickles values whose parts cannot be found, as plain pickle does.
 
-    Functions and classes that travel by value count by their names: cloudpickle gives them a random one.
+    Functions and classes that are pickled by value count by their names, since cloudpickle gives them random ones.
     """
 
     def _object(self, value: Any) -> Any:
@@ -261,20 +261,20 @@ _NOT_OF_A_CLASS = frozenset(
 
 
 def _unwrapped(member: Any) -> Any:
-    """The functions of a method or property."""
+    """Returns the functions in a static method, class method or property; any other member unchanged."""
     if isinstance(member, (staticmethod, classmethod)):
         return type(member).__name__, member.__func__
     return (member.fget, member.fset, member.fdel) if isinstance(member, property) else member
 
 
 _MANY = 100
-"""Items from which a list of plain values is taken as a whole."""
+"""Items from which on a list of plain values is hashed as a whole."""
 
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 
 
 def _is_plain(value: Any) -> bool:
-    """True for plain values, and for rows of them."""
+    """Returns True for a list of plain values, or of rows of plain values."""
     kinds = set(map(type, value))
     return kinds <= _PLAIN or (kinds <= {list, tuple} and all(set(map(type, row)) <= _PLAIN for row in value))
 
@@ -287,11 +287,11 @@ def _content(cell: types.CellType) -> Any:
 
 
 def facts_of_code(code: types.CodeType) -> tuple[Any, ...]:
-    """Returns what code does, without the names of files and the numbers of lines."""
+    """Returns the instructions, constants and names of code, without file names and line numbers."""
     constants = [facts_of_code(const) if isinstance(const, types.CodeType) else const for const in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    # Which instructions a "try" covers is in a table of its own.
+    # The exception table has the ranges of "try" blocks.
     return code.co_code, constants, names, counts, code.co_exceptiontable
 
 
@@ -301,20 +301,20 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    """A tensor by type, shape, numbers and attributes: its pickle holds memory in an order, and copies, of its own."""
+    """Returns a tensor's type, shape, numbers and attributes: its pickle also depends on strides and shared memory."""
     import torch
 
     cls = type(value)
     reduce: Any = cls.__reduce_ex__
     if reduce not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__):
-        # There is more to it.
+        # A subclass with its own pickling.
         return None
     try:
         plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
         # Not `reshape`, which keeps any stride of a single element.
         data = pickle.PickleBuffer(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
     except (RuntimeError, TypeError):
-        # One of the kinds of tensors that do not have all that others have.
+        # Some kinds of tensors lack these operations.
         return None
     facts = (str(value.dtype), tuple(value.shape), value.requires_grad, digest_of_bytes([data.raw()]))
     return "tensor", cls, vars(value), *facts

@@ -1,10 +1,10 @@
-"""The datasets of a launcher, from what a user gave to what ranks read.
+"""Turns the datasets that a user gives a launcher into manifests of files that ranks read.
 
-A DataFrame is computed and written to the run's directory before the run is submitted; a path is read where it lies. A
-table or a query that the caller's process has no SparkSession for is left to the driver, which opens one.
+A DataFrame is computed and written to the run's directory before the run is submitted; a path is read in place. A
+table or a query for which the caller's process has no SparkSession is left to the driver, which opens one.
 
-A training reads one snapshot: whatever resumes it finds the rows with which it began. The identity of a DataFrame is
-its content, that of a path its files' content, that of a table or query its text.
+A training reads one snapshot: a resumed run finds the same rows. The identity of a DataFrame is its content, that of a
+path its files' content, that of a table or query its text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _PATH = re.compile(r".*(/|\\|\.(parquet|arrow|feather|ipc)$)")
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads.
+    """The datasets of one run.
 
     Attributes:
-        manifests: By name, of those that are known before it is submitted.
-        queries: By name, of those that its driver has Spark compute.
+        manifests: By name, the datasets that are known before the run is submitted.
+        queries: By name, the tables and queries that the run's driver has Spark compute.
     """
 
     manifests: Mapping[str, Manifest] = field(default_factory=dict)
@@ -48,18 +48,18 @@ class Datasets:
 
     @property
     def digests(self) -> list[tuple[str, str]]:
-        """What they are, for the identity of a training."""
+        """Names and checksums of the datasets, for the identity of a training."""
         known = {name: manifest.digest for name, manifest in self.manifests.items()}
         return sorted({**known, **self.queries}.items())
 
     def files(self) -> dict[str, list[Part]]:
-        """What ranks get."""
+        """Returns the file with the manifests, which is sent to the ranks; empty if there are none."""
         if not self.manifests:
             return {}
         return {FILE: [to_bytes(self.manifests)]}
 
     def discard(self, before: Mapping[str, Manifest]) -> None:
-        """Removes what was written for a run that nobody starts, and not what a submission before it reads."""
+        """Removes the rows that were written for a run that is not started, except those of an earlier submission."""
         kept = {manifest.folder for manifest in before.values()}
         for manifest in self.manifests.values():
             if manifest.folder and manifest.folder not in kept:
@@ -67,7 +67,7 @@ class Datasets:
 
 
 def check(given: object) -> dict[str, Any]:
-    """The datasets by name. Raises InvalidJobError for what is none."""
+    """Returns the given datasets by name. Raises InvalidJobError for a value that is no dataset."""
     if given is None:
         return {}
     named = dict(given) if isinstance(given, Mapping) else {DEFAULT: given}
@@ -84,7 +84,7 @@ def check(given: object) -> dict[str, Any]:
 
 
 def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, str]]:
-    """What the datasets are, for the identity of a training; writes nothing."""
+    """Returns names and checksums of the datasets for the identity of a training; writes nothing."""
     found = {}
     for name, source in sources.items():
         source = _opened(source, engine)
@@ -104,18 +104,18 @@ def digests_of(sources: Mapping[str, Any], engine: Engine) -> list[tuple[str, st
 def collect(
     sources: Mapping[str, Any], engine: Engine, run: RunDirectory, num_processes: int, before: Mapping[str, Manifest]
 ) -> Datasets:
-    """Makes what ranks read, where that is up to the submitter.
+    """Computes or reads the datasets of a run, except queries, which are left to the driver.
 
     Args:
-        sources: As from `check`.
-        engine: Where the run will be.
-        run: Its directory, which may not be there yet.
+        sources: The result of `check`.
+        engine: The engine of the run.
+        run: The run's directory, which need not exist yet.
         num_processes: The world size; each rank needs a row.
-        before: What an earlier submission of the run has written. It is used again where the rows are the same, so
-            resumed ranks find the same order, and Spark writes nothing.
+        before: The datasets of an earlier submission of the run. One with the same rows is reused, so that resumed
+            ranks find the same order, and Spark writes nothing.
 
     Raises:
-        InvalidJobError: there is no such table, too few rows, or a column that there is no tensor of.
+        InvalidJobError: there is no such table, too few rows, or a column that no tensor can represent.
         EngineError: Spark failed.
     """
     manifests: dict[str, Manifest] = {}
@@ -158,16 +158,16 @@ def share(
     A later call for the same sweep finds the same rows in the same order, as long as they are not removed.
 
     Args:
-        sources: As from `check`.
+        sources: The result of `check`.
         engine: The engine of the trials.
         root: The store.
-        job: The job of the trials, without a name of its own if the sweep has none.
+        job: The job of the trials; its run id is empty if the sweep has none.
 
     Returns:
         The datasets of each trial, and the directory of the rows; None if there is no DataFrame.
 
     Raises:
-        InvalidJobError, EngineError: as `collect`.
+        InvalidJobError, EngineError: for the same reasons as in `collect`.
     """
     opened = {name: _opened(source, engine) for name, source in sources.items()}
     frames = {name: source for name, source in opened.items() if _is_frame(source)}
@@ -183,7 +183,7 @@ def share(
 
 
 def earlier(run: RunDirectory) -> dict[str, Manifest]:
-    """The datasets of the run's last submission, by name."""
+    """Returns the datasets of the run's last submission, by name; empty if there is none."""
     try:
         job = run.job()
         return from_bytes(store.read_bytes(run.submission_path(job.submission, FILE)))
@@ -192,7 +192,7 @@ def earlier(run: RunDirectory) -> dict[str, Manifest]:
 
 
 def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
-    """Removes what an earlier submission had written and this one does not read. Of queries the driver knows that."""
+    """Removes rows of an earlier submission that this one does not read; the driver does so for queries."""
     kept = {manifest.folder for manifest in now.manifests.values()}
     for name, manifest in before.items():
         if manifest.folder and manifest.folder not in kept and name not in now.queries:
@@ -200,19 +200,19 @@ def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
 
 
 def _is_frame(source: object) -> bool:
-    """True for a DataFrame of Spark, also of Spark Connect."""
+    """Returns True for a DataFrame of Spark or Spark Connect."""
     return type(source).__module__.startswith("pyspark.sql.") and hasattr(source, "mapInArrow")
 
 
 def is_path(source: Any) -> bool:
-    """False for the name of a table and for a query."""
+    """Returns True for the path of a table's files, False for the name of a table or a query."""
     text = os.fspath(source)
     is_query = any(character.isspace() for character in text.strip()) and not os.path.exists(text)
     return not isinstance(source, str) or (not is_query and bool(_PATH.match(text) or os.path.exists(text)))
 
 
 def _opened(source: Any, engine: Engine) -> Any:
-    """A table or query as a DataFrame, where the caller's own session is the engine's."""
+    """Opens a table or query as a DataFrame if the engine uses the caller's session; else returns its text."""
     session = getattr(engine, "session", None)
     if isinstance(source, ResultRef):
         source = _table_of(source)
@@ -226,7 +226,7 @@ def _opened(source: Any, engine: Engine) -> Any:
 
 
 def _table_of(ref: ResultRef) -> Table:
-    """The table that a run's function returned. Raises InvalidJobError if it returned something else."""
+    """Loads the table that a run's function returned. Raises InvalidJobError if the result is no table."""
     value = ref.load()
     if not isinstance(value, Table):
         raise InvalidJobError(

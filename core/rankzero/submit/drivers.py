@@ -1,4 +1,4 @@
-"""Drivers outside of this process: where the engine has a place for them, else in processes of this machine."""
+"""Starts drivers outside of this process: on the cluster if the engine can, else as processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ logger = logging.getLogger(__name__)
 
 
 class DriverProcess(subprocess.Popen[bytes]):
-    """A driver in a process of its own."""
+    """A driver process on this machine."""
 
     def await_end(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
+        """Waits until the driver has exited, or for the given seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(timeout)
 
 
 # Drivers that this process started. A submitted driver outlives its handle; keeping it here lets
-# poll() collect its exit status, whoever holds the handle.
+# poll() reap it even if no handle is left.
 _drivers: list[DriverProcess] = []
 _drivers_lock = fork_safe(threading.Lock())
 
 
 def start(run: RunDirectory, request: Request) -> RunHandle[Any]:
-    """Starts the driver of a run that outlives this process, and gives a handle of the run.
+    """Starts the driver of a run that outlives this process, and returns a handle of the run.
 
     Raises:
-        EngineError: the engine's place for drivers does not take it.
+        EngineError: the cluster does not accept the driver.
     """
     if not request.engine.drives_elsewhere:
         return RunHandle(run.directory, start_driver(run, request.private()))
@@ -51,13 +51,14 @@ def start(run: RunDirectory, request: Request) -> RunHandle[Any]:
         request.engine.start_driver(run, request.private())
     except BaseException as error:
         problem = error if isinstance(error, RankZeroError) else EngineError(f"{type(error).__name__} while submitting")
-        # Whoever has the driver's place is alone with the run: one that was accepted all the same finds it taken.
+        # The process that claims the driver's role controls the run: a driver that was accepted despite the error
+        # finds it claimed and exits.
         if run.claim_driver(run.job().submission):
             run.write_status(replace(run.status(), state="failed", error=problem.to_json(), ended=time.time()))
             raise
         if problem is not error:
             raise
-        logger.warning("the driver of run %s has started, although: %s", handle.id, error)
+        logger.warning("the driver of run %s has started although its submission reported: %s", handle.id, error)
     return handle
 
 
@@ -65,23 +66,23 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
     """Starts a driver in its own session, with its output in ``driver.log``.
 
     Args:
-        run: What it drives.
-        private: `Request.private`, for its standard input.
-        owner: File descriptor of a pipe, with whose end the run ends; None for a run that outlives this process.
+        run: The run to drive.
+        private: The result of `Request.private`, for the driver's standard input.
+        owner: Descriptor of a pipe: the run ends when its other end closes. None for a run that outlives this process.
     """
     import rankzero
 
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__)))
-    # As `python -m rankzero.driver.main`, also where rankzero is found through this process's path only. -P: the
-    # working directory is the user's, and what lies there has no business in a driver.
-    # A main module without a file is a doctest to pyspark's client of Spark Connect, which then imports its test tools.
+    # Like `python -m rankzero.driver.main`, also if rankzero is only on this process's sys.path. -P: the working
+    # directory is the user's, and a driver must not import from it.
+    # pyspark's client of Spark Connect takes a main module without a file for a doctest, and imports its test tools.
     program = "import sys; sys.path.append(sys.argv.pop(1)); import rankzero.driver.main as driver; "
     program += "__file__ = driver.__file__; driver.main()"
     submission = run.job().submission
     command = [sys.executable, "-P", "-c", program, package_root, run.directory, "--submission", str(submission)]
     if owner is not None:
         command += ["--owner", str(owner)]
-    # A file without a name: nothing of it is left, whoever dies when, and unlike a pipe it holds nobody up.
+    # A file without a name: it disappears whichever process dies, and unlike a pipe it never blocks.
     with _open_driver_log(run) as log, _open_private() as private_file:
         private_file.write(json.dumps(private).encode())
         private_file.seek(0)
@@ -102,7 +103,7 @@ def start_driver(run: RunDirectory, private: dict[str, Any], owner: int | None =
 
 
 def _open_private() -> IO[bytes]:
-    """In memory where the system can, which needs no directory that can be written."""
+    """Opens an unnamed file, in memory where the system can, which needs no writable directory."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("rankzero-private"), "w+b")
     return tempfile.TemporaryFile()

@@ -1,4 +1,4 @@
-"""A run that a pipeline step starts or comes back to: found by its id, reconciled, followed, and left or ended."""
+"""Opens the durable run of a pipeline step: a try of the step starts the run, or attaches to that of an earlier try."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rankzero.submit.prepare import Request, prepare
 
 @dataclass(frozen=True)
 class Opened:
-    """A run to follow.
+    """The run that a try of a step follows.
 
     Attributes:
         handle: The run.
-        attached: Another try has started it.
+        attached: True if another try has started the run.
     """
 
     handle: RunHandle[Any]
@@ -49,20 +49,20 @@ def open_durable(
     the block and with this process.
 
     Args:
-        request: What the launcher asks for, with a run id.
+        request: The launcher's request, with a run id.
         train: As for `Launcher.run`.
         args: As for `Launcher.run`.
         kwargs: As for `Launcher.run`.
         caller: The step.
-        log: The step's.
+        log: The step's logger.
 
     Raises:
         InvalidJobError: the job cannot be run as described, or the store cannot be used.
-        EngineError: an earlier run does not end.
+        EngineError: an earlier run was asked to stop and does not end.
     """
     run = RunDirectory(request.directory)
     handle: RunHandle[Any] | None = None
-    # Its own run, once there is one: by its name alone it may be a later submission by now.
+    # The handle, once there is one: under the same id there may be a later submission by then.
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
         identity = request.identity_of(train, args, kwargs)
         template = replace(request.template, generation=caller.generation)
@@ -93,14 +93,14 @@ def open_durable(
 
 def _await_trackers(handle: RunHandle[Any]) -> None:
     if handle.status().final:
-        # This process may be all that keeps its container.
+        # The container may be removed when this process exits.
         handle.await_driver(FLUSH_TIMEOUT)
 
 
 def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: Any) -> Decision:
     """Decides what the run is to this try. A living run of another training is ended."""
     run = RunDirectory(before.directory)
-    existing = submission.look(run, asked, caller)
+    existing = submission.assess(run, asked, caller)
     assert existing
     _report(existing, log)
     if existing.decision is Decision.FRESH and not existing.status.final:
@@ -110,7 +110,7 @@ def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: A
 
 
 def _report(existing: submission.Existing, log: Any) -> None:
-    """Logs why the training begins from scratch, or what has changed although it does not."""
+    """Logs why the training begins from scratch, or which changes do not affect the run."""
     comparison = existing.comparison
     if existing.decision is Decision.FRESH and comparison.differing:
         log.info("the training begins from scratch: other than before: %s", describe(comparison.differing))
@@ -122,6 +122,7 @@ def _report(existing: submission.Existing, log: Any) -> None:
             "run: it counts as the same"
         )
     elif comparison.ignored and existing.decision is Decision.ATTACH:
-        log.warning("the run goes on with the code that it began with: changed since: %s", describe(comparison.ignored))
+        changed = describe(comparison.ignored)
+        log.warning("the run continues with the code that it began with: changed since: %s", changed)
     elif comparison.ignored and existing.decision is Decision.RESUME:
         log.warning("the training resumes with changed code: %s", describe(comparison.ignored))

@@ -1,4 +1,4 @@
-"""The one schema of a table whose files were written at different times. Pure functions."""
+"""Finds one schema for a table whose files have different ones. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rankzero.data.manifest import ARROW, File
 from rankzero.data.schemas import unify
 from rankzero.errors import InvalidJobError
 
-_ADVICE = "write the table anew, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
+_ADVICE = "rewrite the table, or have Spark read it: dataset=a query or a DataFrame, which chooses columns and types"
 
 
 def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
-    """The schema with the columns of all files, each of the type that holds what they have.
+    """Returns the schema with the columns of all files, each of a type that can represent all files' values.
 
     Args:
-        first: The schema of one file, with the columns that stand in names of directories.
-        schemas: Of all files.
-        where: What they are, for people.
+        first: The schema of one file, with the partition columns from names of directories.
+        schemas: The schemas of all files.
+        where: The dataset's name for messages.
 
     Raises:
-        InvalidJobError: there is no such type.
+        InvalidJobError: a column has no such type.
     """
     import pyarrow as pa
 
@@ -34,17 +34,17 @@ def schema_of_files(first: Any, schemas: Sequence[Any], where: str) -> Any:
 
 
 def with_nulls(files: Sequence[File], schemas: Sequence[Any], schema: Any, kind: str, where: str) -> tuple[File, ...]:
-    """The files, with nulls for the columns that they lack.
+    """Returns the files with nulls as partition values for the columns that they lack.
 
     Args:
-        files: As they are.
-        schemas: What is in each.
-        schema: Of the table.
-        kind: Their format.
-        where: What they are, for people.
+        files: The files of the table.
+        schemas: The schema of each file.
+        schema: The schema of the table.
+        kind: The format of the files.
+        where: The dataset's name for messages.
 
     Raises:
-        InvalidJobError: a tensor has no place for such nulls, or the ranks cannot make the table's type of a file's.
+        InvalidJobError: a tensor cannot represent such nulls, or ranks cannot convert a file's type to the table's.
     """
     return tuple(_with_nulls(file, inside, schema, kind, where) for file, inside in zip(files, schemas, strict=True))
 
@@ -66,7 +66,7 @@ def _with_nulls(file: File, inside: Any, schema: Any, kind: str, where: str) -> 
             continue
         found = inside.field(field.name).type
         try:
-            # Ranks decode Parquet into the table's type; Arrow files they map as they are.
+            # Ranks decode Parquet into the table's type, but map Arrow files without conversion.
             if found != field.type and kind == ARROW:
                 raise pa.ArrowInvalid(f"it is {found}")
             pa.nulls(0, found).cast(field.type)

@@ -1,7 +1,7 @@
-"""The identity of a training: its code by content, its arguments by content, the number of its ranks.
+"""Computes the identity of a training: its code by content, its arguments by content, the number of its ranks.
 
-Not part of it: inodes, times, retries, where a value lies, comments and the layout of sources. A run of another
-identity never lends its checkpoints or its result; a run of the same one never loses them. Every training has one.
+Inodes, times, retries, the location of a value, comments and the layout of sources are not part of it. A training never
+uses checkpoints or results of another identity, and never loses those of its own. Every training has an identity.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rankzero.submit.user_code import UserCode
 from rankzero.values.digest import digest_of as digest_of_bytes
 
 MOST_ARGUMENTS = 200
-"""Arguments that have a checksum of their own; a training with more has one for all further ones."""
+"""Most arguments with a separate checksum; all further ones share one."""
 
 
 def identity_of(
@@ -49,16 +49,16 @@ def identity_of(
 ) -> Identity:
     """Returns the identity of a training, equal in every process for the same code, arguments and world size.
 
-    The code is a script, or a function with what it refers to, and the user's modules that these import. A function
-    that travels by reference counts by its own instructions and by its module.
+    The code is a script, or a function with the objects that it refers to, and the user's modules that these import. A
+    function that is pickled by reference counts by its instructions and its module.
 
     Args:
         train: As for `Launcher.run`.
-        args: Its positional arguments. A `ResultRef` counts by the checksum of its file.
-        kwargs: Its keyword arguments.
-        world_size: Number of ranks; of an elastic job the smallest and the largest; or ``"auto"``.
-        code_version: Stands for all code, which is not read then.
-        user_code: What travels because the user says so; counts by content.
+        args: Positional arguments. A `ResultRef` counts by the checksum of its file.
+        kwargs: Keyword arguments.
+        world_size: Number of ranks; for an elastic job the smallest and the largest; or ``"auto"``.
+        code_version: Replaces the checksums of all code, which is then not read.
+        user_code: The user's ``working_dir`` and ``py_files``; counts by content.
         datasets: Name and checksum of each dataset.
 
     Raises:
@@ -89,7 +89,7 @@ def _short(text: str) -> str:
 
 
 def _code_of(train: Any) -> tuple[str, dict[str, str]]:
-    """Returns the checksum of what is run itself, and those of the user's modules that it imports."""
+    """Returns the checksum of the function, script or module, and those of the user's modules that it imports."""
     if isinstance(train, Script):
         digest, imported = digest_of_script(train.path)
         return _short(repr(("script", digest))), digests_of_modules(imported, train.directory)
@@ -98,7 +98,7 @@ def _code_of(train: Any) -> tuple[str, dict[str, str]]:
         own = {name: modules[name] for name in sorted(train.imports() & modules.keys())}
         return _short(repr(("module", train.name, own))), modules
     if isinstance(train, Command):
-        # By content, wherever they lie.
+        # Files count by content, and not by path.
         files = {position: digest_of_bytes([file["data"]]) for position, file in train.files().items()}
         return _short(repr(("command", [files.get(n, word) for n, word in enumerate(train.line)]))), {}
     digest, needed = digest_with_modules(train, "the function")
@@ -107,7 +107,7 @@ def _code_of(train: Any) -> tuple[str, dict[str, str]]:
 
 
 def _own_code(train: Any) -> Any:
-    """Returns the instructions of a user's function, also of one that travels by its name; None for what has none."""
+    """Returns the facts of a user function's code, even if it is pickled by reference; None for other callables."""
     while isinstance(train, functools.partial):
         train = train.func
     train = getattr(train, "__func__", train)
@@ -118,5 +118,5 @@ def _own_code(train: Any) -> Any:
 
 
 def _is_user_s(module: str | None) -> bool:
-    """Returns False for the name of a module that was installed: another version of a package is the same code."""
+    """Returns False for an installed module: another version of a package does not change the identity."""
     return module is None or module not in sys.modules or module == "__main__" or is_user_module_name(module)

@@ -1,4 +1,4 @@
-"""What code imports, found without running it: in sources by their syntax, in functions by their instructions."""
+"""Finds the imports of code without running it: in sources by their syntax, in functions by their instructions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _PARSING = fork_safe(threading.Lock())
 
 
 def parse(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
-    """Parses without being interrupted: CPython 3.11 and 3.12 have one count of the depth for all who parse.
+    """Parses a source, one at a time: in CPython 3.11 and 3.12 all parsers of a process share one count of the depth.
 
-    Who interrupts is a collection of garbage, whose finalizers may print a traceback, which parses, or let another
-    thread go on.
+    Garbage collection is off meanwhile: its finalizers may print a traceback, which parses, or switch threads.
     """
     with _PARSING:
         collects = gc.isenabled()
@@ -35,7 +34,7 @@ def parse(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
 
 @functools.lru_cache(maxsize=1024)
 def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]:
-    """Absolute names that code and the functions nested in it import when they run, and those that may be modules."""
+    """Returns the absolute names that code and its nested functions import when they run; some may be no modules."""
     found: set[str] = set()
     constants: tuple[Any, Any] = (None, None)
     if _IMPORTERS & set(code.co_names):
@@ -57,9 +56,9 @@ def imports_of_code(code: types.CodeType, package: str | None) -> frozenset[str]
 
 @functools.lru_cache(maxsize=1024)
 def globals_of_classes(code: types.CodeType) -> frozenset[str]:
-    """Names that the bodies of classes in a function look up outside: annotations of methods, defaults, attributes.
+    """Returns the globals that class bodies in a function read: annotations of methods, defaults, attributes.
 
-    cloudpickle 3.1 finds those of functions alone.
+    cloudpickle 3.1 finds only those that functions read.
     """
     found: set[str] = set()
     own = {"__name__"}
@@ -75,13 +74,13 @@ def globals_of_classes(code: types.CodeType) -> frozenset[str]:
 
 
 def imports_of_tree(tree: ast.AST, package: str = "") -> set[str]:
-    """Absolute names that a source imports anywhere in it, and those that may be modules.
+    """Returns the absolute names that a source imports anywhere; some may be no modules.
 
-    A name that is computed, ``import_module(f"models.{kind}")``, is known by its beginning: ``models.*``.
+    A computed name, ``import_module(f"models.{kind}")``, is returned by its beginning: ``models.*``.
 
     Args:
-        tree: The source.
-        package: Against which relative imports are resolved; without it they are left out.
+        tree: The syntax tree of the source.
+        package: The package for relative imports; without it they are left out.
     """
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -107,7 +106,7 @@ def _name_of_call(node: ast.Call) -> str:
 
 
 def _leading_text(node: ast.AST) -> str:
-    """The text with which an expression's value begins, as far as it stands there."""
+    """Returns the constant text that an expression's value begins with; empty if there is none."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return _before_placeholder(node.value)
     if isinstance(node, ast.JoinedStr) and node.values:
@@ -128,7 +127,7 @@ def _of_computed(text: str) -> str:
 
 
 def names_of_import(package: str, level: int, module: str, names: Iterable[str]) -> set[str]:
-    """The module of ``from module import names``, and the names, each of which may be a module of its own."""
+    """Returns the module of ``from module import names``, and each ``module.name``, which may be a module, too."""
     if level:
         if not package:
             return set()

@@ -1,7 +1,7 @@
-"""The user's own modules: which they are, where they lie, and which can travel as source.
+"""Decides which modules are the user's, finds their sources, and decides which can be shipped as source.
 
-A module is the user's if no package installer put it where it is. It travels as source if it can
-be found by its name and imports without an orchestrator, which executors do not have.
+A module is the user's if no package installer put it where it is. It is shipped as source if it can
+be found by its name and imported without an orchestrator, which executors do not have.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def _is_user_file(path: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_install_target(directory: str) -> bool:
-    """True for a folder that a package installer filled (``pip install --target``)."""
+    """Returns True for a folder that a package installer filled (``pip install --target``)."""
     with contextlib.suppress(OSError):
         return any(name.endswith(".dist-info") for name in os.listdir(directory or "."))
     return False
 
 
 def is_user_module(module: types.ModuleType) -> bool:
-    """True for a loaded module that no package installer put where it is."""
+    """Returns True for a loaded module of the user: one that no package installer put where it is."""
     root = module.__name__.partition(".")[0]
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
         return False
@@ -64,7 +64,7 @@ def is_user_module(module: types.ModuleType) -> bool:
 
 
 def is_made_by_hand(name: str) -> bool:
-    """True for a loaded top-level module that is no file's: somebody has put it into ``sys.modules``."""
+    """Returns True for a loaded top-level module without a file, which user code has put into ``sys.modules``."""
     module = sys.modules.get(name)
     if not isinstance(module, types.ModuleType) or name in _NEVER_SHIPPED or name in sys.stdlib_module_names:
         return False
@@ -72,7 +72,7 @@ def is_made_by_hand(name: str) -> bool:
 
 
 def is_user_module_name(name: str) -> bool:
-    """The same for the name of a loaded module."""
+    """Returns True for the name of a loaded module of the user."""
     module = sys.modules.get(name)
     return isinstance(module, types.ModuleType) and is_user_module(module)
 
@@ -82,8 +82,8 @@ def spec_of(name: str, first: str | None = None) -> Any:
 
     Args:
         name: Absolute name of the module.
-        first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself stays as it
-            is: other threads find their modules there.
+        first: A directory that is searched before `sys.path`, such as that of a script. `sys.path` itself is not
+            changed, since other threads import meanwhile.
     """
     root, *rest = name.split(".")
     if root in _NEVER_SHIPPED or root in sys.stdlib_module_names:
@@ -97,14 +97,14 @@ def spec_of(name: str, first: str | None = None) -> Any:
     for part in rest:
         if not spec or not spec.submodule_search_locations:
             return None
-        # An editable install may have put it elsewhere than its parent.
+        # An editable install may have put a module elsewhere than its parent.
         spec = _find(f"{spec.name}.{part}", list(spec.submodule_search_locations))
     return spec
 
 
 def _find(name: str, places: list[str] | None) -> Any:
-    # Not importlib.util.find_spec: that trusts sys.modules, where a DAG file may sit under a name
-    # that nobody else can import; and it imports parents, without which a namespace package is a KeyError here.
+    # Not importlib.util.find_spec: it trusts sys.modules, where a DAG file may have a name
+    # that executors cannot import; and it imports parents. Without these, a namespace package raises KeyError here.
     spec = None
     for finder in sys.meta_path:
         with contextlib.suppress(ImportError, ValueError, AttributeError, KeyError):
@@ -135,13 +135,13 @@ def source_of(name: str, first: str | None = None) -> str | None:
 
 
 def travels_as_source(name: str) -> bool:
-    """True for a user module that is found by name and imports without an orchestrator."""
+    """Returns True for a user module that can be found by its name and imported without an orchestrator."""
     spec = spec_of(name.partition(".")[0])
     return spec is not None and not _needs_orchestrator(name, frozenset())
 
 
 def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
-    """True if importing a user module imports Airflow or Dagster, itself or through another one."""
+    """Returns True if importing a user module imports Airflow or Dagster, directly or through another user module."""
     root = name.partition(".")[0]
     if root in _ORCHESTRATORS:
         return True
@@ -157,7 +157,7 @@ def _needs_orchestrator(name: str, visiting: frozenset[str]) -> bool:
 
 
 def _imports_of_module(name: str) -> set[str]:
-    """Absolute names that a loaded user module imports at its top level, when it is imported."""
+    """Returns the absolute names that a loaded user module imports at its top level."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py"):
         return set()

@@ -1,4 +1,4 @@
-"""Runs that end with the process that started them."""
+"""Opens runs that end with the process that started them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from rankzero.submit import drivers
 from rankzero.submit.prepare import Request, prepare
 
 OWNER_LEASE = 20.0
-"""Seconds for which a driver elsewhere goes on without the process that owns its run: less than `CANCEL_TIMEOUT`."""
+"""Seconds that a driver on the cluster continues without its run's owner process: less than `CANCEL_TIMEOUT`."""
 
 
 @contextlib.contextmanager
 def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RunHandle[Any]]:
-    """A run that ends with the block, however that ends, and with this process.
+    """Opens a run that ends with the block, whatever ends the block, and with this process.
 
     Yields:
         The handle, to be followed until the run has ended.
 
     Raises:
-        InvalidJobError: refused before anything started.
+        InvalidJobError: the job was rejected before anything started.
     """
     engine = request.engine
-    patience = request.template.stop_grace + CANCEL_TIMEOUT
+    stop_timeout = request.template.stop_grace + CANCEL_TIMEOUT
     template = replace(request.template, owner=this_process())
     if engine.drives_elsewhere:
         template = replace(template, orphan_timeout=min(OWNER_LEASE, template.orphan_timeout or OWNER_LEASE))
@@ -47,38 +47,38 @@ def open_owned(request: Request, train: Any, args: tuple[Any, ...], kwargs: dict
                 f"run_id {handle.id!r} is running: attach to it with RunHandle.attach({run.directory!r}), or choose "
                 "another run_id"
             )
-        # It succeeded, and whoever waited for it died before its result was delivered.
+        # The run succeeded, and its caller died before the result was delivered.
         yield handle
         return
     if engine.drives_elsewhere:
-        driver = _leased_driver(run, request, patience)
+        driver = _leased_driver(run, request, stop_timeout)
     elif engine.prefers_own_process:
-        driver = _process_driver(run, request.private(), patience)
+        driver = _process_driver(run, request.private(), stop_timeout)
     else:
-        driver = _thread_driver(run, Driver(run, engine, dict(request.env), trackers=request.trackers), patience)
+        driver = _thread_driver(run, Driver(run, engine, dict(request.env), trackers=request.trackers), stop_timeout)
     with driver as handle:
         yield handle
         if request.trackers:
-            # This process may be all that keeps its container.
+            # The container may be removed when this process exits.
             handle.await_driver(FLUSH_TIMEOUT)
 
 
 @contextlib.contextmanager
-def _leased_driver(run: RunDirectory, request: Request, patience: float) -> Iterator[RunHandle[Any]]:
-    """A driver that the engine starts elsewhere; it ends its run when the block does, or when nobody follows it."""
+def _leased_driver(run: RunDirectory, request: Request, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+    """Starts a driver on the cluster, which ends its run with the block, or when no process follows the run."""
     try:
         yield drivers.start(run, request)
     finally:
-        # By the driver's own status: a verdict of this process is no end of the training.
+        # The driver's own status decides: this process may only have counted the driver as dead.
         if not run.status().final:
             handle = RunHandle[Any](run.directory)
             handle.cancel()
-            handle.wait(patience)
+            handle.wait(stop_timeout)
 
 
 @contextlib.contextmanager
-def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float) -> Iterator[RunHandle[Any]]:
-    """A driver in a process of its own, which ends its run when this process, or the block, does."""
+def _process_driver(run: RunDirectory, private: dict[str, Any], stop_timeout: float) -> Iterator[RunHandle[Any]]:
+    """Starts a driver process, which ends its run with the block or with this process."""
     theirs, ours = os.pipe()
     owner = os.getpid()
     handle: RunHandle[Any] | None = None
@@ -89,19 +89,19 @@ def _process_driver(run: RunDirectory, private: dict[str, Any], patience: float)
             os.close(theirs)
         yield handle
     finally:
-        # After an interrupt this is what ends the run, at once, wherever its directory lies. Not its end of file alone,
-        # for which every child would have to end that was forked meanwhile.
+        # After an interrupt, this byte ends the run immediately, even if its directory is on a slow store. The end of
+        # file alone would come only after every child that was forked meanwhile has exited.
         with contextlib.suppress(OSError):
             if os.getpid() == owner:
                 os.write(ours, b"\n")
         os.close(ours)
         if handle:
-            handle.wait(patience)
+            handle.wait(stop_timeout)
 
 
 @contextlib.contextmanager
-def _thread_driver(run: RunDirectory, driver: Driver, patience: float) -> Iterator[RunHandle[Any]]:
-    """A driver in a thread of this process, which ends its run when the block does."""
+def _thread_driver(run: RunDirectory, driver: Driver, stop_timeout: float) -> Iterator[RunHandle[Any]]:
+    """Starts a driver in a thread of this process, which ends its run with the block."""
     thread = DriverThread(driver)
     thread.start()
     try:
@@ -113,9 +113,9 @@ def _thread_driver(run: RunDirectory, driver: Driver, patience: float) -> Iterat
         raise
     else:
         if not (driver.status.final or driver.status.certain):
-            # The caller saw an end that the driver did not write: no training goes on without an owner.
+            # The caller saw a final status that the driver did not write: no training may continue without an owner.
             driver.inbox.interrupt("the process that called run() no longer follows it")
     finally:
-        thread.await_end(patience)
+        thread.await_end(stop_timeout)
     if thread.error:
         raise thread.error

@@ -1,4 +1,4 @@
-"""The arguments of a training by name, as short plain values: what people and trackers compare runs by."""
+"""Describes the arguments of a training by name, as short plain values for trackers and for tables of runs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.values.ref import ResultRef
 
 MAX_PARAMS = 200
-"""A training with more arguments shows so many."""
+"""Most arguments of a training that are shown."""
 
 MAX_TEXT = 500
-"""Characters of a value; what is longer is cut."""
+"""Characters to which a value is cut."""
 
 _DEPTH = 4
 
 _BITS = 1024
-"""Of an integer that is written out."""
+"""Most bits of an integer that is written out."""
 
 _ASSIGNED = re.compile(r"(?:--(?P<long>[^=]+)|[-+~]*(?P<name>\w[\w.@-]*))=(?P<value>.*)", re.DOTALL)
 """A word of a command line: ``--name=value``, or ``name=value`` as Hydra has it; not the path ``data/day=1``."""
 
 
 def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of a call, with the defaults of those that were not given.
+    """Returns the arguments of a call, including the defaults of those that were not given.
 
     Args:
         train: As for `Launcher.run`.
         args: Positional arguments, or the rest of the command line.
         kwargs: Keyword arguments.
-        env: The ranks' variables. Their secrets are masked, as are those of the arguments and of addresses in them.
+        env: The ranks' variables. Their secrets are masked, and those of the arguments and of URLs in them.
 
     Returns:
-        Values by name; of a mapping among the arguments each by ``argument.key``.
+        Values by name; for a mapping among the arguments, each of its values by ``argument.key``.
 
     Example:
         >>> def train(lr, *, model, token=""): ...
@@ -50,7 +50,7 @@ def params_of(train: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env:
     else:
         named = _bound(training, args, kwargs)
     flat = dict(_flat(named, "", _DEPTH))
-    # What one argument is given as a secret may be part of another.
+    # A secret of one argument may be part of another.
     mask = Mask(secrets_of(env) + secrets_of(flat))
     return {name: _plain(name, value, mask) for name, value in itertools.islice(flat.items(), MAX_PARAMS)}
 
@@ -60,7 +60,7 @@ def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
         signature = inspect.signature(function)
         bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):
-        # Some that are written in C have no signature.
+        # Some functions written in C have no signature.
         return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
     bound.apply_defaults()
     named = dict(bound.arguments)
@@ -73,7 +73,7 @@ def _bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
 
 
 def _of_line(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by their names; the rest by their positions."""
+    """Yields ``--name value``, ``--name=value``, ``name=value`` and ``--flag`` by name, other words by position."""
     number, index = 0, 0
     while index < len(words):
         word, after = words[index], words[index + 1 : index + 2]

@@ -1,7 +1,7 @@
-"""From the path of a table's files to its manifest: Parquet, Delta and Arrow, without Spark.
+"""Reads the manifest of a table from the path of its files: Parquet, Delta and Arrow, without Spark.
 
-A file's content is its bytes, which are read once, or on an object store what that says they are. A Parquet footer does
-not stand for them: it knows sizes and extremes, which the same values in other rows have as well.
+The checksum of a file is that of its bytes, which are read once, or its tag on an object store. A Parquet footer does
+not suffice: its sizes and extremes are the same if values are in another order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rankzero.errors import InvalidJobError
 from rankzero.submit.evolution import schema_of_files, with_nulls
 
 READERS = 16
-"""Files that are read at a time."""
+"""Files that are read in parallel."""
 
 Counts = collections.Counter[str]
-"""The nulls of columns, by path."""
+"""Number of nulls of each column, by the column's path."""
 
 _DELTA_LOG = "_delta_log"
 _ARROW_NAMES = (".arrow", ".feather", ".ipc")
@@ -36,15 +36,15 @@ _PAGES = 64 << 10
 
 
 def manifest_of_path(location: str, name: str) -> Manifest:
-    """What ranks need to know of the table at a path.
+    """Returns the manifest, for ranks, of the table at a path.
 
     Args:
-        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns. Of a
-            Delta table ``@v3`` behind it is a version.
-        name: Of the dataset, for errors.
+        location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns. For a
+            Delta table, ``@v3`` at the end selects a version.
+        name: The dataset's name for errors.
 
     Raises:
-        InvalidJobError: there is nothing, it cannot be read, or it has a column that there is no tensor of.
+        InvalidJobError: there is no table, it cannot be read, or a column cannot be represented by a tensor.
     """
     location = location.rstrip("/") if store.is_url(location) else os.path.abspath(os.path.expanduser(location))
     where = f"the dataset {name!r}"
@@ -58,12 +58,12 @@ def manifest_of_path(location: str, name: str) -> Manifest:
     except InvalidJobError:
         raise
     except Exception as error:
-        # Drivers of object stores have exceptions of their own.
+        # Drivers of object stores raise their own exceptions.
         raise InvalidJobError(f"{where} cannot be read from {location}: {type(error).__name__}: {error}") from error
 
 
 def _version_of(location: str) -> tuple[str, int | None]:
-    """A path ``table@v3`` as Delta has it: the table, and its version. Any other path is as it is."""
+    """Splits a path ``table@v3`` of a Delta table into the table and its version; returns other paths unchanged."""
     found = re.fullmatch(r"(.+)@v(\d+)", location)
     if found and not store.exists(location) and store.exists(store.join(found[1], _DELTA_LOG)):
         return found[1], int(found[2])
@@ -80,14 +80,14 @@ def _directory(location: str, where: str) -> Any:
     if found.type == fs.FileType.File:
         names = [path]
     else:
-        # As Spark and pyarrow do, without what begins with _ or a dot.
+        # Like Spark and pyarrow, without names that begin with _ or a dot.
         every = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
         below = {info.path: info.path[len(path.rstrip("/")) + 1 :] for info in every if info.type == fs.FileType.File}
         names = sorted(name for name, short in below.items() if not _is_hidden(short))
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
     kind = "feather" if names[0].endswith(_ARROW_NAMES) else dataset.ParquetFileFormat(**PARQUET_OPTIONS)
-    # Names of directories above the table's are no columns of it.
+    # Directories above the table are not its partition columns.
     return dataset.dataset(names, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=path)
 
 
@@ -106,7 +106,7 @@ def _delta(location: str, version: int | None) -> tuple[Any, str]:
     table = deltalake.DeltaTable(location, version=version)
     mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
     if mapping != "none":
-        # In the files its columns have other names: they would be read as nulls.
+        # The files have other column names, so that the columns would be read as nulls.
         raise InvalidJobError(
             f"{location} is a Delta table with column mapping ({mapping}), which ranks cannot read. Have Spark read "
             f'it: dataset="SELECT * FROM delta.`{location}`"'
@@ -139,7 +139,7 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
     files = tuple(file for file, *_ in described)
     size = sum(size for _, size, *_ in described)
     if kind == PARQUET:
-        # Encoded and decoded size: a dictionary makes a long text a byte, a run of one value nothing at all.
+        # The larger of encoded and decoded size: a dictionary encodes a long text in a byte, a repeated value in none.
         size = max(size, int(sum(sum(file.rows) for file in files) * _decoded_row(fragments)))
     schema = data.schema if digest else schema_of_files(data.schema, schemas, where)
     schema = schema.remove_metadata()
@@ -157,11 +157,11 @@ def _manifest(data: Any, location: str, digest: str | None, where: str) -> Manif
 
 
 def _place(path: str, location: str, base: str) -> tuple[str, str]:
-    """A file's location, and its name below that of the dataset."""
+    """Returns a file's location, and its path relative to the dataset."""
     below = path[len(base.rstrip("/")) :] if path.startswith(base.rstrip("/")) else None
     if below is not None:
         return location + below, below
-    # Delta names its files by their place in the table.
+    # Delta names its files relative to the table.
     return store.join(location, path), path
 
 
@@ -175,7 +175,7 @@ def _parquet_facts(fragment: Any) -> tuple[tuple[int, ...], int, Counts]:
 
 
 def _null_counts(metadata: Any, group: int) -> Counts:
-    """Returns the nulls of a row group as its footer counts them; of arrays it counts empty ones as well."""
+    """Returns the nulls of a row group from its footer, except those of arrays, whose counts include empty arrays."""
     counts: Counts = collections.Counter()
     for number in range(metadata.num_columns):
         column = metadata.row_group(group).column(number)
@@ -186,7 +186,7 @@ def _null_counts(metadata: Any, group: int) -> Counts:
 
 
 def _decoded_row(fragments: list[Any]) -> float:
-    """Bytes of a decoded row of the files: of the first ones of the largest group, of which few pages are read."""
+    """Returns the bytes of a decoded row, estimated from the first rows of the largest row group."""
     import pyarrow.parquet as pq
 
     groups = [(fragment, number) for fragment in fragments for number in range(fragment.metadata.num_row_groups)]
@@ -200,7 +200,7 @@ def _decoded_row(fragments: list[Any]) -> float:
     with fragment.open() as source:
         file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
         batch = next(file.iter_batches(count, row_groups=[number]))
-    # A dictionary is there once for any number of rows.
+    # A dictionary counts once for any number of rows, so columns are decoded first.
     columns = (column.dictionary_decode() if hasattr(column, "dictionary") else column for column in batch.columns)
     return float(sum(column.nbytes for column in columns) / batch.num_rows)
 
@@ -211,7 +211,7 @@ def _group_facts(fragment: Any, number: int) -> tuple[int, int]:
 
 
 def _partition_row(file: File) -> int:
-    """Bytes in memory of a row's columns that are not in the file, about."""
+    """Returns the approximate bytes in memory of a row's partition columns, which are not in the file."""
     return sum(8 + len(value or "") for value in file.partition.values())
 
 

@@ -1,8 +1,8 @@
-"""Function or script and arguments to bytes, with the user's modules they need.
+"""Packs a function or script, its arguments and the user's modules that they need into bytes.
 
-The user's own modules (everything that is not installed) need not exist where the ranks run:
+The user's own modules (all that are not installed) need not exist where the ranks run:
 
-* a module that can be imported by its name travels as source in ``modules.zip``, with the modules
+* a module that can be imported by its name is shipped as source in ``modules.zip``, with the modules
   it imports in turn; its functions and classes are pickled by reference, so that each exists once;
 * ``__main__``, notebooks, DAG files under synthetic names, and modules that import an orchestrator,
   which executors do not have, are pickled by value, as far as the function refers to them.
@@ -41,12 +41,12 @@ _REGISTRY_LOCK = fork_safe(threading.RLock())
 
 @dataclass(frozen=True)
 class Payload:
-    """What the workers get.
+    """The function or script, arguments and modules that are sent to the workers.
 
     Attributes:
-        name: Of the function or script, for people.
-        data: The pickle of function or script and arguments, as `envelope.pack` makes it.
-        modules: The user modules that travel with it, or None.
+        name: Display name of the function or script.
+        data: The pickle of function or script and arguments, made by `envelope.pack`.
+        modules: The user modules that are shipped with it, or None.
         refs: The `ResultRef` objects among the arguments.
     """
 
@@ -59,18 +59,18 @@ class Payload:
 def build(
     train: object, args: tuple[Any, ...], kwargs: dict[str, Any], restart_on: object = (), *, is_alone: bool = False
 ) -> Payload:
-    """Makes the payload.
+    """Builds the payload of a training.
 
     Args:
         train: As for `rankzero.submit.training.resolve`.
-        args: Positional arguments. `ResultRef` in them, also nested, are opened in the workers.
-        kwargs: Keyword arguments; only a function takes some.
-        restart_on: Of `Launcher`; a rank that fails loads it.
-        is_alone: It is for one rank, which may get a world of one process.
+        args: Positional arguments. `ResultRef` objects in them, also nested, are opened in the workers.
+        kwargs: Keyword arguments; only a function accepts them.
+        restart_on: As for `Launcher`; a rank that fails loads it.
+        is_alone: True for a run of one rank, whose objects may depend on a world of one process.
 
     Raises:
-        InvalidJobError: ``train`` is nothing that can be run, the arguments do not fit its signature,
-            or something cannot be pickled; the message names it.
+        InvalidJobError: ``train`` cannot be run, the arguments do not fit its signature,
+            or an object cannot be pickled; the message names it.
     """
     refs: list[ResultRef] = []
     map_refs([list(args), dict(kwargs)], refs.append)
@@ -90,7 +90,7 @@ def build(
 
 
 def _pickle_restart_on(restart_on: object) -> tuple[dict[str, bytes], set[str]]:
-    """The part of the payload, and the user's modules that it needs."""
+    """Returns the part of the payload with ``restart_on``, and the user's modules that it needs."""
     if not restart_on:
         return {}, set()
     buffer = io.BytesIO()
@@ -109,7 +109,7 @@ def _build_program(
     extra: dict[str, bytes],
     needed: set[str],
 ) -> Payload:
-    """The payload of what takes a command line."""
+    """Builds the payload of a script, module or command, which take a command line."""
     if kwargs:
         raise InvalidJobError(
             f"a {type(program).__name__.lower()} takes positional arguments only, not {', '.join(sorted(kwargs))}: "
@@ -137,7 +137,7 @@ def _pickle(
 def _find_culprit(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], make_pickler: _Maker
 ) -> str:
-    """Names the argument, or the function, that pickling fails on."""
+    """Returns the name of the argument or function that cannot be pickled."""
     for name, value in named_arguments(function, args, kwargs):
         try:
             make_pickler(io.BytesIO()).dump(value)
@@ -150,7 +150,7 @@ _WORLD_OF_ACCELERATE = "accelerate.state"
 
 
 class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Notes the user modules that must be importable where the pickle is loaded; others go by value."""
+    """Pickles by reference into user modules that ranks can import, which it collects; other user code by value."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.travels = functools.cache(self._decide)
 
     def dump(self, obj: object) -> None:
-        """Pickles an object, one at a time in this process."""
+        """Pickles an object; one thread of this process at a time."""
         self._tensors = Tensors(obj)
         with _REGISTRY_LOCK:
             try:
@@ -178,10 +178,10 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._by_value.clear()
 
     def _decide(self, name: str) -> bool:
-        """True for a module that travels as source; by value goes the user's other code, as pickle comes to it."""
+        """Returns True for a module that is shipped as source; registers a user's other module as pickled by value."""
         if travels_as_source(name):
             return True
-        # By value goes what is below a module that does, too.
+        # The parents of the module are pickled by value, too.
         for part in itertools.accumulate(name.split("."), "{}.{}".format):
             self._register(sys.modules.get(part))
         return False
@@ -189,7 +189,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _register(self, module: object) -> None:
         if not (isinstance(module, types.ModuleType) and is_user_module(module)):
             return
-        # A module may be known under another name as well.
+        # A module may be loaded under another name as well.
         name = module.__name__
         is_known = name in cloudpickle.list_registry_pickle_by_value()
         if sys.modules.get(name) is module and not is_known and not travels_as_source(name):
@@ -197,7 +197,7 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._by_value.append(module)
 
     def reducer_override(self, obj: Any) -> Any:
-        """As cloudpickle; notes the modules that the object needs."""
+        """Reduces an object like cloudpickle, and collects the modules that it needs."""
         if reduced := self._tensors.reduce(obj):
             return reduced
         if isinstance(obj, types.ModuleType) and self.travels(obj.__name__):
@@ -219,8 +219,8 @@ class TrainingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, _CACHED) and not _goes_by_name(obj):
             return _reduce_cached(obj)
         if module is None and isinstance(obj, types.FunctionType):
-            # cloudpickle would look for it in every loaded module, which takes milliseconds for each function and
-            # wakes modules that load lazily. A function that names no module belongs to none.
+            # cloudpickle would search every loaded module for it, which takes milliseconds for each function and
+            # triggers modules that load lazily. A function that names no module belongs to none.
             reduced = self._dynamic_function_reduce(obj)
         else:
             reduced = super().reducer_override(obj)
@@ -266,7 +266,7 @@ def _reduce_cached(function: Any) -> tuple[Any, ...]:
 
 
 def _is_global(obj: Any, module: str) -> bool:
-    """True if pickle can find the object by its name, so that its module is needed."""
+    """Returns True if pickle can find the object by its name, so that its module is needed."""
     found: Any = sys.modules.get(module)
     for part in str(getattr(obj, "__qualname__", "")).split("."):
         found = getattr(found, part, None)

@@ -1,4 +1,4 @@
-"""From what a launcher asks for, a function and its arguments to the run directory, with everything checked before."""
+"""Writes the run directory from a launcher's request, a function and its arguments, after all checks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from rankzero.values.envelope import Part
 
 @dataclass(frozen=True)
 class Request:
-    """What a launcher asks for, whatever is trained.
+    """The configuration of a launcher, independent of the training function.
 
     Attributes:
-        engine: Where.
-        root: Of the run directories.
-        template: The job, without what depends on function and arguments; an empty ``run_id`` becomes a random one.
-        num_processes: World size as the launcher was given it, which is a part of the identity: what ``"auto"`` stands
-            for differs from one machine to the next, and the training does not.
+        engine: The engine that runs the ranks.
+        root: The directory or URL of the run directories.
+        template: The job, without the fields that depend on function and arguments; an empty ``run_id`` becomes a
+            random one.
+        num_processes: World size as the launcher was given it, which is a part of the identity: the value of ``"auto"``
+            differs between machines, and the training does not.
         env: Environment variables for the ranks. May hold secrets.
-        code_version: What stands for the code in the identity of the training; None: the code itself.
-        identity: Of the training, where it is known already; None: not asked yet.
+        code_version: Replaces the code in the identity of the training; None: the code itself counts.
+        identity: The identity of the training, if it is known already; else None.
         restart_on: Exceptions after which the user wants another attempt.
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
@@ -65,11 +66,11 @@ class Request:
 
     @property
     def directory(self) -> str:
-        """Where the run with the template's id lies."""
+        """Directory or URL of the run with the template's id."""
         return store.join(self.root, self.template.run_id)
 
     def private(self) -> dict[str, Any]:
-        """What may hold secrets, and so goes to the driver directly and into no file."""
+        """Returns the values that may hold secrets, which are sent to the driver and written into no file."""
         spec = self.engine.to_spec()[1]
         return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": self.retrier}
 
@@ -86,7 +87,7 @@ class Request:
             train: As for `Launcher.run`.
             args: As for `Launcher.run`.
             kwargs: As for `Launcher.run`.
-            found: Its datasets, if they are there already: else Spark has to compute what they are.
+            found: Its datasets, if they are collected already; else Spark computes their checksums.
         """
         if self.identity is not None:
             return self.identity
@@ -94,11 +95,11 @@ class Request:
         return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code, read)
 
     def asked(self, train: Any, identity: Identity) -> Asked:
-        """Returns what decides about an existing run of this name.
+        """Returns the facts about this request that decide about an existing run with the same id.
 
         Args:
-            train: As for `Launcher.run`. The trainer of a front door may continue runs by their names.
-            identity: Of the training.
+            train: As for `Launcher.run`. The trainer of a compatibility layer may continue runs by their names.
+            identity: The identity of the training.
         """
         return Asked(identity, self.template.generation, bool(getattr(train, "resumes_by_name", False)))
 
@@ -106,20 +107,20 @@ class Request:
 def prepare(
     request: Request, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool
 ) -> tuple[RunDirectory, bool]:
-    """Checks everything, then writes the run directory. Nothing has started when this raises.
+    """Checks the whole request, then writes the run directory. Nothing has started when this raises.
 
     Args:
-        request: What the launcher asks for.
+        request: The launcher's request.
         train: As for `Launcher.run`.
         args: As for `Launcher.run`.
         kwargs: As for `Launcher.run`.
-        detached: The driver is not in this process.
+        detached: True if the driver is not in this process.
 
     Returns:
-        The run, and whether the caller must start its driver (else somebody did).
+        The run, and whether the caller must start its driver (else another submitter did).
 
     Raises:
-        InvalidJobError: refused before anything started.
+        InvalidJobError: the request was rejected before anything started.
     """
     _refuse_in_spawned_child()
     engine = request.engine
@@ -145,8 +146,8 @@ def prepare(
         unless_started.callback(found.discard, before)
         asked = request.asked(train, request.identity_of(train, args, kwargs, found))
         job = replace(job, identity=asked.identity.digest, queries=dict(found.queries))
-        patience = job.start_timeout if engine.drives_elsewhere else 0.0
-        started = _submit(run, job, asked, parts, request.code, found, patience)
+        start_timeout = job.start_timeout if engine.drives_elsewhere else 0.0
+        started = _submit(run, job, asked, parts, request.code, found, start_timeout)
         if started:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
@@ -154,7 +155,7 @@ def prepare(
 
 
 def _submit(
-    run: RunDirectory, job: Job, asked: Asked, parts: Payload, code: UserCode, found: Datasets, patience: float
+    run: RunDirectory, job: Job, asked: Asked, parts: Payload, code: UserCode, found: Datasets, start_timeout: float
 ) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
@@ -187,12 +188,12 @@ def _submit(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return submission.submit(run, asked, make_job, files | listings, patience)
+    return submission.submit(run, asked, make_job, files | listings, start_timeout)
 
 
 @functools.cache
 def _torch() -> str | None:
-    """Returns the version of torch that is installed here, which is not imported for that; None if there is none."""
+    """Returns the version of the installed torch, without importing it; None if there is none."""
     # Parsing torch's metadata takes 3 ms.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("torch")
@@ -200,8 +201,8 @@ def _torch() -> str | None:
 
 
 def _refuse_in_spawned_child() -> None:
-    """A process that multiprocessing spawns runs the main script again, for its classes."""
-    # What multiprocessing itself goes by to refuse new processes there.
+    """Raises InvalidJobError in a child that multiprocessing is spawning, which runs the main script again."""
+    # multiprocessing itself rejects new processes by this attribute.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidJobError(
             "a process that multiprocessing spawned (of a DataLoader, perhaps) runs this script again, and with it the "
@@ -210,7 +211,7 @@ def _refuse_in_spawned_child() -> None:
 
 
 def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
-    """Where the lines of earlier submissions end, for `Job.log_starts`."""
+    """Returns the positions at which the log lines of earlier submissions end, for `Job.log_starts`."""
     if run.is_remote:
         ends = dict.fromkeys(range(world_size), pieces.end_of(run.path(LINES)))
     else:
@@ -219,10 +220,10 @@ def _ends_of_logs(run: RunDirectory, world_size: int) -> dict[str, list[int]]:
 
 
 def _describe_arguments(parts: Payload) -> dict[str, dict[str, Any]]:
-    """Files that arguments refer to. Raises InvalidJobError if one does not exist."""
+    """Describes the files that arguments refer to. Raises InvalidJobError if one does not exist."""
     described: dict[str, dict[str, Any]] = {}
     for number, ref in enumerate(parts.refs):
-        # What lies on an object store the workers read there; those who cannot have the driver read it.
+        # Workers read files on an object store directly; if a worker cannot, the driver does.
         if not (store.is_url(ref.uri) or (os.path.isfile(ref.uri) and os.path.getsize(ref.uri) == ref.size)):
             raise InvalidJobError(f"the argument {ref.uri} does not exist or is not the {ref.size} bytes stored")
         facts = {"location": ref.uri, "size": ref.size, "digest": ref.digest, "absolute": True}

@@ -1,4 +1,4 @@
-"""The zip in which the user's modules travel with a job, and what stays here."""
+"""Packs the user's modules into the zip that is shipped with a job, without files that may hold secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rankzero.submit.modules import spec_of
 logger = logging.getLogger(__name__)
 
 MODULES_LIMIT = 64 << 20
-"""Bytes of user modules that travel with a job."""
+"""Most bytes of user modules that are shipped with a job."""
 
 _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "node_modules"})
 
@@ -30,16 +30,16 @@ _SECRETS = re.compile(
     r"|profiles\.ya?ml|.*\.tfstate(\..*)?",
     re.IGNORECASE,
 )
-"""Names of data files that hold keys or passwords. Sources travel whatever they are called: they are imported."""
+"""Names of data files that may hold keys or passwords. Sources of any name are shipped, since they are imported."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """User modules that travel with a job.
+    """User modules that are shipped with a job.
 
     Attributes:
-        data: A zip of their sources, and of what else lies in a package of theirs.
-        listing: For people: a line for each file with its size, and for each that was left out.
+        data: A zip of their sources, and of the other files in their packages.
+        listing: Readable text: a line for each file with its size, and for each that was left out.
     """
 
     data: bytes
@@ -48,7 +48,7 @@ class Shipped:
 
 @functools.lru_cache(maxsize=4096)
 def _imports_of_file(path: str, _size: int, _modified: int, package: str) -> set[str]:
-    """Raises OSError, which is not kept: the file may be readable the next time."""
+    """Returns the names that a source file imports. Raises OSError, which is not cached."""
     with open(path, "rb") as source:
         try:
             return imports_of_tree(parse(source.read()), package)
@@ -57,12 +57,12 @@ def _imports_of_file(path: str, _size: int, _modified: int, package: str) -> set
 
 
 def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | None:
-    """Returns the user modules among ``names``, and those that they import in turn; None if there are none.
+    """Packs the user modules among ``names``, and those that they import in turn; None if there are none.
 
-    Hidden files and folders (``.env``, ``.ssh``), and what is named like a key or a password, stay here.
+    Hidden files and folders (``.env``, ``.ssh``), and files named like a key or a password, are left out.
 
     Args:
-        names: Absolute names, also of what is no user module, or no module.
+        names: Absolute names; those that are no user modules are ignored.
         first: A directory that is searched before `sys.path`, such as that of a script.
     """
     waiting = set(names)
@@ -77,7 +77,7 @@ def zip_modules(names: Iterable[str], first: str | None = None) -> Shipped | Non
         if root not in roots:
             roots[root] = spec_of(root, first) is not None
             if roots[root]:
-                # What was imported by a computed name, too.
+                # Loaded submodules may have been imported by a computed name.
                 waiting |= {root, *(loaded for loaded in list(sys.modules) if loaded.startswith(f"{root}."))}
         if not roots[root] or _lies_in(name, files) or not (spec := spec_of(name, first)):
             continue
@@ -120,12 +120,12 @@ def _lies_in(name: str, files: dict[str, str]) -> bool:
 
 
 def is_skipped(directory: str) -> bool:
-    """True for a folder that never travels: hidden, or made of what does."""
+    """Returns True for a folder that is never shipped: hidden, or generated such as ``__pycache__``."""
     return directory.startswith(".") or directory in _SKIPPED_DIRECTORIES
 
 
 def is_private(name: str) -> bool:
-    """True for a file that never travels: hidden, or named like a key or a password."""
+    """Returns True for a file that is never shipped: hidden, or named like a key or a password."""
     return name.startswith(".") or (not name.endswith(".py") and _SECRETS.fullmatch(name) is not None)
 
 
@@ -138,7 +138,7 @@ def _files_of(module: str, spec: Any) -> Iterator[tuple[str, str]]:
     for base in spec.submodule_search_locations:
         for directory, children, names in os.walk(base):
             children[:] = [name for name in children if not is_skipped(name)]
-            # A folder without __init__.py may be anything that happens to have the name.
+            # A folder without __init__.py may be no package, and only have the name: ship its sources alone.
             for name in names if spec.origin else [name for name in names if name.endswith(".py")]:
                 path = os.path.join(directory, name)
                 if os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""Which of the user's source files some code comes to, found without importing anything, and what they say."""
+"""Checksums of the user's source files that some code imports, found without importing them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rankzero.submit.modules import source_of, spec_of
 
 
 def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[str, str]:
-    """Returns checksums of the user modules among ``names``, and of those that they import in turn, by their syntax.
+    """Returns checksums, by syntax, of the user modules among ``names`` and of those that they import in turn.
 
     Args:
-        names: Absolute names, also of what is no user module, or no module.
+        names: Absolute names; those that are no user modules are ignored.
         first: A directory that is searched before `sys.path`, such as that of a script.
     """
     waiting = set(names)
@@ -44,7 +44,7 @@ def digests_of_modules(names: Iterable[str], first: str | None = None) -> dict[s
 
 
 def digest_of_script(path: str) -> tuple[str, frozenset[str]]:
-    """A checksum of a script by its syntax, and the absolute names that it imports. Raises OSError, SyntaxError."""
+    """Returns a checksum of a script by its syntax, and the absolute names that it imports. Raises OSError."""
     state = os.stat(path)
     return _read(path, state.st_size, state.st_mtime_ns, "")
 
@@ -66,5 +66,5 @@ def _read(path: str, _size: int, _modified: int, package: str) -> tuple[str, fro
         tree = parse(source, path)
     except (SyntaxError, ValueError):
         return hashlib.sha256(source).hexdigest(), frozenset()
-    # Without line numbers: comments and layout are not part of it.
+    # Without line numbers, so that comments and layout do not count.
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(imports_of_tree(tree, package))

@@ -1,8 +1,9 @@
-"""Submitting a run id: one submitter starts it, whatever else happens; an existing run is attached to.
+"""Submits a run id: exactly one submitter starts the run, and others attach to it.
 
-What dies where: after `RunDirectory.claim` and before ``job.json`` the claim is void, immediately for a submitter on
-the same host and else after `CLAIM_TIMEOUT`, and the next submitter takes the next number. After ``job.json`` and
-before the driver's first heartbeat the run counts as one whose driver died, and the next submission continues it.
+A submitter may die at any point. After `RunDirectory.claim` and before ``job.json``, its claim becomes void:
+immediately for a submitter on the same host, else after `CLAIM_TIMEOUT`; the next submitter claims the next number.
+After ``job.json`` and before the driver's first heartbeat, the run counts as one whose driver died, and the next
+submission continues it.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from rankzero.values.envelope import Part
 logger = logging.getLogger(__name__)
 
 CLAIM_TIMEOUT = 20.0
-"""Seconds after which a submitter on another host that claimed a run and did not write it counts as dead."""
+"""Seconds until a submitter on another host that claimed a run without writing ``job.json`` counts as dead."""
 
-_LOOK = 0.05
+_POLL_INTERVAL = 0.05
 
 _MOST_NAMED = 5
-"""Checkpoints that a line of the log names."""
+"""Most checkpoints that a line of the log names."""
 
 
 @dataclass(frozen=True)
 class Existing:
-    """A run that is there already.
+    """An existing run, compared with a new request under its id.
 
     Attributes:
-        job: What its last submission asked for.
-        status: Its state now, ``"failed"`` if its driver died.
-        decision: What submitting a training under its id means.
-        ending: It lives, and was asked to end, or its owner has exited: who submits it again wants another.
-        comparison: With the training that is asked for.
+        job: The job of its last submission.
+        status: Its current status; ``"failed"`` if its driver died.
+        decision: The effect of submitting a training under its id.
+        ending: True if it is live but was asked to stop, or its owner has exited: a new submission waits for its end.
+        comparison: Comparison of its training with the requested one.
     """
 
     job: Job
@@ -62,16 +63,16 @@ class Existing:
 
 
 def _check_owner(run: RunDirectory) -> None:
-    """Raises InvalidJobError for a directory that another user made: what lies there is executed by this one."""
+    """Raises InvalidJobError for a directory of another user, since its content is executed as this user."""
     if why := store.why_untrusted(run.directory):
         raise InvalidJobError(f"the run directory {run.directory} {why}")
 
 
 def find(run: RunDirectory) -> RunHandle[Any] | None:
-    """The run in this directory; None if there is none yet. Starts nothing.
+    """Returns a handle of the run in this directory, or None if there is none yet. Starts nothing.
 
     Raises:
-        InvalidJobError: the store cannot be read, or the directory is another user's.
+        InvalidJobError: the store cannot be read, or the directory belongs to another user.
     """
     _check_owner(run)
     try:
@@ -85,12 +86,12 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
 def look(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
     """Returns what submitting a training under this run id would mean now; None if there is no such run.
 
-    A driver on another host that does not show a heartbeat is watched until it does or counts as dead.
+    A driver on another host is polled until it shows a heartbeat or counts as dead.
 
     Args:
-        run: Its directory.
-        asked: What is asked for.
-        caller: A pipeline step, which is asked whether its orchestrator has the result; that is then acknowledged.
+        run: The run's directory.
+        asked: The requested training.
+        caller: A pipeline step. If its orchestrator has stored the result, the result is acknowledged.
     """
     found = _state(run)
     if found is None:
@@ -110,7 +111,7 @@ def look(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> 
         by_name=asked.by_name,
     )
     if decision is Decision.DELIVER and status.result and not store.exists(status.result["uri"]):
-        logger.warning("the result of run %s was deleted, so it goes on from its last checkpoint", run.directory)
+        logger.warning("the result of run %s was deleted, so it resumes from its last checkpoint", run.directory)
         decision = Decision.RESUME
     return Existing(job, status, decision, ending, comparison)
 
@@ -123,7 +124,7 @@ class _State:
 
 
 def _state(run: RunDirectory) -> _State | None:
-    """Returns what the last submission asked for, its state, and whether it is ending; None if there is none."""
+    """Returns job and status of the last submission, and whether the run is ending; None if there is none."""
     _check_owner(run)
     try:
         job = run.job()
@@ -138,7 +139,7 @@ def _state(run: RunDirectory) -> _State | None:
 def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -> RunStatus:
     """Returns the status once the driver has shown a heartbeat or counts as dead.
 
-    A run whose submitter was killed before it had started the driver shows the heartbeat that the submitter wrote.
+    If the submitter was killed before it started the driver, the heartbeat is the one that the submitter wrote.
     """
     status = handle.status()
     never_driven = not (status.final or status.driver_pid)
@@ -146,7 +147,7 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     claimant = RunDirectory(handle.directory).claimant(status.submission) if never_driven else None
     submitter_is_gone = bool(claimant and is_gone(claimant))
     if never_driven and (owner_is_gone and not status.patience if is_written else submitter_is_gone):
-        # A driver that starts now finds that its owner has exited; one of a submission without a job never starts.
+        # A driver that starts now exits, because its owner has exited; a submission without a job starts no driver.
         return replace(status, state="failed")
     is_driver = not submitter_is_gone or status.patience > 0
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
@@ -155,7 +156,7 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
         is_young = time.time() - status.heartbeat < max(status.interval, status.patience)
         if status.heartbeat != seen or (is_young and is_driver):
             break
-        tick.wait(_LOOK)
+        tick.wait(_POLL_INTERVAL)
         status = handle.status()
     return status
 
@@ -165,28 +166,28 @@ def submit(
     asked: Asked,
     make_job: Callable[[int, int, int], Job],
     files: dict[str, list[Part]],
-    patience: float = 0.0,
+    start_timeout: float = 0.0,
 ) -> bool:
-    """Makes this the next submission of the run, unless the same training lives or waits to be delivered.
+    """Makes this the next submission of the run, unless the same training is live or its result undelivered.
 
     Args:
-        run: Its directory, which may not be there yet.
-        asked: What is asked for.
+        run: The run's directory, which need not exist yet.
+        asked: The requested training.
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
-        files: Payload, modules and their list, by name: the parts of each.
-        patience: Seconds for its driver to show its first heartbeat, if these are many.
+        files: The parts of each file, by name: payload, modules and their listing.
+        start_timeout: Seconds for the driver to start on a cluster before its first heartbeat; 0 for the usual limit.
 
     Returns:
-        True if the caller must start a driver; False if somebody else did: attach.
+        True if the caller must start a driver; False if it should attach to an existing run.
 
     Raises:
-        InvalidJobError: the store cannot be written, or another training lives under this run id.
+        InvalidJobError: the store cannot be written, or another training is live under this run id.
         EngineError: the run was cancelled and does not end.
     """
     try:
         number = 0
         while True:
-            existing = look(run, asked)
+            existing = assess(run, asked)
             if existing and existing.ending:
                 await_end(run, existing.job)
                 continue
@@ -212,7 +213,7 @@ def submit(
                 number = max(number, existing.job.submission + 1)
             store.prove(os.path.dirname(run.directory))
             if run.claim(number):
-                # It may be there since a moment ago, made by somebody else.
+                # Another user may have created the directory meanwhile.
                 _check_owner(run)
                 store.remove_unfinished(run.directory)
                 run.write_files(number, files)
@@ -221,13 +222,13 @@ def submit(
                     if existing:
                         first_attempt = 1 + max(existing.status.attempt, _last_attempt(run))
                         fresh_since = first_attempt if existing.decision is Decision.FRESH else existing.job.fresh_since
-                    run.write_submission(make_job(number, first_attempt, fresh_since), patience)
+                    run.write_submission(make_job(number, first_attempt, fresh_since), start_timeout)
                 newest = run.newest_claim()
                 if newest == number:
                     if existing:
                         _report_earlier(run, existing)
                     return True
-                # This took so long that another submitter thought us dead: it is its run now.
+                # This took so long that another submitter counted this one as dead and submitted the run.
                 number = newest
                 with contextlib.suppress(FileNotFoundError):
                     run.restore(newest)
@@ -240,7 +241,7 @@ def submit(
 
 
 def _report_earlier(run: RunDirectory, existing: Existing) -> None:
-    """Logs what becomes of the checkpoints of the training that had the run id before."""
+    """Logs whether the checkpoints of the run's earlier training are used or stay unused."""
     if existing.decision is Decision.RESUME and existing.comparison.differing:
         changed = describe(existing.comparison.differing)
         logger.warning("run %s resumes from its last checkpoint with another training: %s", run.directory, changed)
@@ -256,29 +257,29 @@ def _report_earlier(run: RunDirectory, existing: Existing) -> None:
 
 
 def _await_submission(run: RunDirectory, number: int) -> bool:
-    """Waits for another submitter, who writes ``job.json`` next, unless it died (or removed an old run): then False."""
+    """Waits for another submitter to write ``job.json``; returns False if it died or the claim was removed."""
     deadline, tick = time.monotonic() + CLAIM_TIMEOUT, threading.Event()
     claimant = run.claimant(number)
     while _submission_of(run) < number and run.is_claimed(number) and time.monotonic() < deadline:
         if claimant and is_gone(claimant):
             break
-        tick.wait(_LOOK)
+        tick.wait(_POLL_INTERVAL)
     return _submission_of(run) >= number
 
 
 def await_end(run: RunDirectory, job: Job) -> None:
-    """Waits for the end of a run that was asked to end. Raises EngineError if it does not come."""
+    """Waits for the end of a run that was asked to stop. Raises EngineError if it does not end in time."""
     bound = job.stop_grace + CANCEL_TIMEOUT
     deadline, tick = time.monotonic() + bound, threading.Event()
-    # Until it has ended, or somebody else who waited for that has submitted it again.
+    # Ends also when another submitter that waited for the same has submitted the run again.
     while (found := _state(run)) and found.ending:
         if time.monotonic() > deadline:
-            raise EngineError(f"the run in {run.directory} is to end and has not ended after {bound:g} s")
-        tick.wait(_LOOK)
+            raise EngineError(f"the run in {run.directory} was asked to stop and is still running after {bound:g} s")
+        tick.wait(_POLL_INTERVAL)
 
 
 def _last_attempt(run: RunDirectory) -> int:
-    """The highest attempt that left a checkpoint: a status that could not be written may lag behind."""
+    """Returns the highest attempt that left a checkpoint, since the status may be older if it could not be written."""
     numbers = [name.partition("-")[0] for name in store.list_names(run.path(FOLDER))]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 

@@ -1,4 +1,4 @@
-"""A launcher's trackers, checked and made ready for the way to the driver."""
+"""Checks a launcher's trackers and packs them for the driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankzero.tracking.tracker import Tracker
 
 
 def check(trackers: object) -> None:
-    """Raises InvalidJobError unless this is a sequence of trackers."""
+    """Raises InvalidJobError unless the value is a list or tuple of trackers."""
     if not isinstance(trackers, (list, tuple)):
         raise InvalidJobError(f"trackers is {trackers!r}; give a list, such as [MLflow()]")
     for tracker in trackers:
@@ -25,10 +25,10 @@ def check(trackers: object) -> None:
 
 
 def pack(trackers: Sequence[Tracker], engine: Engine) -> dict[str, Any] | None:
-    """The trackers as JSON, each a pickle, and where the driver finds the modules of their classes; None for none.
+    """Packs the trackers' pickles and the search path for their modules as JSON for the driver; None without trackers.
 
     Raises:
-        InvalidJobError: one cannot be pickled, or cannot work here, where the driver will be.
+        InvalidJobError: a tracker cannot be pickled, or cannot work on this machine, where the driver will run.
     """
     pickles = []
     for tracker in trackers:

@@ -1,4 +1,4 @@
-"""What is run: a function, a script, a module as a script, or a command. Checked before anything starts."""
+"""Resolves ``train`` to a function, a script, a module or a command, and checks it before anything starts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rankzero.submit.imports import imports_of_tree, parse
 from rankzero.submit.modules import source_of, spec_of
 
 MODULE = "-m "
-"""With it begins ``train`` where it names a module to be run, as for ``python`` and ``torchrun``."""
+"""Prefix of a ``train`` that names a module to run, as for ``python`` and ``torchrun``."""
 
 COMMAND_FILES_LIMIT = 64 << 20
-"""Bytes of the files that a command names and that travel with it."""
+"""Most bytes of a file that a command names and that is shipped with it."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file.
+    """A Python file that is run as a script.
 
     Attributes:
-        path: Absolute.
+        path: Absolute path of the file.
+        line: First words of its command line.
     """
 
     path: str
@@ -36,12 +37,12 @@ class Script:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name: the file's base name."""
         return os.path.basename(self.path)
 
     @property
     def directory(self) -> str:
-        """Where its modules are found first."""
+        """Directory of the script, in which its modules are searched first."""
         return os.path.dirname(self.path)
 
     def _source(self) -> bytes:
@@ -49,23 +50,24 @@ class Script:
             return file.read()
 
     def imports(self) -> set[str]:
-        """Names that it imports. Raises InvalidJobError for what is not Python."""
+        """Returns the names that the script imports. Raises InvalidJobError if it is not Python."""
         try:
             return imports_of_tree(parse(self._source(), self.path))
         except (SyntaxError, ValueError) as error:
             raise InvalidJobError(f"train={self.path!r} is not Python: {error}") from None
 
     def parts(self) -> dict[str, Any]:
-        """What the ranks need."""
+        """Returns the payload's fields for ranks: the source and the path."""
         return {"kind": "script", "path": self.path, "source": self._source()}
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module or package that is run as ``python -m`` does.
+    """A module or package that is run as with ``python -m``.
 
     Attributes:
-        name: Absolute.
+        name: Absolute name of the module.
+        line: First words of its command line.
     """
 
     name: str
@@ -73,15 +75,15 @@ class Module:
 
     @property
     def directory(self) -> str:
-        """Where ``python -m`` looks first."""
+        """The working directory, which ``python -m`` searches first."""
         return os.getcwd()
 
     def imports(self) -> set[str]:
-        """Itself, and what makes a package run."""
+        """Returns the module's name and that of its ``__main__``, which runs a package."""
         return {self.name, f"{self.name}.__main__"}
 
     def parts(self) -> dict[str, Any]:
-        """What the ranks need."""
+        """Returns the payload's fields for ranks: the module's name."""
         return {"kind": "module", "name": self.name}
 
 
@@ -90,35 +92,35 @@ class Command:
     """A program with its arguments, as for torchrun's ``--no-python``.
 
     Attributes:
-        line: The program, looked for on the ranks' ``PATH``, and its arguments. Files that it names by a relative path
-            travel along.
+        line: The program, searched on the ranks' ``PATH``, and its arguments. Files that are named by a relative
+            path are shipped, too.
     """
 
     line: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name: the program's base name."""
         return os.path.basename(self.line[0])
 
     @property
     def directory(self) -> str:
-        """Against which the files are named."""
+        """The working directory, to which the paths of files are relative."""
         return os.getcwd()
 
     def imports(self) -> set[str]:
-        """Nothing is known of what a program needs."""
+        """Returns an empty set, since a program's imports are unknown."""
         return set()
 
     def parts(self) -> dict[str, Any]:
-        """What the ranks need."""
+        """Returns the payload's fields for ranks: the shipped files."""
         return {"kind": "command", "files": self.files()}
 
     def files(self) -> dict[int, dict[str, Any]]:
-        """The files that travel, by their place in the line. Raises InvalidJobError if they are too large."""
+        """Returns the files to ship, by their position in the line. Raises InvalidJobError if one is too large."""
         found = {}
         for position, word in enumerate(self.line):
-            # A shell, too, looks for a program without a slash on PATH alone.
+            # Like a shell, which searches a program without a slash only on PATH.
             is_path = not os.path.isabs(word) and (position > 0 or os.sep in word)
             if is_path and os.path.isfile(word):
                 path = os.path.abspath(word)
@@ -135,7 +137,7 @@ class Command:
 
 
 def resolve(train: object) -> Any:
-    """What is run: a `Script`, `Module` or `Command`, else the object that shall be called.
+    """Resolves ``train`` to a `Script`, `Module` or `Command`, or to the object that ranks call.
 
     Args:
         train: A callable, ``"path/to/script.py"``, a path object, ``"package.module:function"``,
@@ -160,7 +162,7 @@ def resolve(train: object) -> Any:
 
 
 def is_module_reference(text: str) -> bool:
-    """True for ``"package.module:function"`` and ``"-m package.module"``, False for the path of a script."""
+    """Returns True for ``"package.module:function"`` and ``"-m package.module"``, False for the path of a script."""
     return text.startswith(MODULE) or (":" in text and os.sep not in text and not text.endswith(".py"))
 
 
@@ -197,7 +199,7 @@ def _is_installed(root: str, first: str) -> bool:
 
 
 def _is_source(name: str, first: str) -> bool:
-    """Returns True for what ``python -m`` runs: a user's module that is no package."""
+    """Returns True for a user's module that is no package, which ``python -m`` can run."""
     path = source_of(name, first)
     return path is not None and os.path.basename(path) != "__init__.py"
 
@@ -216,7 +218,7 @@ def _function(reference: str) -> object:
 
 
 def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises InvalidJobError for what ranks cannot call, or not with these arguments."""
+    """Raises InvalidJobError unless ranks can call the object with these arguments."""
     if not callable(function):
         raise InvalidJobError(
             f"train is {function!r}; give a function, 'path/to/script.py', 'package.module:function', "
@@ -235,7 +237,7 @@ def check_callable(function: object, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _kind_of_call(function: Any) -> str | None:
-    """What a call would give instead of a value, in words; None for a plain function."""
+    """Returns "an async" or "a generator" for a function of that kind; None for a plain function."""
     while isinstance(function, functools.partial):
         function = function.func
     for called in (function, type(function).__call__):
@@ -247,7 +249,7 @@ def _kind_of_call(function: Any) -> str | None:
 
 
 def name_of(function: object) -> str:
-    """A function's name, for people."""
+    """Returns the display name of a function."""
     inner = getattr(function, "func", function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return "lambda" if name == "<lambda>" else str(name)

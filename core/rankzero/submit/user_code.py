@@ -1,4 +1,4 @@
-"""The user's code that travels because they say so: a working directory, Python files, and what of them stays here."""
+"""Packs the code that the user chose to ship: a working directory and Python files, without excluded files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rankzero.submit.shipping import is_private, is_skipped
 logger = logging.getLogger(__name__)
 
 IGNORE_FILE = ".rankzeroignore"
-"""In a working directory: what stays here, as .gitignore has it."""
+"""File in a working directory with patterns of files that are not shipped, in the format of .gitignore."""
 
 LIMIT = 64 << 20
-"""Bytes of files that travel."""
+"""Most bytes of files that are shipped."""
 
 ARCHIVE = "code.tar.gz"
 WORKING_DIR, PY_FILES = "working_dir", "py_files"
-"""Folders in the archive."""
+"""Names of the folders in the archive."""
 
 _HOMES = ("AIRFLOW_HOME", "DAGSTER_HOME")
 _DEFAULT_HOME = "~/airflow"
@@ -40,22 +40,22 @@ _SETTINGS = frozenset(
         "dagster_cloud.yaml",
     }
 )
-# In small letters. They hold passwords, and lie beside logs and databases.
+# In lower case. These files hold passwords, and are beside logs and databases.
 
 _ARCHIVES = (".zip", ".egg", ".whl")
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """What `Launcher` was told to send.
+    """The user's ``working_dir``, ``py_files`` and ``excludes`` of a `Launcher`.
 
     Attributes:
-        working_dir: A directory of this machine; ranks start in a copy of it. None for none.
+        working_dir: A directory of this machine; ranks start in a copy of it. None ships no directory.
         py_files: Files ``.py``, ``.zip``, ``.egg``, ``.whl`` and directories of packages.
-        excludes: Patterns, as in a .gitignore, of what stays here.
+        excludes: Patterns, as in a .gitignore, of files that are not shipped.
 
     Raises:
-        InvalidJobError: something does not exist, or is of no such kind.
+        InvalidJobError: a path does not exist, or is of another kind.
     """
 
     working_dir: str | None = None
@@ -74,7 +74,7 @@ class UserCode:
 
     @functools.cached_property
     def files(self) -> dict[str, str]:
-        """What travels: names in the archive, and where each file lies."""
+        """The files to ship: name in the archive to local path."""
         found: dict[str, str] = {}
         if self.working_dir is not None:
             ignored = _matcher(self.excludes, os.path.join(self.working_dir, IGNORE_FILE))
@@ -97,10 +97,10 @@ class UserCode:
 
     @functools.cached_property
     def archive(self) -> bytes | None:
-        """A tar of them, the same bytes for the same contents; None if nothing is to travel.
+        """A tar archive of the files, with equal bytes for equal contents; None if there is nothing to ship.
 
         Raises:
-            InvalidJobError: it is too much; names what is largest.
+            InvalidJobError: the files are too large; the message names the largest.
         """
         if self.working_dir is None and not self.py_files:
             return None
@@ -133,7 +133,7 @@ class UserCode:
 
     @property
     def listing(self) -> str:
-        """For people: a line for each file, with its size."""
+        """Readable text with a line for each file and its size."""
         return "".join(f"{os.path.getsize(path):>12}  {name}\n" for name, path in self.files.items())
 
 
@@ -144,7 +144,7 @@ def _is_setting(path: str) -> bool:
 
 
 def _homes() -> list[str]:
-    """Returns the home directories of the user, of Airflow, and of Dagster."""
+    """Returns the home directories of the user, Airflow and Dagster."""
     homes = [os.path.expanduser("~"), *(os.environ[name] for name in _HOMES if os.environ.get(name))]
     default = os.path.expanduser(_DEFAULT_HOME)
     is_used = any(os.path.exists(os.path.join(default, name)) for name in _USED_BY_AIRFLOW)
@@ -152,7 +152,7 @@ def _homes() -> list[str]:
 
 
 def _refuse_homes(option: str, directory: str, ignored: Callable[[str], bool]) -> None:
-    """Raises InvalidJobError if a home directory would travel: of the user, of Airflow or of Dagster."""
+    """Raises InvalidJobError if a home directory of the user, Airflow or Dagster would be shipped."""
     for home in map(os.path.realpath, _homes()):
         below = os.path.relpath(home, os.path.realpath(directory))
         parts = [] if below == os.curdir else below.split(os.sep)
@@ -168,14 +168,14 @@ def _refuse_homes(option: str, directory: str, ignored: Callable[[str], bool]) -
 
 
 def _entry(name: str, mode: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    # Times and owners are no part of what makes a training the same.
+    # Without times and owners, which are not part of the identity of a training.
     entry = tarfile.TarInfo(name)
     entry.mode, entry.type = mode, kind
     return entry
 
 
 def _matcher(excludes: Sequence[str], ignore_file: str | None = None) -> Callable[[str], bool]:
-    """True for a path, below the directory and with a slash at its end if it is one, that stays here."""
+    """Returns a function that is True for a relative path, with a slash after a directory's, that is not shipped."""
     lines: list[str] = []
     if ignore_file and os.path.isfile(ignore_file):
         with open(ignore_file, encoding="utf-8") as file:
