@@ -1,11 +1,11 @@
-"""Checksums that name their algorithm, computed by as many cores as there are.
+"""Checksums with the name of their algorithm, computed by all available cores.
 
-    sha256:HEX      of a file of one block or less: what ``sha256sum`` gives
-    sha256-8m:HEX   of a larger one: the sha256 of the sha256 of each of its blocks of 8 MiB
-    crc32-8m:HEX    of a larger one that runs no code: the sha256 of the crc32 of each, four bytes, the highest first
+    sha256:HEX      a file of up to one block: the same as ``sha256sum``
+    sha256-8m:HEX   a larger file: the sha256 of the sha256 of each block of 8 MiB
+    crc32-8m:HEX    a larger file that runs no code: the sha256 of the crc32 of each block, four bytes, big-endian
 
-Digits without a name are a plain sha256, whatever the size. A crc32 is half the work of a sha256. It finds damage, all
-but 1 of 4 billion changes of a block; it does not find what somebody changes on purpose, so what runs code has none.
+Digits without a name are a plain sha256 of a file of any size. A crc32 takes half the time of a sha256. It finds
+damage, except 1 of 4 billion changes of a block, but no intended change. So it is not used for files that run code.
 
 Runs inside workers too: standard library only.
 """
@@ -25,12 +25,12 @@ from rankzero.errors import ResultError
 from rankzero.host.cores import available_cores
 
 BLOCK = 8 << 20
-"""Bytes of a block, of which one core computes the checksum."""
+"""Bytes of a block, whose checksum one core computes."""
 
 PLAIN, BLOCKS, SUMS = "sha256", "sha256-8m", "crc32-8m"
 
 _WAITING = 16
-"""Blocks by which hashing may be behind: tensors of a GPU have copies for so long."""
+"""Most blocks in the queue: copies of a GPU's tensors stay in memory until their blocks are hashed."""
 
 _READ = 1 << 20
 
@@ -38,10 +38,10 @@ Bytes = bytes | bytearray | memoryview
 
 
 def digest_of(parts: Sequence[Bytes]) -> str:
-    """The digest of a file that consists of the parts, one after the other."""
+    """Returns the digest of a file that consists of the concatenated parts."""
     views = [memoryview(part).cast("B") for part in parts]
     if sum(map(len, views)) <= BLOCK:
-        # Of many small tensors each has one.
+        # Without threads: there may be many small tensors, with one call for each.
         return _plain([(view, None) for view in views])
     digest = Digest()
     try:
@@ -53,22 +53,22 @@ def digest_of(parts: Sequence[Bytes]) -> str:
 
 
 def digest_of_file(path: str, like: str = BLOCKS + ":") -> str:
-    """The digest of a file.
+    """Computes the digest of a file.
 
     Args:
         path: The file.
-        like: A digest, of whose algorithm it shall be.
+        like: A digest with the algorithm to use.
 
     Raises:
-        OSError: there is no such file.
-        ResultError: that algorithm is not known here.
+        OSError: the file does not exist.
+        ResultError: this version does not have the algorithm.
     """
     with open(path, "rb") as file:
         return _of_file(file, split(like)[0])
 
 
 def plain_sha256(file: IO[bytes]) -> str:
-    """What ``sha256sum`` gives of an open file, as far as it was not read yet."""
+    """Returns the plain sha256, as ``sha256sum`` prints it, of the unread rest of an open file."""
     found = hashlib.sha256()
     while chunk := file.read(_READ):
         found.update(chunk)
@@ -76,10 +76,10 @@ def plain_sha256(file: IO[bytes]) -> str:
 
 
 def verify(file: IO[bytes], expected: str) -> None:
-    """Compares a local file, open at its begin, with its digest.
+    """Compares the digest of a local file, open at its begin, with the expected one.
 
     Raises:
-        ResultError: it is another one, or names an algorithm that is not known here.
+        ResultError: the digests differ, or this version does not have the algorithm.
     """
     name, digits = split(expected)
     actual = _of_file(file, name)
@@ -92,7 +92,7 @@ def verify(file: IO[bytes], expected: str) -> None:
 
 
 def split(digest: str) -> tuple[str, str]:
-    """Name of the algorithm and digits. Raises ResultError for an algorithm that is not known here."""
+    """Splits a digest into algorithm and digits. Raises ResultError for an unknown algorithm."""
     name, found, digits = digest.rpartition(":")
     if name not in ("", PLAIN, BLOCKS, SUMS) or (found and not name):
         raise ResultError(f"the digest {_shown(digest)} is of an algorithm that is not known here: upgrade rankzero")
@@ -105,14 +105,14 @@ def _shown(digest: str) -> str:
 
 
 class Digest:
-    """The digest of what comes piece by piece. `close` it, for it may have threads."""
+    """A digest of data that is added piece by piece. It may have threads, which `close` ends."""
 
     def __init__(self, algorithm: str = BLOCKS, *, threads: bool = True) -> None:
-        """Begins with no bytes.
+        """Starts an empty digest.
 
         Args:
-            algorithm: That of more than one block: `BLOCKS` or `SUMS`.
-            threads: False computes everything in the threads that call.
+            algorithm: Algorithm for more than one block: `BLOCKS` or `SUMS`.
+            threads: False computes everything in the calling threads.
         """
         self._algorithm = algorithm
         self._pool = _Pool(available_cores() if threads else 0)
@@ -121,28 +121,28 @@ class Digest:
         self.size = 0
 
     def update(self, data: Any) -> None:
-        """Takes bytes whose memory may be used for something else afterwards."""
+        """Adds bytes; copies them, so that the caller may reuse the memory."""
         self.update_lasting(bytes(memoryview(data).cast("B")))
 
     def update_lasting(self, data: Any, owner: object = None) -> None:
-        """Takes bytes that do not change before `text` is asked for.
+        """Adds bytes without a copy; they must not change until `text` is called.
 
         Args:
-            data: Bytes, or anything that has the buffer of some.
-            owner: What is to live as long as it is needed.
+            data: Bytes, or an object with a buffer of bytes.
+            owner: Object that is kept alive as long as the bytes are needed.
         """
         view = memoryview(data).cast("B")
         self.size += len(view)
         while view:
             if not self._room:
-                # Only now it is known to have more than one block.
+                # Only now it is certain that there is more than one block.
                 self._begin_block()
             piece, view = view[: self._room], view[self._room :]
             self._block.append((piece, owner))
             self._room -= len(piece)
 
     def text(self) -> str:
-        """The digest of all that came; raises what computing it raised."""
+        """Returns the digest of all added bytes; reraises an error of a hashing thread."""
         if self.size <= BLOCK:
             return _plain(self._block)
         if self._block:
@@ -154,7 +154,7 @@ class Digest:
         self._block, self._room = [], BLOCK
 
     def close(self) -> None:
-        """Ends its threads, with the memory that they hold."""
+        """Ends the threads of the digest and frees the memory that they use."""
         self._pool.close()
 
 
@@ -165,7 +165,7 @@ class _Hash(Protocol):
 
 
 class _Crc32:
-    """As `hashlib` has its hashes."""
+    """A crc32 with the interface of `hashlib`."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -189,7 +189,7 @@ def _text(algorithm: str, blocks: Sequence[bytes]) -> str:
 
 
 def _of_file(file: IO[bytes], algorithm: str) -> str:
-    """The digest of a file that is open at its begin."""
+    """Returns the digest of a file that is open at its begin."""
     size = os.fstat(file.fileno()).st_size
     if algorithm == PLAIN or size <= BLOCK:
         return f"{PLAIN}:{plain_sha256(file)}"
@@ -205,13 +205,13 @@ def _of_file(file: IO[bytes], algorithm: str) -> str:
 def _hash(algorithm: Callable[[], _Hash], block: list[tuple[Bytes, object]]) -> bytes:
     found = algorithm()
     for piece, _ in block:
-        # Large updates leave the interpreter's lock.
+        # Large updates release the GIL.
         found.update(piece)
     return found.digest()
 
 
 def _hash_at(algorithm: Callable[[], _Hash], descriptor: int, offset: int) -> bytes:
-    # Read, not mapped: a file that shrinks meanwhile would end the process.
+    # Read, not mapped: with a mapping, a file that shrinks meanwhile would kill the process.
     found = algorithm()
     end = offset + BLOCK
     while offset < end and (chunk := os.pread(descriptor, min(_READ, end - offset), offset)):
@@ -221,9 +221,9 @@ def _hash_at(algorithm: Callable[[], _Hash], descriptor: int, offset: int) -> by
 
 
 class _Pool:
-    """Results in their order, of functions that threads call.
+    """A pool of threads that call functions, with the results in the order of the calls.
 
-    Not one of `concurrent.futures`: exit handlers, which may save something, get none there.
+    Not a pool of `concurrent.futures`: exit handlers, which may save checkpoints, cannot start one.
     """
 
     def __init__(self, size: int) -> None:
@@ -235,7 +235,7 @@ class _Pool:
         self._failure: BaseException | None = None
 
     def do(self, function: Callable[[], bytes]) -> None:
-        """Calls a function, in a thread if there are some, as soon as one is free."""
+        """Queues a function for the threads; calls it directly if there are none."""
         number, self._count = self._count, self._count + 1
         if not self._start():
             self._call(number, function)
@@ -243,14 +243,14 @@ class _Pool:
             self._waiting.put((number, function))
 
     def results(self) -> list[bytes]:
-        """What the functions returned; raises what one raised."""
+        """Waits for all functions and returns their results; reraises an error of one."""
         self._waiting.join()
         if self._failure:
             raise self._failure
         return [self._results[number] for number in range(self._count)]
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads of the pool."""
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
@@ -258,14 +258,14 @@ class _Pool:
         self._threads = []
 
     def _start(self) -> bool:
-        """One more thread for each call, until every core has one."""
+        """Starts one more thread, until every core has one; returns True if there are threads."""
         if len(self._threads) < self._size:
             thread = threading.Thread(target=self._work, name="rankzero-digest", daemon=True)
             try:
                 thread.start()
                 self._threads.append(thread)
             except RuntimeError:
-                # None starts while the interpreter ends, or the system has none left.
+                # No thread starts while the interpreter shuts down, or at the system's limit of threads.
                 self._size = len(self._threads)
         return bool(self._threads)
 

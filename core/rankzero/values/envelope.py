@@ -1,4 +1,4 @@
-"""A pickle in a file with its large buffers beside it: written without a copy in memory, mapped where it is loaded.
+"""A file with a pickle and its large buffers: written without a copy in memory, and mapped where it is loaded.
 
     8 bytes   length of the header
     header    JSON: offset and size of the pickle, then of each of its out-of-band buffers (pickle protocol 5)
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 LARGE = 64 << 10
-"""Bytes from which a buffer lies beside the pickle."""
+"""Bytes from which on a buffer is stored outside of the pickle."""
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
@@ -27,7 +27,7 @@ Part = bytes | memoryview
 
 
 def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """A pickler's ``buffer_callback`` that takes large contiguous buffers out of the pickle, into ``buffers``."""
+    """Returns a pickler's ``buffer_callback`` that moves large contiguous buffers from the pickle into ``buffers``."""
 
     def take(buffer: pickle.PickleBuffer) -> bool:
         try:
@@ -43,10 +43,10 @@ def beside(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
 
 
 def pack(pickled: Part, buffers: Sequence[memoryview]) -> list[Part]:
-    """The parts of the file, one after the other; the buffers are not copied."""
+    """Returns the parts of the file in their order; the buffers are not copied."""
     contents: list[Part] = [pickled, *buffers]
     sizes = [len(content) for content in contents]
-    # Offsets are longer with a longer header, so it gets more room than it needs.
+    # The header's length depends on the offsets, and these on the header's length: it gets more room than it needs.
     room = _padded(_LENGTH.size + 48 * len(contents))
     places, offset = [], room
     for size in sizes:
@@ -60,11 +60,11 @@ def pack(pickled: Part, buffers: Sequence[memoryview]) -> list[Part]:
 
 
 def open_packed(path: str | int, unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> Any:
-    """Loads what `pack` made: large buffers are mapped copy-on-write, and read when they are used.
+    """Loads a file that `pack` made: large buffers are mapped copy-on-write, and read when they are used.
 
     Args:
-        path: The file, or the descriptor of an open one. What is mapped stays, whatever becomes of the file's name.
-        unpickler: What loads the pickle.
+        path: The file, or the descriptor of an open one. The mapping remains valid if the file is deleted.
+        unpickler: The class that loads the pickle.
     """
     with open(path, "rb", closefd=isinstance(path, str)) as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

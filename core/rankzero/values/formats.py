@@ -1,9 +1,9 @@
-"""How a value becomes a file and back: json, safetensors, cloudpickle.
+"""Writes a value to a file and reads it back: json, safetensors, cloudpickle.
 
-* ``json`` for values that JSON gives back exactly as they were;
+* ``json`` for values that JSON returns unchanged;
 * ``safetensors`` for a dict of tensors: loading maps the file and runs no code;
-* ``cloudpickle`` for everything else, and for tensors that share memory (tied weights), which safetensors refuses.
-  What was written is loaded once before it counts as written: what cannot be read back is refused where it still is.
+* ``cloudpickle`` for everything else, and for tensors that share memory (tied weights), which safetensors rejects.
+  A written file is loaded once: a value that cannot be read back fails while it still exists.
 
 This module runs inside workers: standard library, torch and cloudpickle only.
 """
@@ -29,25 +29,25 @@ __all__ = ["CLOUDPICKLE", "DIRECTORY", "JSON", "SAFETENSORS", "choose", "read", 
 
 JSON, SAFETENSORS, CLOUDPICKLE = "json", "safetensors", "cloudpickle"
 DIRECTORY = "tar"
-"""A directory tree, for checkpoints."""
+"""Format of a directory tree, for checkpoints."""
 DISTRIBUTED = "dcp.tar"
-"""One rank's directory of what ``torch.distributed.checkpoint`` saved: of use with those of all ranks."""
+"""Format of one rank's directory from ``torch.distributed.checkpoint``, which is loaded with those of all ranks."""
 SHARDS = "shards"
-"""One rank's pieces of a sharded state, for checkpoints: see `rankzero.values.shards`."""
+"""Format of one rank's pieces of a sharded state, for checkpoints: see `rankzero.values.shards`."""
 
 _TAR_WRITES = 1 << 20
 
 
 class Writable(Protocol):
-    """What bytes are written to."""
+    """A file or another object that bytes can be written to."""
 
     def write(self, data: Any, /) -> object:
-        """Takes all of them."""
+        """Writes all of the given bytes."""
 
 
 def choose(value: object) -> str:
-    """The format in which a value is stored."""
-    # Kinds of tensors that have not all that others have raise what they like.
+    """Chooses the format in which a value is stored."""
+    # Some kinds of tensors lack attributes of others and raise any exception.
     with contextlib.suppress(Exception):
         if safetensors.can_hold(value):
             return SAFETENSORS
@@ -61,7 +61,7 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
         The file's size in bytes and its digest (`rankzero.values.digest`).
 
     Raises:
-        ResultError: the value cannot be pickled, or what was written cannot be read back; names its type.
+        ResultError: the value cannot be pickled, or the file cannot be read back; the message has the value's type.
     """
     with open(path, "w+b") as file:
         facts = write_to(value, file_format, file)
@@ -73,8 +73,8 @@ def write(value: object, file_format: str, path: str) -> tuple[int, str]:
 
 
 def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]:
-    """Writes a value to an open file; as `write`, but nothing is read back."""
-    # Of what runs no code damage is to be found, with half the work; of what does, every change.
+    """Writes a value to an open file like `write`, but does not read it back."""
+    # A crc32 finds damage in half the time; files that run code need a sha256, which finds every change.
     algorithm = digests.SUMS if file_format == SAFETENSORS else digests.BLOCKS
     with contextlib.closing(Sink(file, algorithm)) as sink:
         if file_format == JSON:
@@ -88,7 +88,7 @@ def write_to(value: object, file_format: str, file: Writable) -> tuple[int, str]
 
 
 def is_distributed(directory: str) -> bool:
-    """True for a directory that ``torch.distributed.checkpoint`` wrote."""
+    """Returns True for a directory that ``torch.distributed.checkpoint`` wrote."""
     return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(directory))
 
 
@@ -97,7 +97,7 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
     import tarfile
 
     with open(path, "wb") as file, contextlib.closing(Sink(file)) as sink:
-        # Links are followed: what they point to may not be there where the checkpoint is opened.
+        # Links are followed: their targets may not exist where the checkpoint is opened.
         with tarfile.open(fileobj=sink, mode="w|", dereference=True, bufsize=_TAR_WRITES) as archive:
             archive.add(directory, arcname=".")
         file.flush()
@@ -106,7 +106,7 @@ def write_directory(directory: str, path: str) -> tuple[int, str]:
 
 
 def read_directory(path: str, digest: str, target: str) -> None:
-    """Unpacks what `write_directory` wrote into ``target``. Raises ResultError if the digest differs."""
+    """Unpacks a file of `write_directory` into ``target``. Raises ResultError if the digest differs."""
     import tarfile
 
     try:
@@ -119,22 +119,23 @@ def read_directory(path: str, digest: str, target: str) -> None:
 
 
 def read(path: str, file_format: str, digest: str | None, fingerprint: str | None = None) -> Any:
-    """Loads a value from a local file if it is what was written.
+    """Loads a value from a local file after it has compared the digest.
 
     Args:
         path: The file.
-        file_format: One of this module's.
-        digest: Its digest; None checks nothing.
-        fingerprint: `rankzero.store.fingerprint` of a safetensors file when it had that digest. While it is the same,
-            the file is not read for it.
+        file_format: One of this module's formats.
+        digest: The recorded digest; None skips the comparison.
+        fingerprint: `rankzero.store.fingerprint` of a safetensors file when it had that digest. If it is unchanged, the
+            file is not read for its digest.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ResultError: anything else: the digest differs, the format is unknown, an object cannot be made here.
+        FileNotFoundError: the file does not exist.
+        ResultError: the digest differs, the format is unknown, or an object cannot be created here.
     """
     try:
         with open(path, "rb") as file:
-            # What was looked at is what is opened, whatever comes to be under its name. What runs code is always read.
+            # By the descriptor, so that the checked file is the one that is loaded, even if its name is replaced. Files
+            # that run code are always read for their digest.
             is_known = file_format == SAFETENSORS and store.fingerprint(file.fileno()) == fingerprint
             if digest is not None and not is_known:
                 digests.verify(file, digest)
@@ -160,13 +161,13 @@ def _why_not(path: str, file_format: str, error: Exception) -> str:
     if isinstance(error, OSError):
         return f"the result {path} cannot be read: {what}"
     if file_format != CLOUDPICKLE:
-        return f"the result {path} cannot be loaded, it is no {file_format} file of ours: {what}"
-    do = pickled.advice(error) or "Its class refuses to be made here: return plain values or a state_dict instead"
+        return f"the result {path} cannot be loaded, it is not a {file_format} file that rankzero wrote: {what}"
+    do = pickled.advice(error) or "Its class cannot be created here: return plain values or a state_dict instead"
     return f"the result {path} is whole, but cannot be loaded here: {what}. {do}"
 
 
 class Sink(io.RawIOBase):
-    """Counts what passes through to a file, and computes its digest beside."""
+    """A file that writes to another one, counts the bytes, and computes their digest."""
 
     def __init__(self, file: Writable, algorithm: str = digests.BLOCKS) -> None:
         self._file = file
@@ -174,7 +175,7 @@ class Sink(io.RawIOBase):
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Bytes that were written so far."""
         return self._digest.size
 
     def writable(self) -> bool:
@@ -186,11 +187,11 @@ class Sink(io.RawIOBase):
         return len(data)
 
     def write_lasting(self, data: Any, owner: object = None) -> None:
-        """Writes what does not change before `digest` is asked for.
+        """Writes bytes that do not change until `digest` is called.
 
         Args:
-            data: Bytes, or anything that has the buffer of some.
-            owner: What is to live as long as it is needed.
+            data: Bytes, or an object with a buffer of bytes.
+            owner: Object that is kept alive as long as the bytes are needed.
         """
         view = memoryview(data).cast("B")
         for start in range(0, len(view), digests.BLOCK):
@@ -199,10 +200,10 @@ class Sink(io.RawIOBase):
             self._file.write(block)
 
     def digest(self) -> str:
-        """The digest of all that was written; raises what computing it raised."""
+        """Returns the digest of all written bytes; reraises an error of a hashing thread."""
         return self._digest.text()
 
     def close(self) -> None:
-        """Ends the threads of the digest, with the memory that they hold; the file stays open."""
+        """Ends the threads of the digest and frees their memory; the file stays open."""
         self._digest.close()
         super().close()

@@ -1,4 +1,4 @@
-"""The format of everything that is neither plain data nor a dict of tensors: cloudpickle, with large buffers beside it.
+"""The cloudpickle format, for values that are neither plain data nor a dict of tensors; large buffers are separate.
 
 Runs inside workers too: standard library, torch and cloudpickle only.
 """
@@ -19,10 +19,10 @@ _INSTEAD = "Return its state (a state_dict, numbers) instead; metrics and logs o
 
 
 def pickled(value: object) -> Sequence[Part]:
-    """The parts of a value's file. Its large buffers are not copied.
+    """Returns the parts of a value's file; its large buffers are not copied.
 
     Raises:
-        ResultError: it cannot be pickled, or holds a part of a sharded tensor; names its type.
+        ResultError: the value cannot be pickled, or holds a part of a sharded tensor; the message has its type.
     """
     import cloudpickle
 
@@ -69,10 +69,10 @@ def _saved(obj: Any) -> tuple[Any, tuple[io.BytesIO]] | None:
 
 
 def prove(file: IO[bytes], value: object) -> None:
-    """Loads what was written of a value, as its readers will.
+    """Loads the written file of a value like its readers, to prove that it can be loaded.
 
     Raises:
-        ResultError: it cannot be loaded; names its type.
+        ResultError: the file cannot be loaded; the message has the value's type.
     """
     try:
         open_packed(file.fileno(), Prover)
@@ -86,7 +86,7 @@ def prove(file: IO[bytes], value: object) -> None:
 
 
 def advice(error: Exception) -> str:
-    """What to do about an error of a value that is being loaded; empty where nothing is known."""
+    """Returns advice about an error during the loading of a value; empty if there is none."""
     if isinstance(error, ImportError):
         return (
             "Load it where the module can be imported (sys.path, an installed package), or return plain values or a "
@@ -113,26 +113,26 @@ def _why(error: Exception) -> str:
 
 
 class NotHere(Exception):
-    """What only its reader can load."""
+    """Raised for a value that can only be loaded in its reader's process, and not as a test here."""
 
 
 class Prover(pickle.Unpickler):
-    """Leaves the classes that travel by value as they are here."""
+    """An unpickler that keeps this process's classes, instead of copies of those that are pickled by value."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """As `pickle.Unpickler`. Raises NotHere for what only its reader can load."""
+        """Finds a class like `pickle.Unpickler`. Raises NotHere for one that only the reader can create."""
         if name in _SKELETONS and module.endswith("cloudpickle.cloudpickle"):
             return _known(super().find_class(module, name), _SKELETONS[name])
         if name == "_class_setstate" and module.endswith("cloudpickle.cloudpickle"):
             return lambda cls, state: cls
         if name == "DistributedDataParallel":
-            # Would take part in a process group.
+            # To create it would use a process group.
             raise NotHere
         return super().find_class(module, name)
 
 
 _SKELETONS = {"_make_skeleton_class": 4, "_make_skeleton_enum": 5}
-"""Where their arguments name the class."""
+"""Functions of cloudpickle that create classes, with the position of the class's id among their arguments."""
 
 
 def _known(make: Any, position: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which values JSON, and the databases of orchestrators, give back unchanged. Standard library only."""
+"""Decides which values JSON, and the databases of orchestrators, return unchanged. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from rankzero.texts import encodable
 
 MAX_DEPTH = 200
-"""Levels of containers within each other: JSON's reader and writer recurse."""
+"""Most levels of nested containers, since JSON's reader and writer recurse."""
 
 MAX_BITS = 2048
-"""Of an integer. Python turns no more than 4,300 digits into text and back, or as few as 640 where somebody set it."""
+"""Most bits of an integer. Python converts at most 4,300 digits to text and back; a user may lower that to 640."""
 
 _EXACT_FLOATS = 1e16
-"""Python writes a float from here on with an exponent. PostgreSQL's ``jsonb`` returns it as an integer."""
+"""Floats from here on are written with an exponent, and PostgreSQL's ``jsonb`` returns them as integers."""
 
 _NUMERIC_KINDS = "biuf"
-# Of numpy's types: truth values, integers, floats.
+# Kinds of numpy's types: booleans, integers, floats.
 
 _REPEATS = 1000
-"""Containers that may be there twice, whatever else there is."""
+"""Containers that may be visited repeatedly, in addition to twice the number of all containers."""
 
 
 def is_json(value: object) -> bool:
-    """True if JSON gives the value back exactly: same types, string keys, no tuples.
+    """Returns True if JSON returns the value exactly: same types, string keys, no tuples.
 
-    Containers that hold themselves, or others many times over, are none.
+    False for containers that contain themselves, or the same containers many times.
 
     Example:
         >>> is_json({"a": [1, None]}), is_json({"a": (1,)})
@@ -81,11 +81,11 @@ def is_storable(atom: object) -> bool:
 
 
 def find_unstorable(value: Any, path: str = "") -> str | None:
-    """Returns the first part of a JSON value that a database would refuse or change, for people, or None.
+    """Returns a description of the first part of a JSON value that a database would reject or change, or None.
 
     Args:
         value: A JSON value.
-        path: The expression that led to it.
+        path: The expression that selects the value, for the description.
 
     Example:
         >>> find_unstorable({"epochs": [{"loss": 0.5}, {"loss": float("nan")}]})
@@ -93,7 +93,7 @@ def find_unstorable(value: Any, path: str = "") -> str | None:
     """
     if isinstance(value, (list, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            # Airflow's own format has keys that begin like this, and had others in earlier versions.
+            # Airflow reserves keys that begin with two underscores.
             if isinstance(key, str) and (key.startswith("__") or not is_storable(key)):
                 return f"it has the key {key!r}"
             if found := find_unstorable(item, f"{path}[{key!r}]"):
@@ -103,11 +103,11 @@ def find_unstorable(value: Any, path: str = "") -> str | None:
 
 
 def storable(value: Any) -> Any:
-    """Returns JSON-like facts about a run with the text of each part that a database could refuse or change.
+    """Returns facts about a run in which each part that a database could reject or change is replaced by its text.
 
     Args:
-        value: Dicts with string keys, lists, and atoms, such as metrics. Keys that begin with ``__`` lose that, since
-            Airflow reserves such keys.
+        value: Dicts with string keys, lists, and atoms, such as metrics. Keys lose leading ``__``, since Airflow
+            reserves such keys.
 
     Example:
         >>> storable({"loss": float("nan"), "seed": 2**63, "__type": "adam"})
@@ -127,11 +127,11 @@ def plain_view(value: object, most: int) -> Any:
     """Returns the value as exact JSON, with numpy scalars and 0-d arrays and tensors as Python numbers.
 
     Args:
-        value: Any value. It is not changed.
-        most: The number of items and containers after which the value counts as too large.
+        value: Any value, which is not changed.
+        most: Most items and containers; a value with more is too large.
 
     Raises:
-        ValueError: even so the value is not exact JSON, or it is too large.
+        ValueError: the converted value is not exact JSON, or it is too large.
     """
     left = most
 

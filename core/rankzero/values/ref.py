@@ -1,7 +1,7 @@
 """`ResultRef`: the handle of a value that a run's rank 0 returned, or that a pipeline step stored.
 
-A handle is small, plain data: it passes through XCom, JSON and pickle. Given as an argument to
-another run it is opened inside the workers, so the bytes pass through no orchestrator.
+A handle is small, plain data: it can be sent by XCom, JSON and pickle. Given as an argument to
+another run it is opened inside the workers, so the bytes do not pass through the orchestrator.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rankzero.values.plain import storable
 
 @dataclass(frozen=True)
 class ResultRef:
-    """Where a result lies and how to open it.
+    """The handle of a stored result: location, format and checksum.
 
     Attributes:
         uri: Absolute local path or fsspec URL of the file.
         format: ``"json"``, ``"safetensors"`` or ``"cloudpickle"``.
-        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."`` of up to 8 MiB. Of more, which
-            all cores compute together, ``"crc32-8m:..."`` of tensors and ``"sha256-8m:..."`` of what runs code when
-            it is loaded, which it never does before the checksum is compared.
+        digest: Checksum of the file, with the name of its algorithm: ``"sha256:..."`` for up to 8 MiB. For larger
+            files, which all cores hash together, ``"crc32-8m:..."`` for tensors and ``"sha256-8m:..."`` for files that
+            run code when they are loaded. The checksum is always compared before code runs.
         size: Bytes of the file.
-        summary: What a person wants to see: type, number of tensors and parameters, last metrics.
-        fingerprint: `store.fingerprint` of a local safetensors file when it was written. As long as it is the same, the
+        summary: Facts for display: type, number of tensors and parameters, last metrics.
+        fingerprint: `store.fingerprint` of a local safetensors file when it was written. While it is unchanged, the
             file is opened without reading it for its checksum first. None for every other file.
 
     Example:
@@ -53,11 +53,11 @@ class ResultRef:
 
     @staticmethod
     def save(value: Any, directory: str | os.PathLike[str]) -> ResultRef:
-        """Stores a value of a plain pipeline step, so that it travels by reference like a run's.
+        """Stores a value of a plain pipeline step, so that it is passed by reference like a run's result.
 
         Args:
-            value: Anything that can be pickled; a dict of tensors becomes a safetensors file.
-            directory: Local path or fsspec URL; made if it is not there.
+            value: A value that can be pickled; a dict of tensors becomes a safetensors file.
+            directory: Local path or fsspec URL; created if it does not exist.
 
         Returns:
             The handle. The file is named by its checksum: saving the same bytes twice is harmless.
@@ -84,22 +84,22 @@ class ResultRef:
         return ResultRef(uri, file_format, digest, size, formats.summarize(value), fingerprint_of(uri, file_format))
 
     def load(self, *, verify: bool = False) -> Any:
-        """Opens the value, if it is what was written.
+        """Loads the value after the checksum of its file was compared.
 
-        The checksum says so. Tensors are on the CPU: ``safetensors`` files are mapped into memory and run no code, and
-        are not read for their checksum while the file system says that nothing was done to the file since it was
-        written; ``cloudpickle`` files run code of whoever wrote them: load only what your own runs wrote.
+        Tensors are on the CPU. ``safetensors`` files are mapped into memory and run no code; they are not read for
+        their checksum while the file system reports that the file is unchanged since it was written. ``cloudpickle``
+        files run code of their author: load only files that your own runs wrote.
 
         Args:
-            verify: True reads every file for its checksum, which finds what a broken disk did to it, too.
+            verify: True reads every file for its checksum, which also finds damage by a broken disk.
 
         Raises:
-            ResultError: the file does not exist, was changed or is of an unknown format, or an object in it cannot be
-                made here; says what to do.
+            ResultError: the file does not exist, was changed or has an unknown format, or an object in it cannot be
+                created here; the message says what to do.
         """
         if not store.is_url(self.uri):
             return self.load_from(self.uri, verify=verify)
-        # In a rank, where its agent has room.
+        # In a rank, the agent's scratch directory has room.
         with tempfile.TemporaryDirectory(prefix="rankzero-", dir=os.environ.get("RANKZERO_SCRATCH")) as directory:
             path = os.path.join(directory, "value")
             with self._reading() as remote, open(path, "wb") as local:
@@ -108,18 +108,18 @@ class ResultRef:
             return self.load_from(path)
 
     def load_from(self, path: str, *, verify: bool = False) -> Any:
-        """Opens the value from a local copy of the file; as `load`."""
+        """Loads the value from a local copy of the file, like `load`."""
         try:
             return formats.read(path, self.format, self.digest, None if verify else self.fingerprint)
         except FileNotFoundError as error:
             if os.path.exists(path):
-                # What loading imports may miss another one: torch wants a directory for temporary files.
+                # The file that does not exist may be another one: torch needs a directory for temporary files.
                 raise ResultError(f"the result {path} cannot be opened here: {error}") from error
             raise ResultError(f"the result {path} does not exist; was its run directory deleted?") from None
 
     @property
     def sha256(self) -> str:
-        """The plain sha256 of the file, hex, as ``sha256sum`` gives it. One of more than 8 MiB is read for it.
+        """The plain sha256 of the file, hex, as ``sha256sum`` prints it. A file of more than 8 MiB is read for it.
 
         Raises:
             ResultError: the file does not exist or cannot be read.
@@ -138,11 +138,11 @@ class ResultRef:
         except FileNotFoundError:
             raise ResultError(f"the result {self.uri} does not exist; was its run directory deleted?") from None
         except Exception as error:
-            # Drivers of object stores have exceptions of their own.
+            # Drivers of object stores raise their own exceptions.
             raise ResultError(f"the result {self.uri} cannot be read: {type(error).__name__}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
-        """The handle as plain JSON values."""
+        """Returns the handle as plain JSON values, for `from_json`."""
         found = asdict(self)
         if self.fingerprint is None:
             del found["fingerprint"]
@@ -150,11 +150,11 @@ class ResultRef:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ResultRef:
-        """The handle from `to_json`."""
+        """Rebuilds a handle from the values that `to_json` returned."""
         return ResultRef(**data)
 
     def __bool__(self) -> bool:
-        """Returns True: the handle is there, whatever its value is."""
+        """Returns True, whatever the stored value is."""
         return True
 
     def __len__(self) -> int:
@@ -175,23 +175,23 @@ class ResultRef:
             f".load() to get the value ({self.uri})"
         )
 
-    # The names under which Airflow's serialization asks for the same two things.
+    # Airflow's serialization calls these two names.
     def serialize(self) -> dict[str, Any]:
         """Returns the handle for Airflow's XCom, with a summary that every database stores."""
         return {**self.to_json(), "summary": storable(self.summary)}
 
     @staticmethod
     def deserialize(data: dict[str, Any], version: int) -> ResultRef:
-        """The handle from Airflow's XCom."""
+        """Rebuilds a handle from the values that `serialize` returned."""
         if version > ResultRef.__version__:
             raise TypeError(f"this rankzero reads ResultRef version {ResultRef.__version__}, not {version}")
         return ResultRef.from_json(data)
 
 
 def fingerprint_of(uri: str, file_format: str) -> str | None:
-    """The ``fingerprint`` of a file that was written just now; None for what is always read for its checksum."""
+    """Returns the ``fingerprint`` of a file that was just written; None if loading always reads it for its checksum."""
     if file_format == formats.SAFETENSORS and not store.is_url(uri):
-        # Without one its readers compute the checksum.
+        # Without a fingerprint, loading computes the checksum.
         with contextlib.suppress(OSError):
             return store.fingerprint(uri)
     return None
@@ -203,9 +203,13 @@ _CONTAINERS = (list, tuple, dict)
 
 
 def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
-    """``value`` with every `ResultRef` in it, also inside lists, tuples and dicts, replaced.
+    """Returns ``value`` with every `ResultRef` in it, also inside lists, tuples and dicts, replaced.
 
-    Only containers that hold one are made anew, each once: what was one object is one object, also if it holds itself.
+    Only containers that hold a `ResultRef` are copied, each once, so that shared and cyclic containers remain so.
+
+    Args:
+        value: Any value.
+        function: Returns the replacement of a `ResultRef`.
 
     Example:
         >>> kept, ref = [1], ResultRef("/x", "json", "", 0)
@@ -228,7 +232,7 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
         elif type(item) is tuple:
             made[id(item)] = tuple(map(mapped, item))
         else:
-            # Known before it is filled: it may hold itself.
+            # Registered before it is filled, since it may contain itself.
             made[id(item)] = filled = type(item)()
             later.append((item, filled))
         return made[id(item)]
@@ -245,7 +249,7 @@ def map_refs(value: Any, function: Callable[[ResultRef], Any]) -> Any:
 
 
 def _holding(value: Any) -> set[int]:
-    """The ids of the containers within ``value`` that hold a `ResultRef`, at whatever depth."""
+    """Returns the ids of the containers within ``value`` that hold a `ResultRef` at any depth."""
     above: dict[int, list[int]] = {}
     found: list[int] = []
     waiting = [value] if type(value) in _CONTAINERS else []

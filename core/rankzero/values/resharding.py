@@ -1,4 +1,4 @@
-"""Reading what `rankzero.values.shards` wrote: whole tensors, or the pieces that a rank of another world needs."""
+"""Reads files of `rankzero.values.shards`: whole tensors, or the pieces that a rank of another world size needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _Bytes = TypeVar("_Bytes", bytes, bytearray)
 
 _SHOWN = 5
-"""Names of tensors in one error."""
+"""Most names of tensors in one error."""
 
 Copy = Callable[[Any, list[int], Any], None]
 
@@ -38,7 +38,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ShardedState:
-    """What all ranks wrote, open for reading."""
+    """A sharded state, open for reading: the files that all ranks wrote."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class ShardedState:
         open_part: Callable[[str], IO[bytes]],
         indexes: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Prepares the state without reading any file.
 
         Args:
-            parts: By rank, as text: ``size`` and ``sha256``, as `write_to` gave them.
+            parts: By rank, as text: ``size`` and ``sha256``, as `write_to` returned them.
             open_part: Opens a rank's file.
-            indexes: By rank, as text: the index of its file. Of others it is read there.
+            indexes: By rank, as text: the index of its file. Other indexes are read from their files.
         """
         self._parts = parts
         self._open_part = open_part
@@ -67,11 +67,11 @@ class ShardedState:
             file.close()
 
     def load(self, rank: str) -> Any:
-        """The state with whole tensors; everything else as ``rank`` wrote it. Raises ResultError."""
+        """Returns the state with whole tensors, and other values as ``rank`` wrote them. Raises ResultError."""
         return walk(self._plain(rank), lambda _, value: self._whole(value) if isinstance(value, Stored) else value)
 
     def load_into(self, rank: str, target: Any) -> Any:
-        """The state with the tensors of ``target``, which are filled; as `fill`."""
+        """Fills the tensors of ``target`` and returns the state with them; see `fill`."""
         return fill(target, self._plain(rank), self._copy)
 
     def _plain(self, rank: str) -> Any:
@@ -99,7 +99,7 @@ class ShardedState:
         return self._indexes[rank]
 
     def _pieces(self, stored: Stored) -> list[tuple[str, dict[str, Any]]]:
-        """Every piece of a tensor, with the rank that wrote it."""
+        """Returns all pieces of a tensor, each with the rank that wrote it."""
         found: dict[str, tuple[str, dict[str, Any]]] = {}
         for rank in self._parts:
             if entry := self._index(rank)["tensors"].get(stored.name):
@@ -116,7 +116,7 @@ class ShardedState:
         return whole
 
     def _copy(self, stored: Stored, offsets: list[int], local: torch.Tensor) -> None:
-        """Fills a local tensor, whose place in the whole one begins at ``offsets``."""
+        """Fills a local tensor, which begins at ``offsets`` in the whole one."""
         dtype = stored.dtype
         for rank, piece in self._pieces(stored):
             if overlap(piece["offsets"], piece["sizes"], offsets, list(local.shape)) is not None:
@@ -125,21 +125,21 @@ class ShardedState:
 
 
 class _File:
-    """One rank's open file."""
+    """The open file of one rank, whose parts are verified when they are read."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
         self._size = size
 
     def index(self, sha256: str) -> bytearray:
-        """The index at its end. Raises ResultError if it is not what was written."""
+        """Reads the index at the file's end. Raises ResultError if its checksum differs."""
         length = LENGTH.unpack(self._read(self._size - LENGTH.size, LENGTH.size))[0]
         if length > self._size - LENGTH.size:
             raise ResultError("a part of the checkpoint is damaged: it has no index")
         return self.read({"at": self._size - LENGTH.size - length, "length": length, "sha256": sha256})
 
     def read(self, place: Mapping[str, Any]) -> bytearray:
-        """Bytes of the file that are what was written. Raises ResultError if they are not."""
+        """Reads bytes at a place of the file. Raises ResultError if their checksum differs."""
         return _proved(self._read(place["at"], place["length"]), place["sha256"])
 
     def _read(self, at: int, length: int) -> bytearray:
@@ -173,16 +173,16 @@ def _tensor(data: bytearray, dtype: torch.dtype, sizes: list[int]) -> torch.Tens
 
 
 def fill(target: Any, state: Any, copy: Copy | None = None) -> Any:
-    """The state that was saved, with the tensors of ``target`` in it: each is filled, a sharded one with its pieces.
+    """Fills the tensors of ``target`` from a saved state, and returns that state with them.
 
     Args:
         target: The state of a model that trains now, with the same names.
-        state: What was saved; sharded tensors as `Stored`.
-        copy: Fills a local tensor from one that was saved sharded; its offsets in the whole one are between the two.
+        state: The saved state, with sharded tensors as `Stored`.
+        copy: Fills a local tensor from a sharded one: called with the `Stored`, the offsets, and the local tensor.
 
     Raises:
-        ResultError: a tensor of ``target`` was not saved, and nothing is filled; or a tensor that was saved sharded is
-            not in ``target``, or has another shape.
+        ResultError: a tensor of ``target`` was not saved, and nothing is filled; or a sharded tensor is not in
+            ``target``, or has another shape.
     """
     tensors = {path: value for path, value in _leaves(target) if _is_tensor(value)}
     saved = {path for path, _ in _leaves(state)}
@@ -245,7 +245,7 @@ def _is_tensor(value: Any) -> bool:
 def overlap(
     offsets: list[int], sizes: list[int], other_offsets: list[int], other_sizes: list[int]
 ) -> list[tuple[int, int]] | None:
-    """Begin and end, in each dimension of the whole tensor, of what two boxes share; None if that is nothing."""
+    """Returns the intersection of two boxes as begin and end in each dimension; None if it is empty."""
     shared = [
         (max(a, b), min(a + length, b + other))
         for a, length, b, other in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
@@ -254,7 +254,7 @@ def overlap(
 
 
 def copy_box(source: torch.Tensor, source_offsets: list[int], target: torch.Tensor, target_offsets: list[int]) -> None:
-    """Copies what two pieces of one tensor share."""
+    """Copies the overlap of two pieces of one tensor."""
     shared = overlap(source_offsets, list(source.shape), target_offsets, list(target.shape))
     if shared is None:
         return

@@ -1,8 +1,8 @@
-"""The format of a dict of tensors: loading maps the file and runs no code.
+"""The safetensors format for a dict of tensors: loading maps the file and runs no code.
 
-Executors need not have the safetensors library, so the codec is ours; the tests hold it against the library in both
-directions. What the format does not know (an ``OrderedDict`` with its ``_metadata``, parameters, ``requires_grad``) is
-in the header's text, which the library gives to whoever asks.
+Executors need not have the safetensors library, so rankzero has its own codec; the tests compare it with the library in
+both directions. Properties that the format lacks (an ``OrderedDict`` with its ``_metadata``, parameters,
+``requires_grad``) are in the header's metadata, which the library returns on request.
 Format: https://github.com/huggingface/safetensors#format
 
 Runs inside workers too: standard library and torch only.
@@ -32,7 +32,7 @@ _HEADER_ALIGNMENT = 8
 _MAX_HEADER = 100 << 20
 _LARGE = 1 << 20
 _EXTRA = "rankzero"
-"""Key of the header's text for what the format does not know."""
+"""Key, in the header's metadata, of the properties that the format lacks."""
 
 _DTYPES = {
     "F64": "float64",
@@ -57,7 +57,7 @@ Tensors = dict[str, "torch.Tensor"]
 
 
 def can_hold(value: object) -> bool:
-    """True if the format gives a value back: a dict of tensors that share no memory and have nothing else to them."""
+    """Returns True if the format preserves a value: a dict of tensors that share no memory and have no attributes."""
     torch = sys.modules.get("torch")
     if torch is None or type(value) not in (dict, OrderedDict) or not value:
         return False
@@ -75,7 +75,7 @@ def can_hold(value: object) -> bool:
         if size:
             reach = 1 + sum((n - 1) * step for n, step in zip(item.shape, item.stride(), strict=True))
             if reach < item.numel():
-                # Expanded: as many copies of its numbers.
+                # An expanded tensor, whose elements share memory.
                 return False
             begin = item.untyped_storage().data_ptr() + item.storage_offset() * item.element_size()
             stretches.append((str(item.device), begin, begin + reach * item.element_size()))
@@ -86,7 +86,7 @@ def can_hold(value: object) -> bool:
 
 
 def _has_known_attributes(value: Tensors) -> bool:
-    """An `OrderedDict` of ``state_dict()`` has one attribute, of plain data."""
+    """Returns True if a dict has no attributes except the ``_metadata`` of a ``state_dict()``, as plain data."""
     attributes = getattr(value, "__dict__", {})
     kept = attributes.get("_metadata")
     if kept is None:
@@ -95,14 +95,14 @@ def _has_known_attributes(value: Tensors) -> bool:
 
 
 def _header_bound(value: Tensors) -> int:
-    """Bytes that the header does not exceed: keys are escaped, and may be named twice more."""
+    """Returns an upper bound of the header's bytes: keys are escaped, and may occur twice more."""
     return sum(18 * len(key) + 22 * item.dim() + 160 for key, item in value.items())
 
 
 def write(tensors: Tensors, sink: Any) -> None:
-    """Writes them to a `rankzero.values.formats.Sink`."""
-    # Widest types first, so that every tensor is aligned in the file and can be mapped; in each the small ones first,
-    # so that hashing is not behind at the end.
+    """Writes tensors to a `rankzero.values.formats.Sink`."""
+    # Widest types first, so that every tensor is aligned in the file and can be mapped; small tensors of each type
+    # first, so that hashing is not behind at the end.
     ordered = sorted(tensors.items(), key=_place_in_file)
     names = {dtype: name for name, dtype in _DTYPES.items()}
     places = {}
@@ -150,9 +150,9 @@ def _extra_of(tensors: Tensors) -> dict[str, Any]:
 
 
 def read(file: IO[bytes]) -> Tensors:
-    """Maps a file copy-on-write: pages come in when they are used, the file never changes.
+    """Maps a file copy-on-write: pages are read when they are used, and the file is never changed.
 
-    Every tensor has a storage of its own within the map. Views of one storage would each be
+    Every tensor has its own storage within the mapping. Views of one storage would each be
     pickled with all of it, and could not be written as safetensors again.
     """
     total = os.fstat(file.fileno()).st_size

@@ -1,11 +1,11 @@
-"""A state of which each rank has a part, as files that a world of any size reads: one file of each rank.
+"""Writes a sharded state as one file for each rank, which a world of any size can read.
 
-A file holds the bytes of this rank's pieces of sharded tensors (DTensors, as FSDP2 and tensor parallelism make them,
-and ShardedTensors of FSDP1), then everything else of the state as a pickle, then an index: of each piece its tensor's
-name and shape, its place in that tensor and in the file, and its sha256. The last 8 bytes are the index's length. The
-sha256 of the index stands for the file, so what is read of it is verified by itself, and a reader needs only the pieces
-that overlap with what its rank has. The indexes of all parts also lie together beside them: a reader of a thousand
-parts would open each to learn that it needs two.
+A file holds the bytes of the rank's pieces of sharded tensors (DTensors of FSDP2 and tensor parallelism, and
+ShardedTensors of FSDP1), then the rest of the state as a pickle, then an index: for each piece the name and shape of
+its tensor, its place in that tensor and in the file, and its sha256. The last 8 bytes are the index's length. Only the
+sha256 of the index is recorded outside of the file, so each piece can be verified alone, and a reader reads only the
+pieces that overlap with its own. The indexes of all files are also stored together beside them: else a reader would
+open a thousand files to learn that it needs two.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Pieces:
-    """What this rank has of a sharded tensor.
+    """The pieces of a sharded tensor on this rank.
 
     Attributes:
-        shape: Of the whole tensor.
-        dtype: Of the tensor.
+        shape: Shape of the whole tensor.
+        dtype: Data type of the tensor.
         pieces: Offsets in the whole tensor, and the local tensor. Some ranks have none.
-        replicas: For each dimension of the mesh along which others have the same: this rank's place, how many have it.
+        replicas: For each dimension of the mesh along which the pieces are replicated: this rank's coordinate, and the
+            number of replicas.
     """
 
     shape: list[int]
@@ -52,23 +53,23 @@ class Pieces:
     replicas: list[tuple[int, int]] = field(default_factory=list)
 
     def is_written_here(self, name: str) -> bool:
-        """True for one of the ranks that have the same; which one it is differs from tensor to tensor."""
+        """Returns True on one of the ranks with the same pieces, which differs from tensor to tensor."""
         return all(zlib.crc32(name.encode()) % count == place for place, count in self.replicas)
 
 
 def is_sharded(tensor: Any) -> bool:
-    """True for a DTensor or ShardedTensor."""
+    """Returns True for a DTensor or ShardedTensor."""
     return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
 
 
 def has_sharded(state: Any) -> bool:
-    """True if a DTensor or ShardedTensor is somewhere in dicts, lists and tuples."""
+    """Returns True if dicts, lists and tuples contain a DTensor or ShardedTensor at any depth."""
     waiting, seen = [state], set()
     while waiting:
         value = waiting.pop()
         if is_sharded(value):
             return True
-        # A state may hold itself.
+        # A state may contain itself.
         if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             waiting.extend(value.values() if isinstance(value, dict) else value)
@@ -76,7 +77,7 @@ def has_sharded(state: Any) -> bool:
 
 
 def pieces_of(tensor: Any) -> Pieces:
-    """What this rank has of a sharded tensor, not copied. Raises ResultError if parts of it are still to be summed."""
+    """Returns this rank's pieces of a sharded tensor without a copy. Raises ResultError for partial placements."""
     shape = list(tensor.size())
     if hasattr(tensor, "local_shards"):
         shards = [(list(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
@@ -86,7 +87,7 @@ def pieces_of(tensor: Any) -> Pieces:
         return Pieces(shape, tensor.dtype, [])
     if any(placement.is_partial() for placement in tensor.placements):
         raise ResultError(f"a DTensor with the placements {tensor.placements} cannot be saved: redistribute() it first")
-    # The offsets as torch.distributed.checkpoint finds them.
+    # torch.distributed.checkpoint computes the offsets with this function.
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
     local = tensor.to_local()
@@ -100,7 +101,7 @@ def pieces_of(tensor: Any) -> Pieces:
 
 
 def walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """``value`` with each leaf replaced by what ``visit`` makes of it; plain dicts, lists and tuples are made anew."""
+    """Returns a copy of ``value``, made of plain dicts, lists and tuples, with each leaf replaced by ``visit``."""
     if type(value) in (dict, OrderedDict):
         return type(value)((key, walk(item, visit, (*path, key))) for key, item in value.items())
     if type(value) in (list, tuple):
@@ -109,7 +110,7 @@ def walk(value: Any, visit: Callable[[Path, Any], Any], path: Path = ()) -> Any:
 
 
 def name_of(path: Path) -> str:
-    """The name of the tensor at a path, the same in every rank."""
+    """Returns the name of the tensor at a path, which is the same in every rank."""
     return ".".join(map(str, path))
 
 
@@ -123,8 +124,8 @@ def write_to(state: Any, file: Writable) -> tuple[int, str, str]:
         The file's size in bytes, the sha256 of its index, hex, and the index, one line of JSON.
 
     Raises:
-        ResultError: two sharded tensors have one name, one lies within an object, or the rest cannot be pickled, or
-            not be read again.
+        ResultError: two sharded tensors have one name, one is inside an object, or the rest cannot be pickled or read
+            again.
     """
     writer = _Writer(file)
     tensors: dict[str, Any] = {}
@@ -161,7 +162,7 @@ class _Writer:
         return self.bytes(memoryview((ctypes.c_char * length).from_address(here.data_ptr())).cast("B"))
 
     def bytes(self, data: Any) -> dict[str, Any]:
-        """Writes it; where it lies."""
+        """Writes bytes; returns their place in the file, length and sha256."""
         at, length = self.size, len(data)
         self._file.write(data)
         self.size += length
@@ -170,7 +171,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Stored:
-    """Stands for a sharded tensor in the pickle."""
+    """Placeholder for a sharded tensor in the pickle."""
 
     name: str
     shape: list[int]
@@ -178,7 +179,7 @@ class Stored:
 
 
 def _pickle(plain: Any) -> memoryview:
-    """The pickle of everything but sharded tensors, which was loaded once."""
+    """Pickles a state without its sharded tensors, and loads the pickle once to prove that it can be read."""
     file = io.BytesIO()
     try:
         _Pickler(file, Tensors(plain)).dump(plain)

@@ -1,4 +1,4 @@
-"""What a person wants to know of a value without loading it."""
+"""Summarizes a value for display without loading it: type, tensors, parameters, bytes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
 
 
 def type_name(value: object) -> str:
-    """The name of a value's type, with its module."""
+    """Returns the name of a value's type, with its module."""
     cls = type(value)
-    # Of a person's class, which may have set them to anything.
+    # A user's class may have set these to any object.
     module, name = str(cls.__module__), str(cls.__qualname__)
     return name if module == "builtins" else f"{module}.{name}"
 
 
 def summarize(value: object) -> dict[str, Any]:
-    """Type and, of a module or a dict of tensors, how many numbers of which type. Never fails.
+    """Returns the type of a value and, for a module or a dict of tensors, counts by data type. Never fails.
 
     Example:
         >>> summarize([1, 2])
         {'type': 'list'}
     """
     summary: dict[str, Any] = {"type": type_name(value)}
-    # Asks objects of the user's, and a training that has finished is worth more than what they answer.
+    # Objects of the user may raise anything, and that must not fail a training that has finished.
     with contextlib.suppress(Exception):
         summary |= _count(value)
     return summary
@@ -60,5 +60,5 @@ def _numbers(tensor: torch.Tensor) -> int:
     try:
         return tensor.numel()
     except Exception:
-        # Of a lazy module, which has seen no data yet.
+        # A parameter of a lazy module that has seen no data yet.
         return 0

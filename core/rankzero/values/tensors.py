@@ -1,9 +1,9 @@
-"""How tensors are pickled: as torch does it, but for their memory, which is a buffer of the pickle.
+"""Pickles tensors as torch does, except that their memory is a separate buffer of the pickle.
 
-Left to itself, pickle has torch write each storage as a file within the pickle: it knows no two tensors that share one,
-copies all of it for a view of two elements, and writes what it cannot read of the newer types (float8, uint16). Here
-each piece of memory is written once, and only as far as a tensor of the value reaches; tensors that shared memory share
-it when they are loaded. What was on a GPU arrives in the memory of the CPU.
+By default, torch writes each storage as a file within the pickle: tensors that share one are not recognized, a view of
+two elements copies all of it, and for newer types (float8, uint16) the result cannot be read. Here each piece of memory
+is written once, and only as far as a tensor of the value uses it; tensors that shared memory share it when they are
+loaded. Tensors on a GPU are loaded on the CPU.
 
 Runs inside workers too: standard library and torch only.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 WASTE = 64 << 10
-"""Bytes of a storage that no tensor of the value may refer to, and which are written all the same."""
+"""Most bytes of a storage that are written although no tensor of the value uses them."""
 
 Reduced = tuple[Any, ...]
 
@@ -30,18 +30,18 @@ class Tensors:
         """Prepares for one value.
 
         Args:
-            root: It. What its tensors share is looked up in all of it.
+            root: The value, in which the tensors that share memory are searched.
         """
         self._root = root
-        self._noted: _Noted | None = None
+        self._recorder: _Recorder | None = None
         self._memories: dict[tuple[int, int, int], _Memory] = {}
         self._typed: dict[tuple[int, Any], _Typed] = {}
 
     def reduce(self, obj: Any) -> Reduced | None:
-        """What pickle's ``reducer_override`` returns for it; None if it is neither a tensor nor a storage."""
+        """Reduces a tensor or storage for pickle's ``reducer_override``; returns None for any other object."""
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "UntypedStorage"):
-            # Not loaded, or being loaded.
+            # torch is not imported, or is being imported.
             return None
         if isinstance(obj, torch.Tensor):
             if type(obj) is torch.Tensor and obj.device.type not in ("cpu", "cuda", "meta"):
@@ -55,7 +55,7 @@ class Tensors:
         return None
 
     def _with_memory(self, function: Any, arguments: Reduced) -> Reduced:
-        """What torch would have pickled, with memory of ours in place of the storage."""
+        """Returns torch's reduction of a tensor, with a `_Memory` in place of the storage."""
         import torch
 
         utils = torch._utils
@@ -64,7 +64,7 @@ class Tensors:
             inner, inner_arguments = self._with_memory(inner, inner_arguments)
             return function, (inner, cls, inner_arguments, state)
         if function is utils._rebuild_tensor_v3:
-            # That of the newer types is the other one with an untyped storage, and fails with requires_grad.
+            # The function for newer types: like v2 but with an untyped storage, and it fails with requires_grad.
             storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = arguments
             rest: Reduced = (requires_grad, hooks, *metadata)
         elif arguments and isinstance(arguments[0], torch.TypedStorage):
@@ -81,12 +81,12 @@ class Tensors:
         return function, (place, offset - begin // width, size, stride, *rest)
 
     def _part(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> tuple[object, int]:
-        """The memory that holds some bytes of a storage, and at which byte of the storage it begins."""
+        """Returns the memory that contains some bytes of a storage, and the byte of the storage at which it begins."""
         total = storage.nbytes()
         if total - (high - low) >= WASTE:
-            if self._noted is None:
-                self._noted = _look_through(self._root)
-            for begin, end in merged(self._noted.found.get(storage._cdata, [])):
+            if self._recorder is None:
+                self._recorder = _find_extents(self._root)
+            for begin, end in merged(self._recorder.found.get(storage._cdata, [])):
                 if begin <= low and high <= end and begin % dtype.itemsize == 0:
                     low, high = begin, end
         if total - (high - low) < WASTE:
@@ -98,7 +98,7 @@ class Tensors:
         return self._typed.setdefault((id(memory), dtype), _Typed(memory, dtype))
 
     def _memory(self, storage: torch.UntypedStorage, low: int, high: int) -> _Memory:
-        # One object for each, so that pickle writes it once.
+        # One object for each piece, so that pickle writes it once.
         key = (storage._cdata, low, high)
         if key not in self._memories:
             self._memories[key] = _Memory(storage, low, high)
@@ -106,7 +106,7 @@ class Tensors:
 
 
 def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from a tensor's first to its last in memory.
+    """Returns the number of elements from a tensor's first to its last in memory.
 
     Example:
         >>> reach((2, 3), (10, 1))
@@ -118,7 +118,7 @@ def reach(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 class _Memory:
-    """Bytes of a storage."""
+    """A range of bytes of a storage, pickled as a buffer."""
 
     def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
         self._storage, self._low, self._high = storage, low, high
@@ -136,13 +136,13 @@ class _Memory:
             there = torch.empty(0, dtype=torch.uint8, device=here.device).set_(here)
             here, start = there[self._low : self._high].cpu().untyped_storage(), 0
         memory = (ctypes.c_char * size).from_address(here.data_ptr() + start)
-        # The memory is the storage's, whatever becomes of the tensor meanwhile.
+        # Keeps the storage alive, even if the tensor is freed meanwhile.
         memory.owner = here  # type: ignore[attr-defined]
         return make_storage, (pickle.PickleBuffer(memory),)
 
 
 class _Typed:
-    """Memory of elements of a type: what torch makes a tensor of."""
+    """A range of bytes with an element type, from which torch creates a tensor."""
 
     def __init__(self, memory: _Memory, dtype: torch.dtype) -> None:
         self._memory, self._dtype = memory, dtype
@@ -152,7 +152,7 @@ class _Typed:
 
 
 def make_storage(buffer: Any) -> torch.UntypedStorage:
-    """The storage of a pickled tensor: its memory is the buffer, and so it cannot be resized."""
+    """Creates the storage of a pickled tensor on the buffer's memory; it cannot be resized."""
     import torch
 
     view = memoryview(buffer)
@@ -162,7 +162,7 @@ def make_storage(buffer: Any) -> torch.UntypedStorage:
 
 
 def make_typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """What torch's functions that make tensors expect."""
+    """Creates the typed storage that torch's functions for rebuilding tensors expect."""
     import torch
 
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
@@ -172,30 +172,30 @@ def _itself(value: object) -> object:
     return value
 
 
-# -- what tensors of a value share ---------------------------------------------------------------
+# -- memory that tensors of a value share ----------------------------------------------------------
 
 
-def _look_through(root: object) -> _Noted:
-    """What all tensors of a value refer to."""
+def _find_extents(root: object) -> _Recorder:
+    """Returns the ranges of memory that the tensors of a value use."""
     import cloudpickle
 
-    noted = _Noted()
+    recorder = _Recorder()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            return noted.reduce(obj) or super().reducer_override(obj)
+            return recorder.reduce(obj) or super().reducer_override(obj)
 
     Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=lambda _: None).dump(root)
-    return noted
+    return recorder
 
 
-class _Noted(Tensors):
-    """Notes what tensors refer to, and pickles none of it."""
+class _Recorder(Tensors):
+    """Records the ranges of memory that tensors use, without pickling them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, list[tuple[int, int]]] = {}
-        """Stretches of bytes, by storage."""
+        """Ranges of bytes, by storage."""
         self._kept: list[object] = []
 
     def _part(self, storage: torch.UntypedStorage, low: int, high: int, dtype: torch.dtype) -> tuple[object, int]:
@@ -207,7 +207,7 @@ class _Noted(Tensors):
 
     def _memory(self, storage: torch.UntypedStorage, low: int, high: int) -> Any:
         self.found.setdefault(storage._cdata, []).append((low, high))
-        # So that no other storage gets its number.
+        # Keeps the storage alive, so that no other one gets its address.
         self._kept.append(storage)
 
 
@@ -217,7 +217,7 @@ class _Nowhere:
 
 
 def merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches that overlap as one.
+    """Merges ranges that overlap, and sorts them.
 
     Example:
         >>> merged([(4, 6), (0, 2), (1, 3), (8, 8)])

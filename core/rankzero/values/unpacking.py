@@ -1,4 +1,4 @@
-"""Unpacking of tar archives, on every Python that is supported.
+"""Unpacks tar archives on every supported Python.
 
 Runs inside workers too: standard library only.
 """
@@ -10,13 +10,13 @@ import tarfile
 
 
 def unpack(archive: tarfile.TarFile, target: str | os.PathLike[str]) -> None:
-    """Unpacks an archive of rankzero's, whose checksum was compared before.
+    """Unpacks an archive that rankzero made and whose checksum was verified.
 
     Args:
         archive: The open archive.
         target: The directory.
     """
-    # Python 3.11.0 to 3.11.3, which Debian 12 has, knows no filters.
+    # Python 3.11.0 to 3.11.3, which Debian 12 has, has no filters.
     if hasattr(tarfile, "data_filter"):
         archive.extractall(target, filter="data")
     else:
