@@ -1,4 +1,4 @@
-"""Files of a store, local or behind a URL: what is read, written, created, listed and removed."""
+"""Reads, writes, creates, lists and removes files of a store, which is a local path or a URL."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _filesystem(location: str) -> tuple[Any, str]:
 
 
 def make_directory(location: str) -> None:
-    """Creates a directory, private to this user, with its parents; an object store has none."""
+    """Creates a directory, private to this user, with its parents; a no-op on an object store."""
     if is_url(location):
         return
     parent = os.path.dirname(location.rstrip(os.sep))
     if parent and not os.path.isdir(parent):
-        # Not os.makedirs, which makes parents as the umask has it: other users could replace what lies in them.
+        # Not os.makedirs, which creates parents by the umask: other users could replace files in them.
         make_directory(parent)
     try:
         os.mkdir(location, PRIVATE_DIRECTORY)
@@ -41,7 +41,7 @@ def make_directory(location: str) -> None:
 
 
 def exists(location: str) -> bool:
-    """True if a file or directory is there."""
+    """Returns True if the file or directory exists."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         # Object stores cache listings; another process may have written since.
@@ -51,7 +51,7 @@ def exists(location: str) -> bool:
 
 
 def size(location: str) -> int:
-    """Bytes of a file."""
+    """Returns the size of a file in bytes."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.invalidate_cache()
@@ -60,7 +60,7 @@ def size(location: str) -> int:
 
 
 def tree_size(location: str) -> int:
-    """Bytes of all files below a directory; links are not followed."""
+    """Returns the bytes of all files below a directory; links are not followed."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.invalidate_cache()
@@ -68,14 +68,14 @@ def tree_size(location: str) -> int:
     total = 0
     for directory, _, names in os.walk(location):
         for name in names:
-            # A file may go away meanwhile.
+            # A file may be removed meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(directory, name)).st_size
     return total
 
 
 def modified(location: str) -> float:
-    """Unix time at which a file was written. Raises FileNotFoundError; OSError if the store does not know it."""
+    """Returns the Unix time at which a file was written. Raises FileNotFoundError, or OSError if it is unknown."""
     if not is_url(location):
         return os.stat(location).st_mtime
     filesystem, path = _filesystem(location)
@@ -87,24 +87,24 @@ def modified(location: str) -> float:
 
 
 def fingerprint(file: str | int) -> str:
-    """What the file system says of a local file's content without reading it: inode, size, times of its last changes.
+    """Returns inode, size and change times of a local file, which differ once the file is changed.
 
-    The last of these times changes with anything that is done to the file (written, renamed, linked), and only the
-    kernel sets it, in ticks of some milliseconds. It saves a reader the sha256 of tensors: 3.2 s for 4 GB, 0.2 s for
-    256 MB (with sha_ni; three to five times that without), where mapping them takes less than 1 ms.
+    The last of these times (ctime) changes when the file is written, renamed or linked, and only the kernel sets it, in
+    ticks of some milliseconds. The fingerprint saves a reader the sha256 of tensors: 3.2 s for 4 GB, 0.2 s for 256 MB
+    (with sha_ni; three to five times that without), where mapping them takes less than 1 ms.
 
     Args:
         file: Path or descriptor.
 
     Raises:
-        OSError: it is not there.
+        OSError: the file does not exist.
     """
     found = os.stat(file)
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
 
 
 def list_names(location: str) -> list[str]:
-    """Sorted base names in a directory; empty when there is none."""
+    """Returns the sorted base names in a directory; empty if the directory does not exist."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.invalidate_cache()
@@ -117,7 +117,7 @@ def list_names(location: str) -> list[str]:
 
 
 def sizes(location: str) -> dict[str, int]:
-    """Bytes of each file in a directory, by base name; empty when there is none. One request for a store's thousand."""
+    """Returns the bytes of each file in a directory, by base name; one request for 1,000 files of an object store."""
     if not is_url(location):
         with contextlib.suppress(FileNotFoundError):
             return {entry.name: entry.stat().st_size for entry in os.scandir(location) if entry.is_file()}
@@ -131,12 +131,12 @@ def sizes(location: str) -> dict[str, int]:
 
 
 def abort_uploads(prefix: str) -> None:
-    """Deletes what unfinished uploads have left: on S3 it is in no listing, is paid for, and stays.
+    """Deletes the parts of unfinished uploads on S3, which no listing shows, but which cost money until deleted.
 
-    Other stores delete it by themselves, after a week (GCS, Azure), or show it as a file.
+    Other stores delete them by themselves, after a week (GCS, Azure), or show them as files.
 
     Args:
-        prefix: How the URLs of the files begin.
+        prefix: Prefix of the URLs of the files.
     """
     if not prefix.startswith(("s3://", "s3a://")):
         return
@@ -151,15 +151,15 @@ def abort_uploads(prefix: str) -> None:
 
 
 def read_bytes(location: str) -> bytes:
-    """The whole file; one request of an object store. Raises FileNotFoundError."""
+    """Returns the bytes of a whole file, by one request to an object store. Raises FileNotFoundError."""
     if is_url(location):
         try:
-            # As a range: for a whole object some drivers ask for its size first.
+            # As a range: for a whole object, some drivers request its size first.
             return read_from(location, 0)
         except FileNotFoundError:
             raise
         except Exception:
-            # There is no range in an empty one.
+            # An empty object has no range.
             filesystem, path = _filesystem(location)
             return bytes(filesystem.cat_file(path))
     with open(location, "rb") as file:
@@ -167,13 +167,13 @@ def read_bytes(location: str) -> bytes:
 
 
 def read_from(location: str, start: int) -> bytes:
-    """The bytes of a file on a URL from ``start`` on, where it has one; one request. Raises FileNotFoundError."""
+    """Returns the bytes of a file on a URL from ``start`` on, by one request. Raises FileNotFoundError."""
     filesystem, path = _filesystem(location)
     return bytes(filesystem.cat_file(path, start=start))
 
 
 def open_read(location: str) -> IO[bytes]:
-    """An open binary file for reading. Raises FileNotFoundError."""
+    """Opens a binary file for reading. Raises FileNotFoundError."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.invalidate_cache()
@@ -182,12 +182,12 @@ def open_read(location: str) -> IO[bytes]:
 
 
 def write_bytes(location: str, data: bytes, *, durable: bool = False) -> None:
-    """Replaces the file by ``data``, atomically. What is durable is there after a power failure, too."""
+    """Replaces the file by ``data``, atomically; if ``durable``, so that it survives a power failure."""
     write_parts(location, [data], durable=durable)
 
 
 def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: bool = False) -> None:
-    """Replaces the file by the parts, one after the other, atomically; see `write_bytes`."""
+    """Replaces the file by the concatenated parts, atomically; see `write_bytes`."""
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.pipe_file(path, b"".join(parts))
@@ -202,10 +202,10 @@ def write_parts(location: str, parts: Sequence[bytes | memoryview], *, durable: 
 
 
 def sync_directory(path: str) -> None:
-    """Makes the names in a local directory durable; of a URL they are."""
+    """Makes the names in a local directory durable; a no-op for a URL."""
     if is_url(path):
         return
-    # Not every file system can.
+    # Some file systems cannot.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -215,11 +215,11 @@ def sync_directory(path: str) -> None:
 
 
 def create(location: str, data: bytes) -> bool:
-    """Writes a file that is not there yet; False, and no change, if it is. Of two callers one wins.
+    """Writes a file that does not exist yet; returns False, without a change, if it does. Of two callers one wins.
 
     Args:
-        location: Where. On an object store this is a conditional write, which `prove` has tried there.
-        data: Unlike what anybody else writes there: it tells our file from another's after an answer that was lost.
+        location: Path or URL. On an object store this is a conditional write, which `prove` has tested there.
+        data: Bytes that no other caller writes: after a lost response they show whether this call has won.
     """
     if is_url(location):
         return _create_object(location, data)
@@ -231,7 +231,7 @@ def create(location: str, data: bytes) -> bool:
         with open(handle, "wb") as file:
             file.write(data)
     except OSError:
-        # A full disk: the name alone would be taken for the work of somebody who died.
+        # A full disk: the empty file would count as the claim of a caller that died.
         os.unlink(location)
         raise
     return True
@@ -242,7 +242,7 @@ def _create_object(location: str, data: bytes) -> bool:
     try:
         filesystem.pipe_file(path, data, mode="create")
     except Exception:
-        # A driver says in its own words that the file is there; and a request that it repeated may have met itself.
+        # Each driver has its own exception for an existing file, and a request that it repeated may find its own file.
         try:
             found = read_bytes(location)
         except FileNotFoundError:
@@ -254,18 +254,18 @@ def _create_object(location: str, data: bytes) -> bool:
 
 
 def remove_unfinished(directory: str, *, deep: bool = True) -> None:
-    """Removes local files that a killed process had begun to write; one that nobody has changed for a while counts.
+    """Removes local files that a killed process began to write: those unchanged for `UNFINISHED_AFTER`.
 
     Args:
         directory: A path; an object store has no such files.
-        deep: Whether to look into the directories below it, too.
+        deep: True to descend into the directories below it.
     """
     if is_url(directory):
         return
     for place, below, names in os.walk(directory):
         for name in filter(_UNFINISHED.search, names):
             path = os.path.join(place, name)
-            # Its writer may have completed it meanwhile.
+            # The writer may have completed it meanwhile.
             with contextlib.suppress(OSError):
                 if time.time() - os.lstat(path).st_mtime > UNFINISHED_AFTER:
                     os.unlink(path)
@@ -275,7 +275,7 @@ def remove_unfinished(directory: str, *, deep: bool = True) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[IO[bytes]]:
-    """Opens a temporary file beside local ``path``, for writing, that replaces it if the block ends well."""
+    """Opens a temporary file beside local ``path`` for writing, which replaces it if the block raises nothing."""
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
     try:
         with open(handle, "wb") as file:
@@ -287,9 +287,9 @@ def atomic_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def upload(local_path: str, location: str) -> None:
-    """Copies a local file to ``location``, atomically and durably; moves it when both are on one file system.
+    """Copies a local file to ``location``, atomically and durably; moves it if both are on one file system.
 
-    A file that is moved is as durable as its writer made it.
+    A file that is moved is only durable if its writer has synced it.
     """
     if is_url(location):
         filesystem, path = _filesystem(location)
@@ -308,17 +308,17 @@ def upload(local_path: str, location: str) -> None:
 
 
 def copy_within(source: str, target: str) -> bool:
-    """Copies a file inside its store, where no byte passes through this process: a hard link, or the store's own copy.
+    """Copies a file inside its store without reading it: by a hard link, or by the store's own copy.
 
     Args:
         source: Location of the file.
-        target: Where the copy goes, atomically. A local one must not exist yet.
+        target: Location of the copy, which appears atomically. A local one must not exist yet.
 
     Returns:
-        False, with nothing changed, if the two lie in different stores or the store cannot do it.
+        False, without a change, if the two are in different stores or the store cannot copy.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     if is_url(source) != is_url(target):
         return False
@@ -338,7 +338,7 @@ def copy_within(source: str, target: str) -> bool:
     try:
         filesystem.cp_file(path, target_path)
     except Exception:
-        # Not built, or not allowed; reading and writing may be.
+        # The driver has no copy, or it is not permitted; reading and writing may be.
         if filesystem.exists(path):
             return False
         raise
@@ -370,11 +370,11 @@ _SAME = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
 
 
 def presign(location: str, seconds: float) -> str:
-    """An address by which a browser without credentials shows an HTML file of an object store for some time.
+    """Returns a presigned URL by which a browser without credentials shows an HTML file of an object store.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: this store gives no such addresses.
+        FileNotFoundError: the file does not exist.
+        OSError: this store has no presigned URLs.
     """
     scheme = location.partition("://")[0] if is_url(location) else ""
     kind = _AS_HTML.get(_SAME.get(scheme, scheme))

@@ -1,4 +1,4 @@
-"""Where a file lies: a local path, or a URL of a scheme whose promises are known."""
+"""Checks and normalizes locations of files: a local path, or a URL of a scheme with known guarantees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from rankzero.errors import InvalidJobError
 
 _LOCAL = re.compile(r"(?:file|local):(?://(?=/)|(?=/))")
-"""What may stand before an absolute path. Java writes ``file:/x``."""
+"""Scheme that may precede an absolute path. Java writes ``file:/x``."""
 
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
@@ -22,9 +22,9 @@ DRIVERS = {
     "az": "adlfs>=2024.12",
     "memory": "fsspec>=2024.12",
 }
-"""Schemes where one write replaces a file as a whole and only one of two callers creates it; with what brings that.
+"""Schemes with atomic replacement and exclusive creation, with the requirement of the driver that has both.
 
-Of ``memory`` it is true within one process.
+For ``memory``, this holds within one process.
 """
 
 _REFUSED = {
@@ -36,7 +36,7 @@ _REFUSED = {
 
 
 def is_url(location: str) -> bool:
-    """True for ``s3://...`` and the like, False for a local path, ``file://`` or ``local://``."""
+    """Returns True for a URL such as ``s3://...``, False for a local path, ``file://`` or ``local://``."""
     return "://" in location and not _LOCAL.match(location)
 
 
@@ -47,15 +47,15 @@ def is_absolute(location: str | os.PathLike[str]) -> bool:
 
 
 def scheme_of(location: str) -> str:
-    """``"s3"`` of ``s3://bucket``."""
+    """Returns the scheme of a URL: ``"s3"`` for ``s3://bucket``."""
     return location.partition("://")[0].lower()
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
-    """An absolute local path, or the URL without its trailing slash.
+    """Returns an absolute local path, or the URL without its trailing slash.
 
     Raises:
-        InvalidJobError: it is neither, or its scheme promises too little for a run directory.
+        InvalidJobError: the location is neither, or its scheme lacks the guarantees that a run directory needs.
     """
     text = os.fspath(location)
     if is_url(text):
@@ -84,5 +84,5 @@ def _check_scheme(url: str) -> None:
 
 
 def join(base: str, *parts: str) -> str:
-    """``base`` and ``parts`` as one location."""
+    """Joins ``base`` and ``parts`` to one location."""
     return "/".join([base.rstrip("/"), *parts])

@@ -1,4 +1,4 @@
-"""What a store does in truth: its driver may be old, its server know no conditions, its mount not append."""
+"""Tests the guarantees of a store: its driver may be too old, its server or its mount incapable."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rankzero.store import files
 from rankzero.store.location import DRIVERS, is_url, join, scheme_of
 
 _proved: set[str] = set()
-"""Roots that passed, in this process."""
+"""Roots that passed the test in this process."""
 
 
 def prove(root: str) -> None:
-    """Tries, once in each process, that of two creators one wins; locally that files can be appended to and replaced.
+    """Tests, once in each process, exclusive creation, and on local paths also appending and replacement.
 
-    Four requests of an object store. A driver that does not know conditional writes (s3fs, gcsfs, adlfs before
-    2024.12) ignores the condition, and so does many a server that speaks S3.
+    Takes four requests to an object store. Drivers without conditional writes (s3fs, gcsfs, adlfs before 2024.12)
+    ignore the condition, and so do many servers with an S3 API.
 
     Args:
-        root: Of run directories, normalized; a local one is made if it is not there.
+        root: Root of run directories, normalized; a local one is created if it does not exist.
 
     Raises:
-        InvalidJobError: it cannot hold runs.
-        OSError: it cannot be written (or an error of its fsspec driver).
+        InvalidJobError: the root cannot hold runs.
+        OSError: the root cannot be written (or an error of its fsspec driver).
     """
     if root in _proved:
         return
@@ -44,10 +44,10 @@ def _prove_exclusive(root: str, probe: str) -> None:
     try:
         won = [files.create(probe, secrets.token_bytes(8)) for _ in range(2)]
     except TypeError:
-        # An old driver of Google's or Azure's store knows no such argument; one of S3 ignores it.
+        # Old drivers of Google's and Azure's stores lack the argument; that of S3 ignores it.
         won = []
     finally:
-        # Who may not delete leaves eight bytes.
+        # Without permission to delete, eight bytes remain.
         with contextlib.suppress(Exception):
             files.remove(probe)
     if won != [True, False]:

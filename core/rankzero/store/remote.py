@@ -1,7 +1,7 @@
-"""An object store as a rank reaches it by itself: through pyarrow's file systems, or fsspec's, whichever it has.
+"""Direct access of ranks to an object store, through pyarrow's file systems or fsspec's.
 
-An executor may have neither, or no right to the store: then what it needs passes through the driver. Credentials are
-those of the rank's environment: `Launcher`'s ``env``, the executor's own variables, a role of its machine.
+An executor may have neither, or no permission: then the driver reads and writes for it. Credentials come from the
+rank's environment: `Launcher`'s ``env``, the executor's own variables, a role of its machine.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from rankzero.store.location import join
 _COPY_CHUNK = 8 << 20
 
 _FLUSH_EVERY = 128 << 20
-"""Bytes after which a writer waits for those on their way: pyarrow copies what a slow store has to take, unbounded."""
+"""Bytes after which a writer waits for pending uploads: pyarrow buffers without limit if the store is slow."""
 
 _REQUEST_TIMEOUT = 60.0
-"""Seconds without a byte after which a request to S3 has failed, as with boto3; pyarrow's 3 are too few."""
+"""Seconds without a byte after which a request to S3 fails; the same as boto3's, since pyarrow's 3 are too few."""
 
 _CONNECT_TIMEOUT = 5.0
 
 _REFUSALS = ("ACCESS_DENIED", "AccessDenied", "Forbidden", "HTTP status 403", "HTTP status 411", "HTTP status 501")
-"""No right, or a server that does not know this kind of request."""
+"""Parts of the errors for a missing permission, or for a server without this kind of request."""
 
 _CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 
 
 class Client(Protocol):
-    """A way to one store."""
+    """A client of one object store."""
 
     def open_read(self, url: str) -> IO[bytes]:
-        """An open file that can be read from any place. Raises FileNotFoundError, or the client's own errors."""
+        """Opens a seekable file for reading. Raises FileNotFoundError, or the client's own errors."""
 
     def open_write(self, url: str) -> IO[bytes]:
-        """A file whose bytes are sent while it is written, several pieces at once; closing it makes it appear."""
+        """Opens a file for writing, which is uploaded in parallel pieces; it exists once it is closed."""
 
     def remove(self, url: str) -> None:
         """Deletes a file. Raises FileNotFoundError, or the client's own errors."""
@@ -46,7 +46,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class ArrowClient:
-    """The store through pyarrow."""
+    """A client that uses a file system of pyarrow."""
 
     filesystem: Any
     url: str
@@ -54,7 +54,7 @@ class ArrowClient:
 
     @staticmethod
     def of(url: str) -> ArrowClient:
-        """A client for what lies below a URL. Raises ImportError, or pyarrow's errors: it does not know the scheme."""
+        """Creates a client for files below a URL. Raises ImportError, or pyarrow's errors for an unknown scheme."""
         from pyarrow import fs
 
         scheme, _, path = url.partition("://")
@@ -63,7 +63,7 @@ class ArrowClient:
             return ArrowClient(filesystem, url, path)
         options: dict[str, Any] = {"request_timeout": _REQUEST_TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
         if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-            # Not every version reads it from there.
+            # Some versions do not read the variables.
             protocol, _, host = endpoint.rstrip("/").rpartition("://")
             options |= {"endpoint_override": host, "scheme": protocol or "https"}
             options["region"] = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -76,51 +76,51 @@ class ArrowClient:
         return self.path + url.removeprefix(self.url)
 
     def open_read(self, url: str) -> IO[bytes]:
-        """As `Client.open_read`."""
+        """Opens a seekable file for reading."""
         return self.filesystem.open_input_file(self._path(url))  # type: ignore[no-any-return]
 
     def open_write(self, url: str) -> IO[bytes]:
-        """As `Client.open_write`."""
+        """Opens a file for writing, which exists once it is closed."""
         return self.filesystem.open_output_stream(self._path(url))  # type: ignore[no-any-return]
 
     def remove(self, url: str) -> None:
-        """As `Client.remove`."""
+        """Deletes the file at a URL."""
         self.filesystem.delete_file(self._path(url))
 
 
 @dataclass(frozen=True)
 class FsspecClient:
-    """The store through fsspec."""
+    """A client that uses a file system of fsspec."""
 
     filesystem: Any
 
     @staticmethod
     def of(url: str) -> FsspecClient:
-        """A client for the store of a URL. Raises ImportError, or ValueError for a scheme that fsspec does not know."""
+        """Creates a client for the store of a URL. Raises ImportError, or ValueError for a scheme unknown to fsspec."""
         import fsspec
 
         return FsspecClient(fsspec.core.url_to_fs(url)[0])
 
     def open_read(self, url: str) -> IO[bytes]:
-        """As `Client.open_read`."""
+        """Opens a seekable file for reading."""
         self.filesystem.invalidate_cache()
         return self.filesystem.open(url, "rb")  # type: ignore[no-any-return]
 
     def open_write(self, url: str) -> IO[bytes]:
-        """As `Client.open_write`."""
+        """Opens a file for writing, which exists once it is closed."""
         return self.filesystem.open(url, "wb")  # type: ignore[no-any-return]
 
     def remove(self, url: str) -> None:
-        """As `Client.remove`."""
+        """Deletes the file at a URL."""
         self.filesystem.rm_file(url)
 
 
 @contextlib.contextmanager
 def _without_trailing_checksums() -> Iterator[None]:
-    """Whoever sets up AWS's client in the block gets one that any server understands, unless the user has decided it.
+    """Configures AWS clients that are created in the block for servers without trailing checksums.
 
-    Else it sends uploads in chunks with a checksum behind them and no length before them, which many a server that
-    speaks S3 refuses (Ceph 16: 411). What is written has a digest of ours.
+    By default, uploads are sent in chunks with a trailing checksum and without a length, which many servers with an S3
+    API reject (Ceph 16: 411). rankzero's files have their own digests. A value that the user has set remains.
     """
     if _CHECKSUMS in os.environ:
         yield
@@ -133,14 +133,14 @@ def _without_trailing_checksums() -> Iterator[None]:
 
 
 def clients(url: str) -> Iterator[Client]:
-    """The ways that this process has to the store of a URL, the faster first."""
+    """Yields the clients that this process has for the store of a URL, the faster first."""
     for of in (ArrowClient.of, FsspecClient.of):
         with contextlib.suppress(Exception):
             yield of(url)
 
 
 def reach(directory: str, token: str) -> Client | None:
-    """A client that reads the run's token in its directory, as the driver wrote it; None if no client can."""
+    """Returns a client that can read the driver's token in the run directory; None if no client can."""
     for client in clients(directory):
         with contextlib.suppress(Exception), client.open_read(join(directory, "token")) as file:
             if file.read().decode() == token:
@@ -149,19 +149,19 @@ def reach(directory: str, token: str) -> Client | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """True for the error of a store that will not take it later either: this process has no right to it, or no way."""
+    """Returns True for an error that will occur again: no permission, or a kind of request that the server lacks."""
     return isinstance(error, PermissionError) or any(sign in str(error) for sign in _REFUSALS)
 
 
 class Upload:
-    """A file of a store that is being written: `write` it, then leave its block without an error, and it is there."""
+    """An upload of one file to a store, used as a context manager: the file exists if the block raises nothing."""
 
     def __init__(self, client: Client, url: str) -> None:
         self._file = client.open_write(url)
         self._unflushed = 0
 
     def write(self, data: Any) -> int:
-        """Takes bytes, or anything that has the buffer of some."""
+        """Uploads bytes, or an object with a buffer of bytes; returns their number."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._unflushed += len(view)
@@ -177,20 +177,20 @@ class Upload:
         if kind is None:
             self._file.close()
             return
-        # It may appear under its name, and is no part of anything: nobody was told of it.
+        # The file may exist under its name, but no manifest refers to it.
         with contextlib.suppress(Exception):
             getattr(self._file, "discard", self._file.close)()
 
 
 def download(client: Client, url: str, path: str) -> str:
-    """Copies a file of the store to a local path, once for all processes of this host that ask for it.
+    """Copies a file of the store to a local path, once for all processes of this host that need it.
 
     Returns:
-        The path.
+        The local path.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        Exception: whatever the client raises.
+        FileNotFoundError: the file does not exist.
+        Exception: any error of the client.
     """
     with open(f"{path}.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""Whose directory this is: what a run directory holds is executed, so another user's is not used.
+"""Checks the owner of a run directory: its content is executed, so another user's directory is not used.
 
-A directory is trusted if it belongs to this user or to root, and if only its owner and its group may write there. Some
-file systems show every file as another user's (a root squash, a mount with a fixed user), or as writable for all: so
-before a directory is refused, a probe shows how a new directory of this process looks beside it.
+A directory is trusted if it belongs to this user or to root, and only its owner and group may write there. Some file
+systems show every file as another user's (a root squash, a mount with a fixed user), or as writable for all. So before
+a directory is rejected, it is compared with a new directory of this process beside it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import tempfile
 from rankzero.store.location import is_url
 
 TRUSTED_OWNERS = "RANKZERO_TRUSTED_OWNERS"
-"""Environment variable: ids of further users, separated by commas, whose run directories may be used."""
+"""Environment variable with ids of further users, separated by commas, whose run directories may be used."""
 
 
 def why_untrusted(directory: str) -> str | None:
-    """Returns why a directory is not used, as the end of a sentence; None if it may be, or is not there.
+    """Returns why a directory is not trusted, as the end of a sentence; None if it is, or does not exist.
 
     Args:
-        directory: Of a run, normalized. An object store has no owners: who may write there is the bucket's to decide.
+        directory: The run directory, normalized. On an object store, which has no owners, the bucket's permissions
+            decide.
     """
     if is_url(directory) or not hasattr(os, "geteuid"):
         return None
@@ -52,7 +53,7 @@ def _further() -> set[int]:
 
 
 def _probe(parent: str) -> os.stat_result | None:
-    """Returns how a new directory of this process looks; None if none can be made here."""
+    """Returns owner and mode of a new directory of this process; None if none can be created here."""
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix=".rankzero-probe-", dir=parent) as made:
         return os.stat(made)
     return None

@@ -1,4 +1,4 @@
-"""Trying again while a store fails."""
+"""Retries an access to a store that fails."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ T = TypeVar("T")
 def patiently(
     action: Callable[[], T], seconds: float, interval: float, give_up: Callable[[Exception], bool] = lambda _: False
 ) -> T:
-    """What ``action`` returns, tried again while the store fails: an outage of a moment must not end a run.
+    """Returns the result of ``action``, which is retried while the store fails: a short outage must not end a run.
 
     Args:
-        action: What reads or writes the store.
-        seconds: For so long a failure is followed by another try.
-        interval: Seconds between two tries.
-        give_up: True for an error after which another try is of no use.
+        action: Function that reads or writes the store.
+        seconds: Seconds during which a failure is retried.
+        interval: Seconds between two calls.
+        give_up: Returns True for an error that should not be retried.
 
     Raises:
-        Exception: the last error, of any type: drivers of object stores have exceptions of their own.
+        Exception: the last error, of any type, since drivers of object stores raise their own exceptions.
     """
     deadline = time.monotonic() + seconds
     while True:
