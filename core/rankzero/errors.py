@@ -1,7 +1,7 @@
-"""Every public exception. Each names the value that was wrong and the next thing to do.
+"""The public exceptions. Each message names the wrong value and the next thing to do.
 
-An error that ends a run is written into the run directory as JSON and rebuilt by whoever
-attaches, so each class lists its facts in ``_fields``; exception objects never cross a process.
+An error that ends a run is written into the run directory as JSON and rebuilt by each process
+that attaches. So each class lists its facts in ``_fields``; exception objects are never sent between processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RankZeroError(Exception):
     _fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str = "", **facts: Any) -> None:
-        # The texts of users and files are in there, and an orchestrator's log must be able to store them.
+        # Messages contain texts of users and files, which an orchestrator's log must be able to store.
         self.message = encodable(str(message))
         super().__init__(self.message)
         for name in self._fields:
@@ -32,7 +32,7 @@ class RankZeroError(Exception):
         return error_from_json, (self.to_json(),)
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as plain JSON values, for `error_from_json`."""
+        """Returns the facts as plain JSON values, for `error_from_json`."""
         facts = {name: getattr(self, name) for name in self._fields}
         return {"type": type(self).__name__, "message": self.message, **facts}
 
@@ -46,20 +46,20 @@ def _encodable(fact: Any) -> Any:
 
 
 class InvalidJobError(RankZeroError, ValueError):
-    """The job cannot be run as described. Raised before anything starts.
+    """Raised before anything starts if the job cannot be run as described.
 
     Its messages, their causes and what to do: docs/errors.md#invalidjoberror
     """
 
 
 class EngineError(RankZeroError, RuntimeError):
-    """The engine (local processes or Spark) could not place or keep the agents.
+    """Raised if the engine (local processes or Spark) cannot start or keep the agents.
 
     Its messages, their causes and what to do: docs/errors.md#engineerror
 
     Attributes:
         cause: ``"lost"`` (a host, executor, agent or its connection was lost), ``"preempted"`` (the
-            cluster took the place back), or None: the engine refused, and would again.
+            cluster took the slot back), or None: the engine rejected the job, and would do so again.
     """
 
     _fields: ClassVar[tuple[str, ...]] = ("cause",)
@@ -67,7 +67,7 @@ class EngineError(RankZeroError, RuntimeError):
 
 
 class InsufficientSlotsError(EngineError):
-    """The cluster has fewer task slots (or GPUs) than the job needs.
+    """Raised if the cluster has fewer task slots (or GPUs) than the job needs.
 
     Its messages, their causes and what to do: docs/errors.md#insufficientslotserror
     """
@@ -78,7 +78,7 @@ class InsufficientSlotsError(EngineError):
 
 
 class StartTimeoutError(EngineError, TimeoutError):
-    """The ranks did not all start within ``start_timeout`` seconds.
+    """Raised if some rank did not start within ``start_timeout`` seconds.
 
     Its messages, their causes and what to do: docs/errors.md#starttimeouterror
     """
@@ -88,21 +88,21 @@ class StartTimeoutError(EngineError, TimeoutError):
 
 
 class WorkerFailedError(RankZeroError, RuntimeError):
-    """A rank failed. The fields describe the failure that came first.
+    """Raised if a rank failed. The fields describe the failure that came first.
 
     Its messages, their causes and what to do: docs/errors.md#workerfailederror
 
     Attributes:
         rank: Global rank of the first cause.
-        host: Host it ran on.
-        exception_type: Qualified name of the exception, or None when the process died without one.
+        host: Host of that rank.
+        exception_type: Qualified name of the exception, or None if the process died without one.
         traceback: Formatted traceback of the rank, or None.
-        exit_code: Exit code of the process, or None when it was ended by a signal.
-        signal: Name of the signal that ended it (``"SIGKILL"``), or None.
+        exit_code: Exit code of the process, or None if it was killed by a signal.
+        signal: Name of the signal that killed it (``"SIGKILL"``), or None.
         log_tail: The last log lines of that rank, oldest first.
-        others: What the other ranks reported after it, one line each.
-        cause: What a restart is decided by: ``"killed"``, ``"preempted"``, ``"lost"``, ``"retryable"``, ``"matched"``
-            (an exception that ``restart_on`` names), or None for any other exception of the user's code.
+        others: Later failures of other ranks, one line each.
+        cause: Reason by which a restart is decided: ``"killed"``, ``"preempted"``, ``"lost"``, ``"retryable"``,
+            ``"matched"`` (an exception that ``restart_on`` names), or None for other exceptions of the user's code.
     """
 
     _fields = (
@@ -128,21 +128,21 @@ class WorkerFailedError(RankZeroError, RuntimeError):
 
 
 class RetryableError(RankZeroError):
-    """For training functions to raise: try again from the last checkpoint, if ``max_restarts`` allows.
+    """Raised by a training function to request a restart from the last checkpoint, within ``max_restarts``.
 
-    Every other exception of the user's code ends the run at once, since it would come again.
+    Every other exception of the user's code, unless ``restart_on`` names it, ends the run without a restart.
 
     Its messages, their causes and what to do: docs/errors.md#retryableerror
     """
 
 
 class HangError(RankZeroError, TimeoutError):
-    """No rank made progress for ``hang_timeout`` seconds.
+    """Raised if no rank made progress for ``hang_timeout`` seconds.
 
     Its messages, their causes and what to do: docs/errors.md#hangerror
 
     Attributes:
-        stacks: Where each rank stood, by rank: the Python stack of its main thread, or why there is none.
+        stacks: By rank, the Python stack of its main thread, or the reason why there is none.
         missing: Ranks that had not joined the collective in which others waited; empty if none waited.
     """
 
@@ -152,19 +152,19 @@ class HangError(RankZeroError, TimeoutError):
 
 
 class RunTimeoutError(RankZeroError, TimeoutError):
-    """The run took longer than ``timeout`` seconds and was ended.
+    """Raised if the run took longer than ``timeout`` seconds and was ended.
 
     Its messages, their causes and what to do: docs/errors.md#runtimeouterror
     """
 
 
 class RunCancelledError(RankZeroError):
-    """The run was cancelled.
+    """Raised if the run was cancelled.
 
     Its messages, their causes and what to do: docs/errors.md#runcancellederror
 
     Attributes:
-        requested: True if somebody asked for it; else its driver was ended, or nobody followed the run.
+        requested: True after a cancel request; else the driver was ended, or no process followed the run.
     """
 
     _fields = ("requested",)
@@ -172,14 +172,14 @@ class RunCancelledError(RankZeroError):
 
 
 class ResultError(RankZeroError):
-    """Rank 0's value could not be stored, found, verified or loaded.
+    """Raised if rank 0's value cannot be stored, found, verified or loaded.
 
     Its messages, their causes and what to do: docs/errors.md#resulterror
     """
 
 
 class RunNotFoundError(RankZeroError, LookupError):
-    """No run lives in that directory.
+    """Raised if a directory contains no run.
 
     Its messages, their causes and what to do: docs/errors.md#runnotfounderror
     """
@@ -212,4 +212,4 @@ def error_from_json(facts: dict[str, Any]) -> RankZeroError:
 
 
 KILLED, LOST, PREEMPTED, HANG, RETRYABLE, MATCHED = "killed", "lost", "preempted", "hang", "retryable", "matched"
-"""Why an attempt ended, as far as a restart may help; None stands for everything else."""
+"""Reasons for the end of an attempt after which a restart may help; None is any other reason."""

@@ -1,4 +1,4 @@
-"""`Job`: what to run, where and how, as pure data. Validated before anything starts."""
+"""`Job`: the description of a run as pure data, validated before anything starts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PAIR = 2
 BACKENDS = ("auto", "nccl", "gloo", None)
 
 WorldSize = int | tuple[int, int]
-"""Number of ranks; of an elastic job the smallest and the largest."""
+"""Number of ranks, or for an elastic job the smallest and the largest."""
 
 NumProcesses = WorldSize | Literal["auto"]
-"""A world size as a launcher takes it: ``"auto"`` is what its engine has places for."""
+"""World size of a launcher; ``"auto"`` is the number of slots of its engine."""
 
 AUTO: Literal["auto"] = "auto"
 
@@ -36,18 +36,18 @@ PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 @dataclass(frozen=True)
 class Job:
-    """One job, as it is written into the run directory.
+    """The description of a run, which is written into the run directory as ``job.json``.
 
     Attributes:
         run_id: Name of the run and of its directory.
-        name: What is trained, for people: the function's or the script's name.
-        num_processes: World size; of an elastic job the largest.
-        min_processes: The smallest world size of an elastic job; None if there is but one.
+        name: Display name: that of the function or script.
+        num_processes: World size; for an elastic job the largest.
+        min_processes: The smallest world size of an elastic job; None if the size is fixed.
         processes_per_task: Workers in one Spark task.
-        cpus_per_process: Cores of each worker; None: as the engine's settings have it.
-        use_gpu: One GPU for each worker.
+        cpus_per_process: Cores of each worker; None: the engine's settings decide.
+        use_gpu: True assigns one GPU to each worker.
         backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or None.
-        timeout: Seconds the run may take over all attempts, or None.
+        timeout: Seconds the run may take, all attempts together, or None.
         start_timeout: Seconds until every rank of an attempt must have started.
         hang_timeout: Seconds without progress of any rank after which an attempt ends, or None.
         orphan_timeout: Seconds without a follower after which the run ends, or None.
@@ -56,28 +56,28 @@ class Job:
         stop_grace: Seconds between SIGTERM and SIGKILL.
         exit_timeout: Seconds that exit handlers and threads of a rank get after it has returned.
         ports: First and last port that rankzero may listen on, or None.
-        checkpoints: Which checkpoints are kept: the fields of `CheckpointConfig`.
-        warm_start: Ranks may be forks of a process that has torch loaded.
-        encrypt: Connections of agents and driver are encrypted; None: where the engine's own are.
+        checkpoints: Retention of checkpoints: the fields of `CheckpointConfig`.
+        warm_start: True if ranks may be forks of a process that has torch loaded.
+        encrypt: True encrypts the connections between agents and driver; None: if the engine encrypts its own.
         params: The arguments by name, as short plain values: see `RunHandle.params`.
-        code_version: What stands for the code in the identity, if the user gave it.
-        labels: The caller's own words about the run, such as the task that started it.
-        prices: What the submitter pays for an hour: of ``gpu`` and ``core``, in ``currency``; see `rankzero.run.cost`.
-        owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it outlives all.
-        submission: How often this run id was submitted before.
-        nonce: Random digits of this submission: a directory that was removed begins with the same numbers again.
+        code_version: The user's replacement for the code in the identity, or None.
+        labels: The caller's labels of the run, such as the task that started it.
+        prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.run.cost`.
+        owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
+        submission: Number of earlier submissions of this run id.
+        nonce: Random digits of this submission, since the numbers restart when the directory was removed.
         first_attempt: Number of this submission's first attempt.
-        fresh_since: Checkpoints of earlier attempts do not count: their training was delivered.
-        identity: What makes this training the same as another one: `rankzero.submit.identity`. Its parts are in
+        fresh_since: First attempt whose checkpoints count: the training of earlier ones was delivered.
+        identity: Digest of code, arguments and world size: `rankzero.submit.identity`. Its parts are in
             ``submissions/N/identity.json``.
-        generation: The chain of tries, which an orchestrator starts by itself, that this submission belongs to.
-        log_starts: By rank (as text, as JSON has it): piece and offset at which its lines of this submission begin.
+        generation: The orchestrator's chain of automatic retries that this submission belongs to.
+        log_starts: By rank (as text, for JSON): piece and offset at which its log lines of this submission begin.
         engine: The engine's specification, without secrets.
-        files: Name to location, size and checksum of what the workers need.
+        files: Name to location, size and checksum of the files that the workers need.
         queries: Datasets that the driver has Spark compute: name to table or query.
         python: ``major.minor`` of the Python that made the payload.
-        torch: Version of torch where the payload was made; None: there is none.
-        created: Unix time.
+        torch: Version of torch where the payload was made; None if it was not installed.
+        created: Unix time of the submission.
     """
 
     run_id: str
@@ -120,61 +120,61 @@ class Job:
     created: float = field(default_factory=time.time)
 
     def encrypts(self, *, by_default: bool) -> bool:
-        """Whether connections of agents and driver are encrypted, by default as the engine's own are."""
+        """Returns True if connections between agents and driver are encrypted; ``by_default`` applies to None."""
         return by_default if self.encrypt is None else self.encrypt
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of a job that is spread over tasks; of an elastic one the most."""
+        """Number of tasks; for an elastic job the largest."""
         return self.num_processes // self.processes_per_task
 
     @property
     def least_processes(self) -> int:
-        """The smallest world size."""
+        """The smallest world size of the job."""
         return self.num_processes if self.min_processes is None else self.min_processes
 
     @property
     def least_tasks(self) -> int:
-        """Tasks without which no attempt starts."""
+        """Smallest number of tasks with which an attempt starts."""
         return self.least_processes // self.processes_per_task
 
     @property
     def world_size(self) -> WorldSize:
-        """As `Launcher` was given it, unless that was ``"auto"``."""
+        """The world size that `Launcher` was given, or the one that ``"auto"`` was resolved to."""
         return self.num_processes if self.min_processes is None else (self.min_processes, self.num_processes)
 
     @property
     def world(self) -> str:
-        """The world size, for people: ``4`` or ``2 to 8``."""
+        """The world size as text: ``4`` or ``2 to 8``."""
         return describe_world(self.world_size)
 
     def sized(self, num_tasks: int) -> Job:
-        """The job of an attempt with so many tasks."""
+        """Returns the job of an attempt with the given number of tasks."""
         return dataclasses.replace(self, num_processes=num_tasks * self.processes_per_task, min_processes=None)
 
     def resolved_backend(self) -> str | None:
-        """The backend with ``"auto"`` decided."""
+        """Returns the backend; for ``"auto"``, nccl with GPUs and else gloo."""
         return ("nccl" if self.use_gpu else "gloo") if self.backend == "auto" else self.backend
 
     def to_json(self) -> bytes:
-        """The job as JSON."""
+        """Returns the job as JSON, for `from_json`."""
         return json.dumps(vars(self), indent=2).encode()
 
     @staticmethod
     def from_json(data: bytes) -> Job:
-        """The job from `to_json`. Raises RunNotFoundError if this version cannot read it."""
+        """Rebuilds a job from the JSON of `to_json`. Raises RunNotFoundError if this version cannot read it."""
         try:
             facts = json.loads(data)
             if found := strange(facts, {name: kind for name, kind in _KINDS.items() if name in facts}):
                 raise ValueError(found)
             known = {field.name for field in dataclasses.fields(Job)}
-            # A later version may know more of a run that lives; it is the same run.
+            # A live run of a later version may have further fields.
             return Job(**{name: value for name, value in facts.items() if name in known})
         except (AttributeError, TypeError, ValueError) as error:
             raise RunNotFoundError(f"job.json was written by another version of rankzero: {error}") from None
 
 
-# What readers look into.
+# Types of the fields that readers use.
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "run_id": str,
     "name": str,
@@ -188,24 +188,24 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def strange(facts: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> str | None:
-    """The first of the facts that is of another kind, as a sentence; None if there is none.
+    """Returns a sentence about the first fact of a wrong type; None if there is none.
 
     Args:
-        facts: From a file that anybody may have written.
-        kinds: By name; one that is missing is None.
+        facts: Values from a file, whose author is unknown.
+        kinds: Expected types by name; a missing fact counts as None.
     """
     found = (name for name, kind in kinds.items() if not isinstance(facts.get(name), kind))
     return next((f"{name} is {facts.get(name)!r:.100}" for name in found), None)
 
 
 def new_run_id(name: str) -> str:
-    """A fresh run id: time, what is trained, and enough chance to be unique."""
+    """Returns a new run id: time, display name, and random digits that make it unique."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "run"
     return f"{time.strftime('%Y%m%dT%H%M%S')}-{stem}-{secrets.token_hex(4)}"
 
 
 def check_run_id(run_id: str | None) -> None:
-    """Raises InvalidJobError unless the id can be the name of a directory everywhere."""
+    """Raises InvalidJobError unless the id can name a directory on every file system."""
     if run_id is not None and not (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)):
         raise InvalidJobError(
             f"run_id {run_id!r} cannot name a directory: use letters, digits and . _ = + -, "
@@ -214,21 +214,24 @@ def check_run_id(run_id: str | None) -> None:
 
 
 def world_bounds(num_processes: WorldSize) -> tuple[int, int]:
-    """The smallest and the largest world size."""
+    """Returns the smallest and the largest world size."""
     return (num_processes, num_processes) if isinstance(num_processes, int) else num_processes
 
 
 def describe_world(num_processes: NumProcesses) -> str:
-    """A world size for people: ``4``, ``2 to 8`` or ``auto``."""
+    """Returns a world size as text: ``4``, ``2 to 8`` or ``auto``."""
     return "{} to {}".format(*num_processes) if isinstance(num_processes, tuple) else str(num_processes)
 
 
 def check_counts(num_processes: object, processes_per_task: object) -> WorldSize:
-    """The world size. Raises InvalidJobError unless all counts are positive integers and the second divides the first.
+    """Checks and returns the world size.
 
     Args:
         num_processes: The number of ranks, or the smallest and the largest.
         processes_per_task: Ranks of one task.
+
+    Raises:
+        InvalidJobError: a count is no positive integer, or ``processes_per_task`` does not divide the world size.
     """
     is_pair = isinstance(num_processes, (tuple, list))
     pair: list[Any] = list(num_processes) if isinstance(num_processes, (tuple, list)) else [num_processes]
@@ -249,11 +252,11 @@ def check_counts(num_processes: object, processes_per_task: object) -> WorldSize
 
 
 RestartOn = str | type[BaseException] | Callable[[BaseException], Any] | Sequence[str | type[BaseException]]
-"""After which exceptions of the user's code a run is restarted: texts, classes, or a function of the exception."""
+"""Exceptions of the user's code after which a run is restarted: texts, classes, or a function of the exception."""
 
 
 def check_restart_on(value: object) -> Callable[[BaseException], Any] | tuple[str | type[BaseException], ...]:
-    """A function of the exception, or texts and classes. Raises InvalidJobError for anything else."""
+    """Returns a function of the exception, or a tuple of texts and classes. Raises InvalidJobError for other values."""
     if callable(value) and not isinstance(value, type):
         return value
     items = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
@@ -268,7 +271,7 @@ def check_restart_on(value: object) -> Callable[[BaseException], Any] | tuple[st
 
 
 def qualified_name(cls: type) -> str:
-    """A class with its module; one of Python's own without."""
+    """Returns the name of a class with its module, except for builtin classes."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -281,7 +284,7 @@ def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
 
 
 def check_limit(name: str, value: object, *, optional: bool = False, least: int = 0) -> None:
-    """Raises InvalidJobError unless the value is a whole number, ``least`` or more."""
+    """Raises InvalidJobError unless the value is an integer of at least ``least``."""
     if value is None and optional:
         return
     if type(value) is not int or value < least:
@@ -323,7 +326,7 @@ def check_paths(name: str, value: object) -> None:
 
 
 def check_strings(name: str, value: object) -> dict[str, str]:
-    """The mapping as a dict. Raises InvalidJobError unless it maps strings to strings."""
+    """Returns the mapping as a dict. Raises InvalidJobError unless it maps strings to strings."""
     pairs = {} if value is None else dict(value) if hasattr(value, "keys") else value  # type: ignore[call-overload]
     if not isinstance(pairs, dict):
         raise InvalidJobError(f"{name} is {value!r}; it must map strings to strings")

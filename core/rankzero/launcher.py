@@ -1,4 +1,4 @@
-"""`Launcher`: the front door. `run` returns rank 0's value, `submit` returns a handle."""
+"""`Launcher`, the main class of rankzero: `run` returns rank 0's value, `submit` returns a handle."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ DEFAULT_STORE = "~/.rankzero/runs"
 
 
 _unshown: list[int] = []
-"""The id of the stream that took no lines, so that this is logged once."""
+"""The id of the stream that could not be written, so that this is logged once."""
 
 
 def print_line(line: str) -> None:
     """Writes a line of a rank to standard output.
 
-    The lines are safe in the run directory. A process without standard output shows none, and a stream that fails (a
-    full disk, a closed pipe) is logged once: no run ends because a copy of its log cannot be shown.
+    The lines are also in the run directory. A process without standard output prints none, and a stream that fails (a
+    full disk, a closed pipe) is logged once: it must not end the run.
     """
     stream = sys.stdout
     if stream is None:
@@ -65,71 +65,72 @@ def print_line(line: str) -> None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How training functions and scripts are run. All configuration is here.
+    """Runs training functions and scripts on all ranks. The attributes are the whole configuration.
 
     Attributes:
-        num_processes: World size, the number of ranks. ``"auto"``: a rank for each place that the engine is known to
-            have, a GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as
-            ``(2, 8)`` is elastic: each attempt starts with as many between the two as the cluster can give (once no
-            more have come for 30 s), and goes on from the last checkpoint.
-        engine: Where the ranks run: `LocalEngine()` (None means that), `SparkEngine(...)`, `SparkConnectEngine(...)`.
-        use_gpu: Give every rank one GPU. Without enough GPUs the job is refused.
+        num_processes: World size, the number of ranks. ``"auto"``: one rank for each slot that the engine reports: a
+            GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as ``(2, 8)``
+            is elastic: each attempt starts with as many ranks between the two as the cluster has slots (once no
+            more have become free for 30 s), and continues from the last checkpoint.
+        engine: The engine that runs the ranks: `LocalEngine()` (the default for None), `SparkEngine(...)`,
+            `SparkConnectEngine(...)`.
+        use_gpu: True assigns one GPU to each rank. Without enough GPUs the job is rejected.
         processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
         cpus_per_process: Cores of each rank, which also set its ``OMP_NUM_THREADS``. On a cluster a task then takes
-            ``cpus_per_process * processes_per_task`` cores, whatever ``spark.task.cpus`` of the session says; as many
-            as an executor has put one task on each. None: as the session has it.
-        backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
-            or None if the training function decides. Shown to it as ``get_context().backend``.
+            ``cpus_per_process * processes_per_task`` cores, whatever the session's ``spark.task.cpus``; a task that
+            takes all cores of an executor gets one for itself. None: the session decides.
+        backend: Backend of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
+            or None if the training function decides. The function reads it as ``get_context().backend``.
         env: Environment variables for the ranks.
-        timeout: Seconds the run may take, all attempts together, once every rank has started; None for no bound.
+        timeout: Seconds the run may take, all attempts together, once every rank has started; None for no limit.
         start_timeout: Seconds until every rank of an attempt must have started.
         hang_timeout: Seconds after which an attempt in which no rank progresses ends with a `HangError`; None
-            for no bound. Progress is a call of `rankzero.train.report` or a step of a torch optimizer. Ranks that wait
+            for no limit. Progress is a call of `rankzero.train.report` or a step of a torch optimizer. Ranks that wait
             in a collective for ranks that have returned end with that error after 5 minutes in any case.
-        orphan_timeout: Seconds after which a submitted run that nobody follows cancels itself; None lets it go
-            on. `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
+        orphan_timeout: Seconds without a follower after which a submitted run cancels itself; None lets it
+            continue. `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
         max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal, a host or
-            executor was lost, a hang, a `RetryableError`, or what ``restart_on`` names. Other exceptions of the
-            function end the run.
+            executor was lost, a hang, a `RetryableError`, or an exception that ``restart_on`` names. Other exceptions
+            of the function end the run.
         restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
-            ``("CUDA error", ConnectionError)``, or a function that gets the exception, in the rank that raised it, and
-            returns True for another attempt. A text matches as a part of ``type: message``, or as the qualified name
-            of a class of the exception.
+            ``("CUDA error", ConnectionError)``, or a function that is called with the exception, in the rank that
+            raised it, and returns True for another attempt. A text matches as a part of ``type: message``, or as the
+            qualified name of a class of the exception.
         store: Root of the run directories, a path or an fsspec URL. None: ``$RANKZERO_STORE``, else
             ``~/.rankzero/runs``.
-        run_id: Name of the run; None makes one up. A run id that lives is not started twice; one that failed or
-            was cancelled goes on from its last checkpoint; see `submit` for one that succeeded.
-        dataset: What ranks read by `rankzero.train.get_dataset_shard`: a Spark DataFrame, the path or URL of a
+        run_id: Name of the run; None creates a random one. A live run is not started twice; one that failed or
+            was cancelled resumes from its last checkpoint; see `submit` for one that succeeded.
+        dataset: Data that ranks read by `rankzero.train.get_dataset_shard`: a Spark DataFrame, the path or URL of a
             Parquet, Delta or Arrow table, or with a Spark engine the name of a table or a query; or a dict of these by
-            name. One without a name is ``"train"``. A DataFrame is computed once, by Spark, into the run's directory.
-        max_preemptions: New attempts after the cluster took a place back (SIGTERM from outside); None for as
-            many as ``max_restarts``, counted apart.
+            name. A single one has the name ``"train"``. Spark computes a DataFrame once, into the run's directory.
+        max_preemptions: New attempts after the cluster took a slot back (SIGTERM from outside); None for as
+            many as ``max_restarts``, counted separately.
         stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
-        exit_timeout: Seconds that a rank's exit handlers and threads that are no daemons get once every rank has
-            returned, for an upload that is still under way. What is cut off then is named in the rank's log.
+        exit_timeout: Seconds that a rank's exit handlers and non-daemon threads get once every rank has
+            returned, for example to finish an upload. The rank's log names those that were cut off.
         ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the
-            system choose. The connections of a collective library are not rankzero's to place.
+            system choose. The ports of a collective library's connections are not affected.
         checkpoints: Which checkpoints are kept.
-        warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
-            outlive. False starts every rank as a new interpreter.
-        encrypt: Encrypt what crosses between the run's driver and its agents: arguments, results, checkpoints and lines
-            that do not go by the store. None: where Spark's own connections are encrypted. What ranks send each other
-            is torch's, and is not.
+        warm_start: True forks ranks from a warm server, a process with torch loaded, of which each executor has one
+            that ends with it. False starts every rank as a new interpreter.
+        encrypt: True encrypts the connections between the run's driver and its agents, for arguments, results,
+            checkpoints and lines that do not use the store. None: if Spark encrypts its own connections. Traffic
+            between ranks is torch's, and is not encrypted.
 
-        labels: Words of yours about the run, kept in its ``job.json``: see `RunHandle.labels`.
-        code_version: What stands for the code in the identity of the training. None: the code by content, so that a
+        labels: Labels of the run, which are kept in its ``job.json``: see `RunHandle.labels`.
+        code_version: Replaces the code in the identity of the training. None: the code counts by content, so that a
             run id whose function, script or modules have changed begins from scratch.
-        working_dir: A directory that travels with the job: each rank starts in a copy of it, which is first on its
-            search path. Hidden files, what is named like a key or a password, and what a ``.rankzeroignore`` there
-            names (as a .gitignore does) stay here.
-        py_files: Python files, zips, eggs, wheels and directories of packages that travel, for ranks to import. What a
-            function or script imports travels by itself; these are for what it does not show.
-        excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here.
-        trackers: Systems outside that shall know what happens in the run, such as ``[MLflow()]``: see
-            `rankzero.tracking.Tracker`. No run waits for one, or fails by one.
+        working_dir: A directory that is shipped with the job: each rank starts in a copy of it, which is first on its
+            search path. Hidden files, files named like a key or a password, and files that match a
+            ``.rankzeroignore`` there (in the format of .gitignore) are not shipped.
+        py_files: Python files, zips, eggs, wheels and directories of packages to ship, for ranks to import. Modules
+            that a function or script imports are shipped automatically; these are for imports that cannot be found.
+        excludes: Patterns, as in a .gitignore, of files in ``working_dir`` and ``py_files`` that are not shipped.
+        trackers: External systems that receive the run's events, such as ``[MLflow()]``: see
+            `rankzero.tracking.Tracker`. A run never waits for a tracker, and never fails because of one.
 
     Raises:
-        InvalidJobError: a value is wrong; says which and what to do.
+        InvalidJobError: a value is wrong; the message names it and says what to do.
 
     Example:
         >>> from rankzero import Launcher
@@ -218,14 +219,14 @@ class Launcher:
             datasets.check(self.dataset)
 
     def options(self, **changes: Any) -> Launcher:
-        """A copy with changed fields. Raises InvalidJobError for a field that does not exist."""
+        """Returns a copy with changed fields. Raises InvalidJobError for a field that does not exist."""
         unknown = set(changes) - set(self.__dataclass_fields__)
         if unknown:
             raise InvalidJobError(f"Launcher has no option {', '.join(sorted(unknown))}")
         return replace(self, **changes)
 
     def find(self) -> RunHandle[Any] | None:
-        """The run that ``run_id`` names in this store; None if there is none yet. Starts nothing.
+        """Returns the run with ``run_id`` in this store, or None if there is none yet. Starts nothing.
 
         Raises:
             InvalidJobError: this launcher has no ``run_id``, or the store cannot be read.
@@ -242,28 +243,27 @@ class Launcher:
     @overload
     def run(self, train: str | os.PathLike[str] | Sequence[str], /, *args: Any, **kwargs: Any) -> Any: ...
     def run(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs and returns rank 0's value; the ranks' output goes to standard output meanwhile.
+        """Runs a training and returns rank 0's value; prints the ranks' output to standard output meanwhile.
 
-        In a notebook the run's card stands above it: state, progress, curves.
+        In a notebook, a card above the output shows the run's state, progress and curves.
 
-        The run ends with this call: an interrupt, or the death of this process, cancels it. Called again for the same
-        training with the same ``run_id`` after such an end it goes on from the last checkpoint; after a success it
-        trains again.
+        The run ends with this call: an interrupt, or the death of this process, cancels it. A later call for the same
+        training with the same ``run_id`` then resumes from the last checkpoint; after a success it trains again.
 
         Args:
             train: A callable, ``"package.module:function"``, ``"path/to/script.py"``, ``"-m package.module"`` as for
-                ``python``, or a command as a list of words, ``["bash", "train.sh"]``: any program, whose exit code 0
-                is its success. Files that a command names by relative paths travel with it.
+                ``python``, or a command as a list of words, ``["bash", "train.sh"]``: any program, which succeeds by
+                exit code 0. Files that a command names by relative paths are shipped with it.
             args: Positional arguments of the function, or the rest of the command line, in which ``${local_rank}``
-                stands for the local rank.
+                is replaced by the local rank.
             kwargs: Keyword arguments of the function.
 
         Returns:
-            What rank 0 returned; for a script or module, what it gave to ``rankzero.train.set_result``; None for a
-            command.
+            The value that rank 0 returned; for a script or module, the argument of ``rankzero.train.set_result``; None
+            for a command.
 
         Raises:
-            InvalidJobError: refused before anything started.
+            InvalidJobError: the job was rejected before anything started.
             WorkerFailedError: a rank failed; describes the first cause.
             RankZeroError: other subclasses for slots, time, cancellation, the result.
         """
@@ -277,7 +277,7 @@ class Launcher:
         kwargs: dict[str, Any],
         on_line: Callable[[str], object] = print_line,
     ) -> tuple[Any, RunHandle[Any]]:
-        """Runs, follows and acknowledges, as `run`, and returns the handle, too; what front doors stand on.
+        """Runs, follows and acknowledges a training like `run`, and also returns the handle; for compatibility layers.
 
         Args:
             train: As for `run`.
@@ -289,7 +289,7 @@ class Launcher:
             Rank 0's value, and the handle of the run that has ended.
 
         Raises:
-            RankZeroError: as `run`.
+            RankZeroError: the same errors as `run`.
         """
         from rankzero.run import notebook
 
@@ -303,7 +303,7 @@ class Launcher:
 
     @staticmethod
     def _acknowledge(handle: RunHandle[Any]) -> None:
-        """The value is here; if the store fails now, the next run of this id may get it again instead of training."""
+        """Acknowledges a result; only logs a failure: the next run of this id may then return this result again."""
         try:
             handle.acknowledge()
         except Exception:
@@ -320,29 +320,29 @@ class Launcher:
         max_parallel: int = 1,
         stop: StopRule | None = None,
     ) -> Sweep:
-        """A sweep: trains with many sets of keyword arguments, some at a time, and compares them.
+        """Runs a sweep: trains with many sets of keyword arguments, some in parallel, and compares the trials.
 
-        Each trial is a run with its own directory, named after ``run_id`` and its arguments if this launcher has one. A
-        trial that fails does not end the sweep; an interrupt of this call ends all of them. Called again with the
-        same ``run_id`` after an interrupt, the sweep delivers what had succeeded, and trains only the rest; trials may
-        be added, left out or come in another order then. A DataFrame is computed once for all trials. Trials share
+        Each trial is a run with its own directory, named after its arguments and ``run_id`` if this launcher has one. A
+        trial that fails does not end the sweep; an interrupt of this call ends all trials. Called again with the
+        same ``run_id`` after an interrupt, the sweep returns results that had succeeded, and trains only the rest;
+        trials may then be added, left out or reordered. A DataFrame is computed once for all trials. Trials share
         this engine: with ``SparkEngine(session=...)`` one session, and the cluster needs slots for
         ``max_parallel`` of them; with ``SparkEngine(master=...)`` each starts its own.
 
         Args:
             train: As for `run`; a function that takes keyword arguments.
             params: A dict of keyword arguments for each trial, or a `rankzero.sweep.OptunaSearch`.
-            metric: The metric by which trials are compared: the value that rank 0 of each reported last by
+            metric: The metric by which trials are compared: the last value that rank 0 of each reported by
                 `rankzero.train.report`. A trial whose last value is nan or infinite is the worst.
-            mode: ``"min"`` or ``"max"``: whether less or more of it is better.
-            max_parallel: Trials at the same time.
-            stop: Which trials end early: a `rankzero.sweep.MedianRule` or `rankzero.sweep.SuccessiveHalving`.
+            mode: ``"min"`` or ``"max"``: whether smaller or larger values are better.
+            max_parallel: Trials that run at the same time.
+            stop: Rule that ends trials early: a `rankzero.sweep.MedianRule` or `rankzero.sweep.SuccessiveHalving`.
 
         Returns:
             A `rankzero.sweep.Sweep`: a sequence of trials, with ``best`` and, as a table, ``rows()``.
 
         Raises:
-            InvalidJobError: refused before anything started.
+            InvalidJobError: the sweep was rejected before anything started.
 
         Example:
             >>> from rankzero import Launcher
@@ -377,7 +377,7 @@ class Launcher:
 
         sweep = run_trials(start, search, metric, mode, max_parallel, stop)
         if rows and (self.run_id is None or all(trial.result for trial in sweep.trials)):
-            # No trial will be resumed any more.
+            # No trial can be resumed any more.
             store.remove(rows.directory)
         for trial in sweep.trials:
             if trial.result:
@@ -389,19 +389,19 @@ class Launcher:
     @overload
     def submit(self, train: str | os.PathLike[str] | Sequence[str], /, *args: Any, **kwargs: Any) -> RunHandle[Any]: ...
     def submit(self, train: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Starts a run that belongs to its run directory and outlives this process.
+        """Starts a run that outlives this process.
 
         Takes the arguments of `run`. Submitting the same training under one ``run_id`` again starts nothing while
-        the run lives, and gives the handle of the run and its result when it succeeded; after
-        `RunHandle.acknowledge` it trains from scratch. A run that failed or was cancelled goes on from its last
+        the run is live, or has succeeded: it returns the handle of that run and its result. After
+        `RunHandle.acknowledge` it trains from scratch. A run that failed or was cancelled resumes from its last
         checkpoint. Another training (other code or ``code_version``, other arguments, another world size) begins
-        from scratch, and is refused while the run lives.
+        from scratch, and is rejected while the run is live.
 
         Returns:
             A `RunHandle`; any other process gets one with ``RunHandle.attach(handle.directory)``.
 
         Raises:
-            InvalidJobError: refused before anything started.
+            InvalidJobError: the job was rejected before anything started.
             EngineError: a run of this ``run_id`` was cancelled and does not end.
         """
         from rankzero.submit import drivers
@@ -414,7 +414,7 @@ class Launcher:
     def owned(
         self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[RunHandle[Any]]:
-        """A run that ends with the block, however that ends, and with this process; what `run` stands on.
+        """Opens a run that ends with the block, whatever ends the block, and with this process; `run` uses it.
 
         Args:
             train: As for `run`.
@@ -422,10 +422,10 @@ class Launcher:
             kwargs: Keyword arguments of the function.
 
         Returns:
-            A context manager that gives the handle, to be followed until the run has ended.
+            A context manager that yields the handle, to be followed until the run has ended.
 
         Raises:
-            InvalidJobError: refused before anything started; on entering the block.
+            InvalidJobError: the job was rejected before anything started; raised on entering the block.
         """
         from rankzero.submit.owned import open_owned
 
@@ -440,20 +440,20 @@ class Launcher:
         log: Any,
         identity: Identity | None = None,
     ) -> AbstractContextManager[durable.Opened]:
-        """The run of a pipeline step's training: a new one, or the one that an earlier try has left.
+        """Opens the run of a pipeline step's training: a new one, or that of an earlier try.
 
-        What the orchestrator packages stand on; `rankzero.submit.durable.open_durable` describes it.
+        The orchestrator packages use it; `rankzero.submit.durable.open_durable` describes it.
 
         Args:
             train: As for `run`.
             args: Positional arguments of the function, or the script's command line.
             kwargs: Keyword arguments of the function.
-            caller: What the step knows of its orchestrator.
-            log: The step's.
-            identity: What `identity` says, where it was asked already.
+            caller: The step's facts about its orchestrator.
+            log: The step's logger.
+            identity: The result of `identity`, if it was computed already.
 
         Raises:
-            InvalidJobError: this launcher has no ``run_id``; on entering the block, what `submit` raises.
+            InvalidJobError: this launcher has no ``run_id``; on entering the block, for the reasons of `submit`.
         """
         from rankzero.submit.durable import open_durable
 
@@ -462,7 +462,7 @@ class Launcher:
         return open_durable(replace(self._for(train)._request(), identity=identity), train, args, kwargs, caller, log)
 
     def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
-        """Returns what makes a training the same as another one: its code, its arguments, the number of ranks.
+        """Returns the identity of a training: its code, its arguments, the number of ranks.
 
         Args:
             train: As for `run`.
@@ -470,8 +470,8 @@ class Launcher:
             kwargs: Keyword arguments of the function.
 
         Returns:
-            The identity, equal in every process: its ``digest`` names the training, its ``parts`` say what of it
-            differs from another one.
+            The identity, equal in every process: its ``digest`` identifies the training, its ``parts`` show the
+            differences from another one.
 
         Raises:
             InvalidJobError: ``train`` names no script or function.
@@ -479,7 +479,7 @@ class Launcher:
         return self._for(train)._request().identity_of(train, args, kwargs)
 
     def _for(self, train: Any) -> Launcher:
-        """This launcher, with what the trainer of a front door sets itself: ``launch_options``."""
+        """Returns this launcher with the ``launch_options`` of a compatibility layer's trainer."""
         options = getattr(train, "launch_options", None)
         return self.options(**options()) if callable(options) else self
 

@@ -1,4 +1,4 @@
-"""Which values are secret, by the names they were given under, and their absence from what ranks write."""
+"""Finds secret values by the names of their settings, and masks them in the output of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 MASK = "***"
 
-# What Spark itself redacts in its UI (spark.redaction.regex), and the keys of the object stores and other services.
+# Names that Spark redacts in its UI (spark.redaction.regex), and those of keys of object stores and other services.
 _SECRET_NAME = re.compile(
     r"passw|passphrase|[._-]pass$|[._-]pwd$|secret|token(?!iz)|credential|[._-]auth$"
     r"|(access|account|api|private|shared|minio|s3|storage|encryption|signing|hmac|fernet|master|service|license)[._-]?key$"
@@ -25,18 +25,18 @@ _COUNTS = frozenset(
         "expiration age days hours minutes seconds ms ratio port per retries validity duration",
     )
 )
-"""Words of names whose numbers are no secrets, such as ``MAX_TOKENS`` and ``spark.authenticate.secretBitLength``."""
-# Masking these would make unreadable every line of a log that has them.
+"""Words in names of numbers that are no secrets, such as ``MAX_TOKENS`` and ``spark.authenticate.secretBitLength``."""
+# Values that are too common to mask: log lines would become unreadable.
 _NO_SECRET = re.compile(r"true|false|.{0,3}", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d.,]*")
 _SHORT = 8
-"""Characters below which a secret is masked only where it is a word of its own."""
+"""Characters of a secret below which it is masked only as a whole word."""
 
 
 def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
-    """Returns the values that must not be shown, by their names: of Spark's configuration, or of environment variables.
+    """Returns the secret values among settings of Spark or environment variables, found by their names.
 
-    The passwords and tokens in addresses are among them, whatever the address is called.
+    Passwords and tokens in URLs are included, whatever the name of the setting.
 
     Example:
         >>> secrets_of({"spark.hadoop.fs.s3a.secret.key": "geheim", "spark.authenticate.secretBitLength": "1024"})
@@ -46,11 +46,11 @@ def secrets_of(pairs: Mapping[str, Any]) -> list[str]:
     """
     found: list[str] = []
     for name, value in pairs.items():
-        # A template that is rendered as a native object makes a number of what looks like one.
+        # A template that is rendered as a native object turns digits into a number.
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int, float)):
             continue
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            # No password, and Python may refuse to write it.
+            # Not a password, and Python may refuse to convert it to text.
             continue
         text = str(value)
         if is_secret(name) and not (_NUMBER.fullmatch(text) and _counts(name)):
@@ -64,7 +64,7 @@ _MOST_BITS = 1024
 
 
 def is_secret(name: str) -> bool:
-    """True for a setting or variable whose name says that its value must not be shown."""
+    """Returns True for the name of a setting or variable whose value must not be shown."""
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
 
 
@@ -75,11 +75,11 @@ def _counts(name: str) -> bool:
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)([^/\s]+)@")
 _SETTING = re.compile(r"([?&;]\s*([\w.-]+)=)([^&;\s'\"]+)")
 _SIGNATURE = re.compile(r"(.*-)?sig(nature)?", re.IGNORECASE)
-"""Of a presigned address: of Azure's, AWS's and Google's."""
+"""Name of the signature in presigned URLs of Azure, AWS and Google."""
 
 
 def without_credentials(text: str) -> str:
-    """The text without the passwords and tokens of the addresses in it.
+    """Returns the text with the passwords and tokens of its URLs masked.
 
     Example:
         >>> without_credentials("jdbc:postgresql://db/x?user=me&password=geheim and s3://me:geheim@host/runs")
@@ -94,7 +94,7 @@ def without_credentials(text: str) -> str:
 
 
 def credentials_in(text: str) -> list[str]:
-    """Returns the passwords and tokens of the addresses in a text, as they stand there and decoded.
+    """Returns the passwords and tokens of the URLs in a text, encoded and decoded.
 
     Example:
         >>> credentials_in("sc://host:15002/;use_ssl=true;token=ge%2Fheim")
@@ -114,22 +114,22 @@ class Mask:
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        # A key in a file has several lines, each of which comes by itself.
+        # A key of several lines is printed line by line.
         parts = {line.strip() for secret in secrets for line in secret.splitlines()}
         # The longest first: one may be part of another.
         ordered = sorted((part for part in parts if not _NO_SECRET.fullmatch(part)), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(_pattern_of, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
-        """The text without secrets."""
+        """Returns the text with all secrets masked."""
         return self._pattern.sub(MASK, text) if self._pattern else text
 
     def lines(self, lines: list[str]) -> list[str]:
-        """The lines without secrets."""
+        """Returns the lines with all secrets masked."""
         return [self.text(line) for line in lines] if self._pattern else lines
 
     def facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """The facts of a failure, in whose texts and lists of lines no secret is left."""
+        """Returns the facts of a failure with all secrets masked in their texts and lists of lines."""
         return {name: self._fact(value) for name, value in facts.items()}
 
     def _fact(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text that every log, file and database accepts, whatever a user's exception or metric is called."""
+"""Converts any text of a user, such as an exception's, to text that every log, file and database accepts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def encodable(text: str) -> str:
     r"""Returns the text with lone surrogates and NUL characters written out as escapes.
 
-    `os.listdir` returns names with lone surrogates where a file's name is not UTF-8. No log that is UTF-8 or JSON can
-    store them, and no PostgreSQL column can store a NUL.
+    `os.listdir` returns lone surrogates for file names that are not UTF-8. A log in UTF-8 or JSON cannot store them,
+    and a PostgreSQL column cannot store a NUL.
 
     Example:
         >>> encodable("caf\udce9.csv")
