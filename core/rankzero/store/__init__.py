@@ -31,8 +31,8 @@ from rankzero.store.files import (
     write_parts,
 )
 from rankzero.store.location import is_absolute, is_url, join, normalize
-from rankzero.store.patience import patiently
 from rankzero.store.proof import prove
+from rankzero.store.retry import patiently
 from rankzero.store.trust import TRUSTED_OWNERS, why_untrusted
 
 __all__ = [
