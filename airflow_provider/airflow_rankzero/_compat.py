@@ -82,10 +82,10 @@ def is_in_process() -> bool:
 
 
 def extra_of_alias(facts: dict[str, Any]) -> dict[str, Any]:
-    """What the event of an asset alias may hold: before 3.1.4 no nested values, which become JSON."""
+    """Returns facts that the event of an asset alias can store: before Airflow 3.1.4, nested values become JSON."""
     from airflow import __version__
 
     if tuple(int(part) for part in re.findall(r"\d+", __version__)[:3]) >= (3, 1, 4):
         return facts
-    # Its server hashes the values, and fails the task that has succeeded.
+    # An older server hashes the values, and for nested ones fails the task that has succeeded.
     return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in facts.items()}

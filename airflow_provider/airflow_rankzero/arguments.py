@@ -19,7 +19,7 @@ Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 
 
 class TaskArguments(TypedDict, total=False):
-    """What every Airflow operator takes."""
+    """Keyword arguments of every Airflow operator."""
 
     task_id: str
     owner: str
@@ -77,7 +77,7 @@ class TaskArguments(TypedDict, total=False):
 
 
 class TrainingArguments(TaskArguments, total=False):
-    """Those, and what `TorchDistributorOperator` takes; described there."""
+    """Keyword arguments of `TorchDistributorOperator`, which describes them, and of every Airflow operator."""
 
     num_processes: WorldSize | str
     processes_per_task: int | str | None

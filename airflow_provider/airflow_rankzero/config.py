@@ -59,25 +59,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def is_airflow_3() -> bool:
-    """False in an Airflow 2, which this package may lie beside: there it offers nothing, and says nothing."""
+    """Returns False in Airflow 2, in which this package is inactive and logs nothing."""
     return importlib.util.find_spec("airflow.sdk") is not None
 
 
 def store() -> str | None:
-    """Root of the run directories for tasks that name none; None leaves it to core."""
+    """Returns the configured root of run directories for tasks without ``store``; None if there is none."""
     return _text("store") or None
 
 
 def store_or_default() -> str:
-    """Where trainings of tasks that name no store have their run directories."""
+    """Returns the root of run directories for tasks without ``store``, with core's default."""
     return store() or os.environ.get(STORE_VARIABLE) or DEFAULT_STORE
 
 
 def retention_days() -> int | None:
-    """Days for which the directory of an ended run is kept; None keeps it for ever.
+    """Returns the days after which the directory of an ended run is removed; None if it is never removed.
 
     Raises:
-        InvalidJobError: the option is not a whole number from 0 on.
+        InvalidJobError: the option is not an integer of 0 or more.
     """
     text = _text("retention_days") or str(DEFAULT_RETENTION_DAYS)
     if not text.isdecimal():
@@ -88,16 +88,16 @@ def retention_days() -> int | None:
 
 
 def directory_url() -> str | None:
-    """The template of a run directory's web address, or None.
+    """Returns the template of a run directory's web address, or None.
 
     Raises:
-        InvalidJobError: it has other placeholders than ``{path}`` and ``{name}``.
+        InvalidJobError: the template has other placeholders than ``{path}`` and ``{name}``.
     """
     return _template("directory_url")
 
 
 def report_url() -> str | None:
-    """The template of the web address of a run's report, or None. Raises as `directory_url`."""
+    """Returns the template of the web address of a run's report, or None. Raises like `directory_url`."""
     return _template("report_url")
 
 

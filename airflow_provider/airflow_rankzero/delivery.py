@@ -1,7 +1,7 @@
-"""The delivery of a run's result to Airflow: to which try it is offered, and whether Airflow has it.
+"""Delivers a run's result to Airflow: records the try that it is offered to, and acknowledges it once Airflow has it.
 
-The plugin's listener, `on_task_instance_success`, runs when the task process has ended well. Airflow calls it also when
-its server has refused the success, so the listener asks for the task's state. Unless that is ``success``, the result is
+The plugin's listener, `on_task_instance_success`, runs when the task process has succeeded. Airflow also calls it when
+its server has rejected the success, so the listener queries the task's state. Unless that is ``success``, the result is
 not acknowledged, and the next try gets it again.
 """
 
@@ -18,8 +18,8 @@ from rankzero.pipeline import store
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 5.0
-"""Seconds for which a store that does not take the acknowledgement is asked again."""
+RETRY_TIMEOUT = 5.0
+"""Seconds of retries while the store fails to write the acknowledgement."""
 
 _INTERVAL = 0.25
 
@@ -30,8 +30,8 @@ _OFFERED = "_rankzero_offered"
 
 
 def offer(handle: RunHandle[Any], task: Any, task_try: TaskTry) -> None:
-    """Before the value goes to Airflow: notes to which try."""
-    # First, so that the listener acknowledges even where the note cannot be written now.
+    """Records the try to which the result is offered, before the value is returned to Airflow."""
+    # First, so that the listener acknowledges even if the record cannot be written now.
     vars(task)[_OFFERED] = handle
     handle.offer(task_try.receiver)
 
@@ -49,7 +49,7 @@ def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:
                 "Airflow has this task as %s, so the next try gets the result of %s", state, handle.directory
             )
             return
-        store.patiently(handle.acknowledge, PATIENCE, _INTERVAL)
+        store.patiently(handle.acknowledge, RETRY_TIMEOUT, _INTERVAL)
     except Exception:
-        # It stays in its run directory; a clear of this task delivers it once more.
+        # The result stays in its run directory; a clear of this task delivers it again.
         logger.warning("the delivery of %s could not be acknowledged", handle.directory, exc_info=True)

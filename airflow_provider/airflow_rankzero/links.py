@@ -37,13 +37,13 @@ class _XComLink(BaseOperatorLink):
     """A link whose address the task pushed while it ran."""
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """The address, or ``""`` when the task pushed none. Airflow calls this in the task, when it has ended."""
-        # Not from XCom: Airflow logs an error, in red, for one that is not there.
+        """Returns the address, or ``""`` if the task pushed none. Airflow calls this in the task, when it has ended."""
+        # Not from XCom: Airflow logs an error for a missing one.
         return str(vars(operator).get(_PUSHED, {}).get(self.xcom_key, ""))
 
 
 class SparkUILink(_XComLink):
-    """The web page of the SparkContext, which lives as long as the run."""
+    """The web page of the SparkContext, which exists as long as the run."""
 
     name = "Spark UI"
     xcom_key = "rankzero_spark_ui"
@@ -57,14 +57,14 @@ class RunDirectoryLink(_XComLink):
 
 
 class ReportLink(_XComLink):
-    """The report of the run, which is there once it has ended, and on a disk while it lives."""
+    """The report of the run, which exists once the run has ended, and on a disk also while it is live."""
 
     name = "Report"
     xcom_key = "rankzero_report_url"
 
 
 def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = None) -> None:
-    """Makes the buttons work from now on. For the operator, as soon as it knows the addresses; may be called again.
+    """Pushes the addresses of the buttons. The operator calls it when it has an address, and may repeat it.
 
     Args:
         ti: The task instance of the context.
@@ -88,13 +88,13 @@ def push_links(ti: Any, *, spark_ui: str | None = None, directory: str | None = 
 
 
 def web_address(directory: str) -> str | None:
-    """Where a web browser finds a run directory.
+    """Returns the web address of a run directory.
 
     Args:
         directory: Path or URL of the run directory.
 
     Returns:
-        What ``[rankzero] directory_url`` says, else the console of Google Cloud or AWS; None for other stores.
+        The address by ``[rankzero] directory_url``, else in the console of Google Cloud or AWS; None for other stores.
 
     Raises:
         InvalidJobError: that option has unknown placeholders.
@@ -110,14 +110,14 @@ def web_address(directory: str) -> str | None:
 
 
 def report_address(directory: str) -> str | None:
-    """Where a web browser finds the report of a run.
+    """Returns the web address of the report of a run.
 
     Args:
         directory: Path or URL of the run directory.
 
     Returns:
-        What ``[rankzero] report_url`` says, else the file's page in the console of Google Cloud or AWS, else among
-        Airflow's own pages, for a run of the configured store; None for others.
+        The address by ``[rankzero] report_url``, else the file's page in the console of Google Cloud or AWS, else a
+        page of Airflow, for a run of the configured store; None for others.
 
     Raises:
         InvalidJobError: that option has unknown placeholders.

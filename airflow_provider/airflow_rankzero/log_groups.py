@@ -48,7 +48,7 @@ def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
-    """What is known of a run when it starts: where it is, on what it runs, how long it waits for a follower."""
+    """Returns the facts about a run at its start: directory, engine, ranks, and its time without a follower."""
     assert launcher.engine
     return {
         "run directory": handle.directory,
@@ -56,5 +56,5 @@ def describe(handle: RunHandle[Any], launcher: Launcher) -> dict[str, Any]:
         "ranks": describe_world(launcher.num_processes),
         "GPUs": describe_world(launcher.num_processes) if launcher.use_gpu else None,
         "attempt": handle.status().attempt,
-        "goes on without a follower, s": launcher.orphan_timeout,
+        "continues without a follower, s": launcher.orphan_timeout,
     }

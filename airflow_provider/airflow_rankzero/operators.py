@@ -42,41 +42,41 @@ if TYPE_CHECKING:
 class TorchDistributorOperator(BaseOperator):
     """Runs PyTorch on ``num_processes`` ranks as a barrier Spark job; rank 0's value is the task's XCom.
 
-    A small JSON value is pushed as itself. Everything else (tensors, a state dict, a model, a ``nan``)
+    A small JSON value is pushed directly. Every other value (tensors, a state dict, a model, a ``nan``)
     stays in the run directory and a `rankzero.ResultRef` is pushed: any task of any DAG may pull it and call
-    ``.load()``; given to another operator of this kind it is opened inside the ranks.
+    ``.load()``; given to another `TorchDistributorOperator` it is opened inside the ranks.
 
-    The training belongs to its run directory. When the task's process or its worker dies, is restarted or drained,
-    it goes on, and the next try (``retries``) attaches to it or gets its result. It ends when a user marks the task or
-    clears it, with ``execution_timeout``, and when no try is left to come back for it. A retry after a failure goes
-    on from the last checkpoint; a task that succeeded and is cleared trains from scratch. What the ranks write
-    appears in the task log while they run, with the rank before each line.
+    The training is independent of the task's process. When that process or its worker dies, is restarted or drained,
+    the training continues, and the next try (``retries``) attaches to it or gets its result. It ends when a user marks
+    or clears the task, with ``execution_timeout``, and when no further try follows. A retry after a failure resumes
+    from the last checkpoint; a task that succeeded and is cleared trains from scratch. The ranks' output appears in the
+    task log while they run, with the rank before each line.
 
     Args:
-        train: What every rank calls or runs: a function (of the DAG file, too), ``"package.module:function"``,
-            the path of a script, where a relative one begins beside the DAG file, ``"-m package.module"``, or a command
-            as a list of words, ``["bash", "train.sh"]`` (strings are templated).
+        train: The function, script or command of every rank: a function (also of the DAG file),
+            ``"package.module:function"``, the path of a script (a relative one starts at the DAG file's directory),
+            ``"-m package.module"``, or a command as a list of words, ``["bash", "train.sh"]`` (strings are templated).
         op_args: Positional arguments of the function, or the rest of the command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
         num_processes: World size, the number of ranks (templated, like the numbers below that say so). ``"auto"`` is
-            what there is, where that is known. A pair such as ``(2, 8)``, or ``"2:8"``, is elastic: each attempt starts
-            with what the cluster can give between the two.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: what the
-            connection says, else 1.
+            the number of slots, if the engine reports it. A pair such as ``(2, 8)``, or ``"2:8"``, is elastic: each
+            attempt starts with as many ranks between the two as the cluster has slots.
+        processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: the connection's
+            value, else 1.
         cpus_per_process: Cores of each rank: see `rankzero.Launcher`.
-        use_gpu: Give every rank one GPU. Without enough GPUs the task fails. None: what the connection says.
-        backend: Of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
+        use_gpu: True assigns one GPU to each rank. Without enough GPUs the task fails. None: the connection's value.
+        backend: Backend of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
             None if the function decides.
         conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: ``master``.
         master: Spark's master in place of a connection: ``spark://host:7077``, ``yarn``, ``k8s://...``, ``local[4]``
             (templated). None: an embedded ``local[N]`` Spark.
-        spark_conf: Spark configuration (templated); wins over what the connection says.
+        spark_conf: Spark configuration (templated); overrides the connection's.
         env: Environment variables for the ranks (templated).
         store: Root of the run directories, an absolute path or an fsspec URL that the next tasks can read
-            (templated). None: what the connection says, else ``[rankzero] store`` of Airflow's configuration, else
+            (templated). None: the connection's value, else ``[rankzero] store`` of Airflow's configuration, else
             ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
-        timeout: Seconds the run may take once every rank has started (templated); None for no bound.
+        timeout: Seconds the run may take once every rank has started (templated); None for no limit.
         start_timeout: Seconds until every rank must have started (templated).
         hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends
             (templated).
@@ -84,42 +84,43 @@ class TorchDistributorOperator(BaseOperator):
             lost host or executor, a hang, a `rankzero.RetryableError` (templated).
         restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
             ``("CUDA error", ConnectionError)``, or a function of the exception (texts are templated).
-        max_preemptions: The same after the cluster took a place back; None for as many.
+        max_preemptions: New attempts after the cluster took a slot back; None for as many as ``max_restarts``.
         checkpoints: Which checkpoints are kept; None for the newest two.
         ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
         stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
-        exit_timeout: Seconds that a rank's exit handlers and threads that are no daemons get once every rank has
+        exit_timeout: Seconds that a rank's exit handlers and non-daemon threads get once every rank has
             returned.
-        orphan_timeout: Seconds for which the run goes on while nobody follows it; None computes it from the
+        orphan_timeout: Seconds that the run continues without a follower; None computes them from the
             task's retries and their delays.
-        warm_start: Fork ranks from a process that has torch loaded: one for each executor, which it does not
-            outlive. False starts every rank as a new interpreter.
-        encrypt: Encrypt what crosses between the run's driver and its agents; None: where Spark's own connections are
-            encrypted.
-        code_version: What stands for the code in the identity of the training. None: the code by content, so that a
+        warm_start: True forks ranks from a warm server, a process with torch loaded, of which each executor has one
+            that ends with it. False starts every rank as a new interpreter.
+        encrypt: True encrypts the connections between the run's driver and its agents; None: if Spark encrypts its
+            own connections.
+        code_version: Replaces the code in the identity of the training. None: the code counts by content, so that a
             task whose function, script or modules have changed begins from scratch.
-        working_dir: A directory that travels with the job: each rank starts in a copy of it (templated). A relative
-            path begins beside the DAG file, like those of ``py_files`` and ``dataset``.
-        py_files: Python files, zips, wheels and directories of packages that travel, for ranks to import (templated).
-        excludes: Patterns, as in a .gitignore, of what in ``working_dir`` and ``py_files`` stays here (templated).
-        dataset: What the ranks read by `rankzero.train.get_dataset_shard`: the path or URL of a table, the name of one
+        working_dir: A directory that is shipped with the job: each rank starts in a copy of it (templated). A relative
+            path starts at the DAG file's directory, like those of ``py_files`` and ``dataset``.
+        py_files: Python files, zips, wheels and directories of packages to ship, for ranks to import (templated).
+        excludes: Patterns, as in a .gitignore, of files in ``working_dir`` and ``py_files`` that are not shipped
+            (templated).
+        dataset: Data that ranks read by `rankzero.train.get_dataset_shard`: the path or URL of a table, the name of one
             or a query, which the connection's Spark computes, the result of an operator whose function returned
             `rankzero.train.write_rows`; or a dict of these by name (templated).
-        trackers: Systems outside that shall know what happens in the run, such as ``[MLflow()]``: see
+        trackers: External systems that receive the run's events, such as ``[MLflow()]``: see
             `rankzero.tracking.Tracker`.
-        retry_user_errors: Let ``retries`` apply to exceptions of the training function, too.
-        log_ranks: Whose lines the task's log shows, such as ``[0]``; None for all. A rank whose failure ends the run is
-            shown as well, and every line is in the run directory.
-        deferrable: Give the worker slot back while the ranks train; the triggerer follows them. The driver of the
-            run stays on the worker's host. In a container of the task's own (KubernetesExecutor) it would end
-            with it, so there the task does not defer, and warns.
+        retry_user_errors: True applies ``retries`` to exceptions of the training function, too.
+        log_ranks: Ranks whose lines the task's log shows, such as ``[0]``; None for all. A rank whose failure ends the
+            run is shown as well, and every line is in the run directory.
+        deferrable: True frees the worker slot while the ranks train; the triggerer follows them. The driver of the
+            run stays on the worker's host. In a container for this task alone (KubernetesExecutor) it would end
+            with the container, so there the task does not defer, and warns.
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
         AirflowFailException: the job cannot be run as described, so no retry can help.
         rankzero.WorkerFailedError: a rank failed; holds the first cause.
         rankzero.RankZeroError: other subclasses for slots, time, cancellation, the result.
-        AirflowRescheduleException: this worker is shut down; the training goes on, and the task attaches to it again.
+        AirflowRescheduleException: this worker is shut down; the training continues, and the task attaches to it again.
 
     Example:
         >>> train_model = TorchDistributorOperator(
@@ -224,7 +225,7 @@ class TorchDistributorOperator(BaseOperator):
         try:
             templates.check_early(self)
         except InvalidJobError as error:
-            # A mapped task is made anew from its values in each try; Airflow's own decorators look there, too.
+            # A mapped task is created from its values in each try; Airflow's own decorators read this attribute, too.
             if getattr(self, "_BaseOperator__from_mapped", False):
                 raise AirflowFailException(f"{type(error).__name__}: {error}") from error
             raise
@@ -252,13 +253,13 @@ class TorchDistributorOperator(BaseOperator):
                 setattr(self, name, templates.convert(name, getattr(self, name)))
         except InvalidJobError as error:
             raise AirflowFailException(f"{type(error).__name__}: {error}") from error
-        # Of an elastic run nobody knows it yet.
+        # The world size of an elastic run is not known yet.
         world_size = self.num_processes if isinstance(self.num_processes, int) else None
         arguments = (self.op_args, self.op_kwargs)
         self._facts = replace(self._facts, world_size=world_size, inputs=self._inputs(arguments))
 
     def _inputs(self, arguments: Any) -> lineage.Inputs:
-        """What OpenLineage learns of what the training reads; nothing where that is not there."""
+        """Returns the training's inputs for OpenLineage; empty without the OpenLineage provider."""
         if not lineage.is_installed():
             return lineage.Inputs()
         return lineage.inputs_of(arguments, self.dataset, self.spark_conf)
@@ -319,7 +320,7 @@ class TorchDistributorOperator(BaseOperator):
         return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """As every operator; a deferral that has failed for good ends the run, as a failure in `execute` does."""
+        """Resumes like every operator; a final failure of the deferral ends the run, like a failure in `execute`."""
         try:
             return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
@@ -339,23 +340,23 @@ class TorchDistributorOperator(BaseOperator):
         return AirflowFailException(f"{type(error).__name__}: {error}")
 
     def on_kill(self) -> None:
-        """Has `execute` find out why this process is to go, and act on it.
+        """Makes `execute` determine why this process was asked to exit, and react.
 
-        Airflow calls this for a user's action and for a worker that is shut down alike, inside its signal handler,
-        which interrupts the thread of `execute` anywhere: so this neither waits nor talks to Airflow.
+        Airflow calls this both for a user's action and for a worker's shutdown, inside its signal handler, which
+        interrupts the thread of `execute` anywhere: so this neither blocks nor sends requests to Airflow.
         """
         self._killed = True
 
     def get_openlineage_facets_on_start(self) -> Any:
-        """What the OpenLineage provider asks for: the world size and what is read. None without that provider."""
+        """Returns the world size and inputs for the OpenLineage provider; None without that provider."""
         return lineage.facets(self._facts)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
-        """The same with the run directory, and the result that came of it."""
+        """Returns world size, inputs, run directory and result for OpenLineage; None without its provider."""
         return lineage.facets(self._facts)
 
     def get_openlineage_facets_on_failure(self, task_instance: Any) -> Any:
-        """The same with the error."""
+        """Returns world size, inputs, run directory and error for OpenLineage; None without its provider."""
         return lineage.facets(self._facts)
 
     def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
-    """The reports of rank 0, as `rankzero.run.reports.rows_of` has them."""
+    """Returns the reports of rank 0, as rows of `rankzero.run.reports.rows_of`."""
     return reports.rows_of(handle.events())
 
 
 def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What an asset event records about the result: where it is, what it is, how it was made, how fast.
+    """Returns the facts that an asset event records about the result: location, format, run, metrics, throughput.
 
     Args:
         handle: The run.

@@ -1,4 +1,4 @@
-"""Where the page *Trainings* of Airflow's web server is. What it shows is in `pages_app`, which that server loads."""
+"""Addresses of the page *Trainings* of Airflow's web server, which loads its content from `pages_app`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 PREFIX = "/rankzero"
-"""Where the pages are, below the address of Airflow."""
+"""Path of the pages below the address of Airflow."""
 
 ROUTE = "trainings"
-"""Where Airflow's navigation shows them."""
+"""Route of the pages in Airflow's navigation."""
 
 
 def address_of(directory: str) -> str | None:
-    """Where a web browser finds the report of a run among these pages.
+    """Returns the web address of the report of a run among these pages.
 
     Args:
         directory: Path or URL of the run directory.
 
     Returns:
-        None for a run of another store, and where ``[api] base_url`` is not set.
+        The address; None for a run of another store, or if ``[api] base_url`` is not set.
     """
     root, _, name = store.normalize(directory).rpartition("/")
     base = _base_url()
@@ -36,7 +36,7 @@ def address_of(directory: str) -> str | None:
 
 
 def external_views() -> list[dict[str, Any]]:
-    """What Airflow's navigation is given."""
+    """Returns the entries of the pages for Airflow's navigation."""
     href = f"{urlsplit(_base_url()).path}{PREFIX}/"
     return [{"name": "Trainings", "href": href, "destination": "nav", "category": "browse", "url_route": ROUTE}]
 
@@ -46,13 +46,13 @@ def _base_url() -> str:
 
 
 class LazyApp:
-    """The ASGI application, made with the first request: a plugin is loaded in every task's process, too."""
+    """The ASGI application, created at the first request, since Airflow loads plugins in every task's process, too."""
 
     def __init__(self) -> None:
         self._app: Callable[..., Awaitable[None]] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers one request."""
+        """Serves one request by the application in `pages_app`."""
         if self._app is None:
             from airflow_rankzero.pages_app import app
 

@@ -1,7 +1,7 @@
 """The page *Trainings*: the runs of the configured store, and the report of each. Read only.
 
-Airflow's own login guards it: who is not logged in gets nothing, and others see the runs of the DAGs whose task logs
-they may read. A run that belongs to no DAG is for those who may read the logs of all.
+Airflow's login protects it: a user sees only the runs of the DAGs whose task logs the user may read. Runs that belong
+to no DAG are shown to users who may read the logs of all DAGs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rankzero.pipeline import Job, pages, store
 app = FastAPI(title="rankzero", openapi_url=None)
 
 
-# No coroutine: it reads a store and asks a database, in a thread of FastAPI's.
+# No coroutine: it reads a store and queries a database, in a thread of FastAPI.
 @app.get("/{path:path}", response_model=None)
 def show(request: Request, path: str, user: Annotated[Any, Depends(get_user)]) -> Response:
-    """Answers one request of somebody who is logged in."""
+    """Serves one request of a user who is logged in."""
     query = {name: request.query_params.getlist(name) for name in request.query_params}
     location = store.normalize(config.store_or_default())
     code, kind, text = pages.answer(location, f"/{path}", query, _Access(user).may_see)
@@ -31,7 +31,7 @@ def show(request: Request, path: str, user: Annotated[Any, Depends(get_user)]) -
 
 
 class _Access:
-    """Which runs a user may see."""
+    """The permissions of one user, cached by DAG."""
 
     def __init__(self, user: Any) -> None:
         self._user = user

@@ -18,20 +18,20 @@ from rankzero.errors import RunCancelledError
 from rankzero.pipeline import EngineOpened, Follower, LineWritten, end
 
 FOLLOW_INTERVAL = 0.1
-"""Seconds between two looks at a run directory on a local disk."""
+"""Seconds between two polls of a run directory on a local disk."""
 
 LONGEST_WAIT = 1.0
-"""Seconds after which this process sees at the latest that it was asked to exit."""
+"""Most seconds until this process notices that it was asked to exit."""
 
 PROGRESS_INTERVAL = 60.0
-"""Seconds of silence after which the log says that the training goes on."""
+"""Seconds without a line after which the log shows the training's progress."""
 
 RESCHEDULE_AFTER = timedelta(seconds=60)
-"""Pause before Airflow gives a drained task to another worker: until the end of this process has reached its executor,
-which would else be taken for the death of the new one. (Airflow's own reschedules pause as long.)"""
+"""Pause before Airflow schedules a drained task on another worker: until this process's exit has reached its executor,
+which would else count as the death of the new process. (Airflow's own reschedules pause as long.)"""
 
 MAX_RESCHEDULES = 20
-"""Drains of one try that cost nothing; after that, a place that never lasts costs tries."""
+"""Most drains of one try that cost no retry; further ones do, so that a task cannot be rescheduled without end."""
 
 
 class TaskLog:
@@ -64,10 +64,10 @@ class TaskLog:
         self._log = log
 
     def follow(self) -> None:
-        """Returns when the run has ended.
+        """Shows the run's lines until the run has ended.
 
         Raises:
-            AirflowRescheduleException: this worker is shut down; the training goes on.
+            AirflowRescheduleException: this worker is shut down; the training continues.
             rankzero.RunCancelledError: a user ended the task, and so the training.
         """
         shown = time.monotonic()
@@ -91,7 +91,7 @@ class TaskLog:
     def _pause(self) -> None:
         until = time.monotonic() + max(FOLLOW_INTERVAL, self._handle.pace)
         while not self._is_killed() and (left := until - time.monotonic()) > 0:
-            # An Event, not a sleep: exceptions of signal handlers get out at once.
+            # An Event, not a sleep: exceptions of signal handlers are raised immediately.
             self._tick.wait(min(left, LONGEST_WAIT))
 
     def _report_progress(self) -> None:
@@ -100,7 +100,7 @@ class TaskLog:
             self._log.info("%s for %.0f s %s", status.state, age, status.metrics or "")
 
     def detach_if_killed(self) -> None:
-        """Nothing, unless this process was asked to exit: with its worker, or by a user. Raises as `follow`."""
+        """Detaches from the run or ends it if this process was asked to exit; else a no-op. Raises like `follow`."""
         if not self._is_killed():
             return
         if self._try.was_ended_by_user():
@@ -115,7 +115,7 @@ class TaskLog:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self._log.warning(
-            "this worker is shut down; the run in %s goes on, and this task attaches to it on another",
+            "this worker is shut down; the run in %s continues, and this task attaches to it on another worker",
             self._handle.directory,
         )
         # Airflow counts them for each try.

@@ -146,7 +146,7 @@ def check_early(task: Any) -> None:
 
 
 def _is_late(value: Any) -> bool:
-    """True for what only a task that runs can know: a template, an XCom, the argument of a mapped task group."""
+    """Returns True for a value that is resolved at run time: a template, an XCom, a mapped task group's argument."""
     if isinstance(value, str):
         return any(mark in value for mark in ("{{", "{%", "{#"))
     return hasattr(value, "resolve") and not isinstance(value, os.PathLike)
@@ -154,7 +154,7 @@ def _is_late(value: Any) -> bool:
 
 def _check_known(known: Mapping[str, Any]) -> None:
     values = {name: value for name, value in known.items() if value is not None or name not in _DECIDED_ELSEWHERE}
-    # With GPUs, which nobody knows yet, every backend may be right.
+    # The connection decides about GPUs later, and with GPUs every backend is valid.
     values.setdefault("use_gpu", True)
     if "num_processes" not in values:
         values["num_processes"] = values.get("processes_per_task", 1)

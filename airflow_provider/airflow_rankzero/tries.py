@@ -1,7 +1,7 @@
-"""`TaskTry`: one try of a task instance, and what it knows of Airflow for the run of its training.
+"""`TaskTry`: one try of a task instance, which answers core's questions about Airflow.
 
-What an existing run means is core's to decide (`rankzero.submit.durable`); a try answers its questions: will another
-try come, was this a user's doing.
+Core (`rankzero.submit.durable`) decides what a try does with an existing run, and queries the try: whether another try
+follows, whether a user has ended the task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_DELAY = timedelta(hours=24)
-"""Airflow's own bound of a delay that grows."""
+"""Airflow's own limit of an exponential delay."""
 
 _HEARTBEAT_TIMEOUT = 300
 
@@ -31,17 +31,17 @@ _STATES_OF_USERS = ("failed", "success", "skipped", "upstream_failed", "removed"
 
 @dataclass(frozen=True)
 class TaskTry:
-    """One try of a task instance.
+    """A try of a task instance, with the facts about Airflow that core needs.
 
     Attributes:
-        ti: The task instance, as Airflow gives it to the operator.
+        ti: The task instance that Airflow passes to the operator.
     """
 
     ti: Any
 
     @property
     def receiver(self) -> dict[str, Any]:
-        """Names this try, for people: Airflow's listener acknowledges what it got."""
+        """Identifies this try in the record of a delivery, which Airflow's listener acknowledges."""
         return {"task_instance": str(getattr(self.ti, "id", "")), "try": self.ti.try_number}
 
     @property
@@ -54,62 +54,62 @@ class TaskTry:
 
     @property
     def is_in_process(self) -> bool:
-        """Returns True if this process belongs to a person or a script, and not to a worker."""
+        """Returns True if this process was started by a user or a script, and not by a worker."""
         return _compat.is_in_process()
 
     @property
     def lease_when_attached(self) -> float | None:
-        """None: as the submission says."""
+        """Returns None: attaching keeps the submission's lease."""
         return None
 
     @property
     def retrier(self) -> None:
-        """None: Airflow's scheduler starts every try, and it is a service that is restarted."""
+        """Returns None: no process ends the retries, since Airflow's scheduler is a service that is restarted."""
 
     @property
     def generation(self) -> str:
-        """Names the tries that Airflow starts by itself: a clear raises ``max_tries``, a retry does not."""
+        """Identifies the chain of automatic retries: a clear raises ``max_tries``, a retry does not."""
         return f"{self.ti.run_id}#{self.ti.max_tries}"
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
-        """False: Airflow's listener has acknowledged by now what Airflow has (`airflow_rankzero.delivery`)."""
+        """Returns False: Airflow's listener (`airflow_rankzero.delivery`) has already acknowledged a stored result."""
         return False
 
     def repeats(self, receiver: Mapping[str, Any]) -> bool:
-        """False: a task instance that has succeeded begins again only if a user wants that."""
+        """Returns False: a task instance that has succeeded is only run again by a user."""
         return False
 
     def detaches(self, error: BaseException) -> bool:
-        """True if the training goes on, for a try that Airflow starts by itself."""
+        """Returns True if the training continues after an error of this try, for an automatic retry."""
         if isinstance(error, (TaskDeferred, AirflowRescheduleException)):
             return True
-        # A timeout or an interrupt ends it, and so does a failure that no try comes after.
+        # A timeout or an interrupt ends it, and so does a failure without a further try.
         return isinstance(error, Exception) and self.is_retried
 
     @property
     def is_retried(self) -> bool:
-        """True if Airflow will try this task instance again when this try fails."""
+        """Returns True if Airflow will retry this task instance when this try fails."""
         return bool(self.ti.try_number <= self.ti.max_tries)
 
     def was_ended_by_user(self) -> bool:
-        """True if a user has marked or cleared the task instance.
+        """Returns True if a user has marked or cleared the task instance.
 
-        Else a process that was asked to exit does so with its worker; or Airflow has lost sight of it for a while,
-        counts it as dead, and has a retry on its way. Not to be called in a signal handler: it talks to the
-        supervisor, which the handler may have interrupted.
+        Else a process was asked to exit because its worker shuts down, or because Airflow missed its heartbeats, counts
+        it as dead, and schedules a retry. Must not be called in a signal handler: it sends a request to the supervisor,
+        and the handler may have interrupted another request.
         """
         try:
             return state_of(self.ti, self.ti.get_task_states) in _STATES_OF_USERS
         except Exception:
-            # A whole deployment goes down: the run's lease ends it if nobody comes back.
+            # The whole deployment may be stopping: the run's lease ends it if no process follows it again.
             logger.warning("cannot ask Airflow whether this task was ended by a user", exc_info=True)
             return False
 
 
 def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
-    """Seconds for which a run may go on without a follower.
+    """Returns the seconds that a run may continue without a follower.
 
-    Long enough for a try that was killed together with its supervisor to be noticed, and for the next one to begin.
+    The lease is long enough for Airflow to notice that a try and its supervisor were killed, and to start the next one.
     """
     least = leases.DETACHED_LEASE if deferred else leases.SCHEDULING_SLACK
     if not TaskTry(ti).is_retried:
@@ -119,7 +119,7 @@ def lease(task: BaseOperator, ti: Any, *, deferred: bool) -> float:
 
 
 def _longest_delay(task: BaseOperator, tries: int) -> float:
-    """Of the task itself, or of a rule of its retry policy."""
+    """Returns the longest retry delay of the task or of a rule of its retry policy, in seconds."""
     rules = getattr(getattr(task, "retry_policy", None), "rules", ())
     delays = [rule.retry_delay.total_seconds() for rule in rules if rule.retry_delay is not None]
     return float(max(_own_delay(task, tries), *delays, 0.0))
@@ -139,14 +139,14 @@ def _own_delay(task: BaseOperator, tries: int) -> float:
 
 
 def state_of(ti: Any, ask: Callable[..., dict[str, Any]]) -> str | None:
-    """What Airflow says of a task instance now; None after a clear, and if its DAG run was deleted.
+    """Queries the current state of a task instance; None after a clear, or if its DAG run was deleted.
 
     Args:
         ti: The task instance.
         ask: ``get_task_states`` of the process's own task instances.
 
     Raises:
-        Exception: Airflow cannot be asked.
+        Exception: the request to Airflow failed.
     """
     mapped = {"map_index": ti.map_index} if ti.map_index is not None and ti.map_index >= 0 else {}
     states = ask(dag_id=ti.dag_id, task_ids=[ti.task_id], run_ids=[ti.run_id], **mapped)

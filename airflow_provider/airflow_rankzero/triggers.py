@@ -25,26 +25,26 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.5
-"""Seconds between two looks at a run directory on a disk."""
+"""Seconds between two polls of a run directory on a disk."""
 
 THREADS = 8
-"""In which the runs of all deferred trainings are looked at, those of the triggerer's loop being for all triggers: a
-store that does not answer for a while holds a look for as long."""
+"""Threads that poll the runs of all deferred trainings. The triggerer's own threads are for all triggers, and a store
+that does not respond would block them."""
 
 _threads = ThreadPoolExecutor(THREADS, "rankzero-trigger")
 
 
 class RunTrigger(BaseTrigger):
-    """Fires when a run has ended, however it ended; shows what the ranks write meanwhile.
+    """Fires when a run has ended, successfully or not; logs the ranks' output meanwhile.
 
-    It holds nothing that is not in the run directory, so a triggerer may be restarted, or another one take it over.
+    Its whole state is in the run directory, so a triggerer may be restarted or replaced by another one.
 
     Args:
         directory: The run directory, which the triggerer must be able to read and to write.
-        submission: Which submission of the run this is; another one is not this trigger's to end.
+        submission: Number of the run's submission; this trigger must not end another one.
         conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
-        log_ranks: Whose lines are shown; None for all.
-        attached: An earlier try has shown lines of this training.
+        log_ranks: Ranks whose lines are shown; None for all.
+        attached: True if an earlier try has shown lines of this training.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunTrigger(BaseTrigger):
         self.attached = attached
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """How Airflow makes this trigger again."""
+        """Returns the class and arguments from which Airflow recreates this trigger."""
         arguments = {
             "directory": self.directory,
             "submission": self.submission,
@@ -74,7 +74,7 @@ class RunTrigger(BaseTrigger):
         return "airflow_rankzero.triggers.RunTrigger", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Gives one event: ``directory`` and, if the run cannot be read any more, ``error``."""
+        """Yields one event: ``directory`` and, if the run can no longer be read, ``error``."""
         try:
             handle = await _in_thread(RunHandle[Any].attach, self.directory)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
@@ -91,11 +91,11 @@ class RunTrigger(BaseTrigger):
         yield self._event()
 
     def _mask_secrets(self) -> None:
-        """Airflow masks what a process has registered: here, too, what it does for the connection.
+        """Registers the connection's secrets in this process, so that Airflow masks them in its log.
 
-        What the run's environment and Spark configuration hold, its driver has masked.
+        The run's driver has already masked those of its environment and Spark configuration.
         """
-        # The worker may be the only one who can ask for it.
+        # The connection may only be readable on workers.
         with contextlib.suppress(Exception):
             Target.from_conn_id(self.conn_id)
 
@@ -106,10 +106,10 @@ class RunTrigger(BaseTrigger):
         return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]
 
     async def on_kill(self) -> None:
-        """A user marked the task or cleared it: ends the run.
+        """Ends the run after a user has marked or cleared the task.
 
-        Airflow calls this also in a triggerer that was held up and whose triggers went to another one; the task is
-        still deferred then. (A restart of the triggerer comes to `cleanup` alone.)
+        Airflow also calls this in a triggerer that was blocked and whose triggers were assigned to another one; the
+        task is still deferred then. (A restart of the triggerer only calls `cleanup`.)
         """
         await asyncio.to_thread(self._end)
 
@@ -132,13 +132,13 @@ class RunTrigger(BaseTrigger):
 
 
 async def _in_thread(action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``action`` returns, in a thread of our own, with this task's context, as `asyncio.to_thread`."""
+    """Calls ``action`` in a thread of this module with the task's context, like `asyncio.to_thread`."""
     call = functools.partial(contextvars.copy_context().run, action, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 def _state_of(ti: Any) -> str | None:
-    """What Airflow says of the task now; ``"deferred"`` if it cannot be asked."""
+    """Queries the current state of the task; ``"deferred"`` if the request to Airflow fails."""
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
     try:

@@ -1,4 +1,4 @@
-"""A connection for ``rankzero doctor --conn-id``, which finds this by the entry point ``rankzero.connections``."""
+"""Resolves a connection for ``rankzero doctor --conn-id``, by the entry point ``rankzero.connections``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from airflow_rankzero.connection.target import Target
 
 
 def examined(conn_id: str, conf: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `rankzero.doctor.examine.examine` for a connection.
+    """Returns the arguments of `rankzero.doctor.examine.examine` for a connection.
 
     Args:
-        conn_id: Its id.
-        conf: Spark configuration, which wins over the connection's.
+        conn_id: The id of the connection.
+        conf: Spark configuration, which overrides the connection's.
 
     Raises:
-        InvalidJobError: there is no such connection, or it cannot be used.
+        InvalidJobError: the connection does not exist, or cannot be used.
     """
     return arguments(Target.from_conn_id(conn_id), conf)
 
 
 def arguments(target: Target, conf: Mapping[str, str]) -> dict[str, Any]:
-    """The same of a target."""
+    """Returns the arguments of `rankzero.doctor.examine.examine` for a target."""
     return {
         "engine": target.engine(conf),
         "store": target.store or config.store(),

@@ -46,16 +46,16 @@ _WITHOUT_EFFECT = frozenset({"spark-binary", "rest-scheme", "rest-port", "yarn_r
 
 @dataclass(frozen=True)
 class Target:
-    """Where a connection says that trainings run.
+    """The engine and the defaults for trainings that a connection describes.
 
     Attributes:
         kind: ``"spark"``, or ``"local"`` for processes of the machine that runs the Airflow task.
-        master: As Spark spells it: ``spark://host:port``, ``yarn``, ``k8s://...``, ``local[N]``, or a Spark Connect
+        master: Spark's master: ``spark://host:port``, ``yarn``, ``k8s://...``, ``local[N]``, or a Spark Connect
             server, ``sc://host:port``. None is an embedded ``local[N]`` with one slot for every task.
         conf: Spark configuration. May hold credentials.
-        store: Root of the run directories, where the task names none.
-        use_gpu: One GPU for each rank, where the task says nothing.
-        processes_per_task: Ranks in one Spark task, where the task says nothing; None leaves it at one.
+        store: Root of the run directories for tasks that give none.
+        use_gpu: True assigns one GPU to each rank, for tasks without ``use_gpu``.
+        processes_per_task: Ranks in one Spark task, for tasks without ``processes_per_task``; None means one.
         deploy_mode: ``"client"``: a training's driver runs beside the Airflow task. ``"cluster"``: on the cluster.
         parameters: The end of a Spark Connect server's URL: user, token. May hold credentials.
     """
@@ -197,7 +197,7 @@ def _deploy_mode(where: str, value: object) -> str:
 
 
 def _of_spark_connect(connection: Connection, where: str) -> Target:
-    """As the Spark provider's own hook reads it: login is the user, password the token."""
+    """Reads a connection like the Spark provider's hook: login is the user, password the token."""
     if not connection.host:
         raise InvalidJobError(f"{where} names no host: give that of the Spark Connect server")
     extra = _read_extra(connection, where)

@@ -15,11 +15,11 @@ from rankzero.errors import RankZeroError
 from rankzero.pipeline import DEFAULT_STORE, OK, STORE_VARIABLE, Examination, examine, find_problems
 
 TEST_START_TIMEOUT = 30.0
-"""Seconds for ranks to start, of which somebody waits at a web page."""
+"""Seconds for ranks to start while a user waits at a web page."""
 
 
 class RankZeroHook(BaseHook):
-    """Reads a connection of type ``rankzero`` (or ``spark``) and says whether trainings can run there.
+    """Reads a connection of type ``rankzero`` (or ``spark``) and tests whether trainings can run there.
 
     Args:
         rankzero_conn_id: Id of the connection.
@@ -39,18 +39,18 @@ class RankZeroHook(BaseHook):
         self.rankzero_conn_id = rankzero_conn_id
 
     def get_conn(self) -> Target:
-        """The target that the connection describes. Raises InvalidJobError."""
+        """Returns the target that the connection describes. Raises InvalidJobError."""
         return Target.from_conn_id(self.rankzero_conn_id)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Looks for what would stop a training, as seen from this machine. Starts no JVM.
+        """Searches for problems that would stop a training, from this machine. Starts no JVM.
 
-        Airflow calls it on the API server or on a worker; what is said of Java, GPUs and local paths
-        is true for that machine. On Spark Connect, which needs no JVM here, two ranks (or those of one
-        task, if these are more) look around on the cluster.
+        Airflow calls it on the API server or on a worker; results about Java, GPUs and local paths
+        hold for that machine. On Spark Connect, which needs no JVM here, two ranks (or those of one
+        task, if these are more) examine the cluster.
 
         Returns:
-            Whether nothing was found, and what was found or looked at, in words.
+            True if no problem was found, and a message with the problems or the checks.
         """
         here = socket.gethostname()
         try:
@@ -71,7 +71,7 @@ class RankZeroHook(BaseHook):
 
 
 def _say(found: Examination, here: str) -> tuple[bool, str]:
-    """What an examination has found: all that is not well, or else all that is."""
+    """Returns the outcome of an examination and a message: all problems, or else all findings."""
     wrong = [finding for finding in found.findings if finding.level != OK]
     texts = [
         f"{each.about}: {each.what}" + (f" ({each.mend})" if each.mend else "") for each in wrong or found.findings

@@ -1,7 +1,6 @@
-"""OpenLineage of a training: which Airflow task a Spark job belongs to, and what a run read and wrote.
+"""OpenLineage facts of a training: the Airflow task that a Spark job belongs to, and a run's inputs and outputs.
 
-The OpenLineage provider need not be installed: nothing of it is imported before it is known to be, and trouble with
-lineage never stops a task.
+The OpenLineage provider need not be installed, and is imported only if it is. Problems with lineage never stop a task.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ def _is_on(option: str) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads.
+    """The inputs of a run.
 
     Attributes:
-        files: Paths and URLs: of datasets, and of the results of other runs that were given as arguments.
+        files: Paths and URLs of datasets, and of the results of other runs that were given as arguments.
         queries: Names of tables, and queries, that Spark computes.
-        metastore: Address of the Hive metastore that knows the tables; None where the Spark configuration names none.
+        metastore: Address of the Hive metastore with the tables; None if the Spark configuration has none.
     """
 
     files: tuple[str, ...] = ()
@@ -87,15 +86,15 @@ class Inputs:
 
 
 def inputs_of(arguments: Any, dataset: Any, spark_conf: Mapping[str, Any] | None) -> Inputs:
-    """What a training reads, as far as its arguments tell.
+    """Returns the inputs of a training that its arguments show.
 
     Args:
-        arguments: Of the function, in which a `ResultRef` may be anywhere.
-        dataset: The operator's.
-        spark_conf: The operator's.
+        arguments: Arguments of the function, which may contain `ResultRef` objects at any depth.
+        dataset: The operator's ``dataset``.
+        spark_conf: The operator's ``spark_conf``.
 
     Returns:
-        Nothing of it where that cannot be told: trouble with lineage stops no task.
+        The inputs, without those that cannot be determined: problems with lineage never stop a task.
     """
     from rankzero.pipeline import datasets
 
@@ -118,14 +117,14 @@ def inputs_of(arguments: Any, dataset: Any, spark_conf: Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run when OpenLineage asks.
+    """Facts about a run for OpenLineage, as far as they are known at the time.
 
     Attributes:
         world_size: Number of ranks; None before the templates are rendered.
-        directory: Run directory, path or URL; None before it is there.
-        result: Where rank 0's value lies; None before it is there, or if it is small enough for the status.
-        inputs: What it reads.
-        error: Why the run failed.
+        directory: Run directory, path or URL; None before it exists.
+        result: Location of rank 0's value; None before it exists, or if it is small enough for the status.
+        inputs: The inputs of the run.
+        error: The error of a run that failed.
     """
 
     world_size: int | None = None
@@ -136,10 +135,10 @@ class RunFacts:
 
 
 def facets(facts: RunFacts) -> Any:
-    """What the methods ``get_openlineage_facets_on_start``, ``_on_complete`` and ``_on_failure`` return.
+    """Builds the result of the methods ``get_openlineage_facets_on_start``, ``_on_complete`` and ``_on_failure``.
 
     Args:
-        facts: What is known by then.
+        facts: The facts that are known at the time.
 
     Returns:
         An ``OperatorLineage``: the result as output; files, tables and results given as arguments as inputs; queries
