@@ -184,7 +184,7 @@ class WarmServer:
             self.end()
 
     def _load_later(self) -> None:
-        # Agents get their time to end also if the owner exits meanwhile; their ends are reported at once.
+        # Agents get their grace even if the owner exits meanwhile; their exits are reported immediately.
         signal.signal(signal.SIGCHLD, lambda *_: self._collect())
         try:
             with contextlib.nullcontext() if self._agents else ending_with(self._owner, self._place):
