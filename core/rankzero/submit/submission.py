@@ -83,7 +83,7 @@ def find(run: RunDirectory) -> RunHandle[Any] | None:
         raise InvalidJobError(f"the store cannot be read: {run.directory}: {error}") from error
 
 
-def look(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
+def assess(run: RunDirectory, asked: Asked, caller: PipelineTry | None = None) -> Existing | None:
     """Returns what submitting a training under this run id would mean now; None if there is no such run.
 
     A driver on another host is polled until it shows a heartbeat or counts as dead.
