@@ -28,7 +28,7 @@ class Commits:
             return sizes(folder)
 
         monkeypatch.setattr(store, "sizes", fail_once)
-        monkeypatch.setattr(commits, "_STORE_INTERVAL", 0.01)
+        monkeypatch.setattr(commits, "_RETRY_INTERVAL", 0.01)
 
         def note(manifest: Manifest) -> None:
             self.committed.append(manifest.index)

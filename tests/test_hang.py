@@ -18,54 +18,54 @@ class Watched:
     def ask(self) -> None:
         self.asked += 1
 
-    def look(self, now: float) -> dict[int, str] | None:
-        return self.watch.look(now, BOUND)
+    def poll(self, now: float) -> dict[int, str] | None:
+        return self.watch.poll(now, BOUND)
 
 
 def test_a_rank_that_was_never_heard_of_hangs_from_the_start_on() -> None:
     asked: list[int] = []
     watch = HangWatch(2, lambda: asked.append(1))
-    assert watch.look(5.0, BOUND) is None
+    assert watch.poll(5.0, BOUND) is None
     watch.on_beat(0, 1, 6.0)
     # Until then it may be looking for rank 0.
     start = 5.0 + MEET_TIMEOUT
-    assert watch.look(start + BOUND, BOUND) is None
+    assert watch.poll(start + BOUND, BOUND) is None
     assert not asked
-    assert watch.look(start + 0.1 + BOUND, BOUND) is None
+    assert watch.poll(start + 0.1 + BOUND, BOUND) is None
     assert asked
-    stacks = watch.look(start + 0.2 + BOUND + policy.STACKS_WINDOW, BOUND)
+    stacks = watch.poll(start + 0.2 + BOUND + policy.STACKS_WINDOW, BOUND)
     assert stacks is not None
     assert list(stacks) == [0, 1]
 
 
 def test_stacks_are_asked_for_once_and_told_when_all_are_there() -> None:
     ranks = Watched()
-    assert ranks.look(BOUND) is None
+    assert ranks.poll(BOUND) is None
     assert ranks.asked == 0
-    assert ranks.look(BOUND + 1) is None
+    assert ranks.poll(BOUND + 1) is None
     ranks.watch.on_stack(0, "here")
-    assert ranks.look(BOUND + 2) is None
+    assert ranks.poll(BOUND + 2) is None
     ranks.watch.on_stack(1, "there")
-    assert ranks.look(BOUND + 3) == {0: "here", 1: "there"}
+    assert ranks.poll(BOUND + 3) == {0: "here", 1: "there"}
     assert ranks.asked == 1
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for_longer() -> None:
     ranks = Watched()
-    assert ranks.look(BOUND + 1) is None
+    assert ranks.poll(BOUND + 1) is None
     ranks.watch.on_stack(1, "there")
-    stacks = ranks.look(BOUND + 1.1 + policy.STACKS_WINDOW)
+    stacks = ranks.poll(BOUND + 1.1 + policy.STACKS_WINDOW)
     assert stacks == {0: "no answer: its agent or the network hangs", 1: "there"}
 
 
 def test_progress_of_one_rank_is_progress_and_a_beat_without_it_is_none() -> None:
     ranks = Watched()
-    assert ranks.look(BOUND + 1) is None
+    assert ranks.poll(BOUND + 1) is None
     ranks.watch.on_beat(0, 1, BOUND + 1)
     ranks.watch.on_beat(1, 2, BOUND + 1)
-    assert ranks.look(BOUND + 2) is None
+    assert ranks.poll(BOUND + 2) is None
     # It hangs again: the ranks are asked anew.
-    assert ranks.look(2 * BOUND + 2) is None
+    assert ranks.poll(2 * BOUND + 2) is None
     assert ranks.asked == 2
 
 
@@ -73,16 +73,16 @@ def test_nobody_hangs_while_a_value_is_stored() -> None:
     ranks = Watched()
     for rank in range(2):
         ranks.watch.on_return(rank, BOUND)
-    assert ranks.look(BOUND * 100) is None
+    assert ranks.poll(BOUND * 100) is None
     assert ranks.asked == 0
 
 
 def test_a_return_is_progress_and_what_comes_after_it_hides_no_peer_that_hangs() -> None:
     ranks = Watched()
     ranks.watch.on_return(0, BOUND)
-    assert ranks.look(2 * BOUND) is None
+    assert ranks.poll(2 * BOUND) is None
     ranks.watch.on_beat(0, 2, 2 * BOUND)
     assert ranks.asked == 0
-    assert ranks.look(2 * BOUND + 1) is None
+    assert ranks.poll(2 * BOUND + 1) is None
     assert ranks.asked == 1
-    assert ranks.look(2 * BOUND + 1.1 + policy.STACKS_WINDOW) is not None
+    assert ranks.poll(2 * BOUND + 1.1 + policy.STACKS_WINDOW) is not None

@@ -21,8 +21,8 @@ def member(task: int, left_at: float | None = None, disconnected_at: float | Non
     return found
 
 
-def failed(outcome: Outcome, rank: int, at: float = JUST, *, was_told_to: bool = False, **facts: Any) -> None:
-    outcome.note_failure(rank, "a", facts, at, was_told_to=was_told_to)
+def failed(outcome: Outcome, rank: int, at: float = JUST, *, was_asked_to: bool = False, **facts: Any) -> None:
+    outcome.note_failure(rank, "a", facts, at, was_asked_to=was_asked_to)
 
 
 def test_success_is_every_ranks_commit_and_rank_0s_value() -> None:
@@ -79,7 +79,7 @@ def test_a_rank_that_committed_cannot_fail_any_more() -> None:
 def test_a_failure_keeps_the_order_in_which_it_was_heard_and_what_is_known() -> None:
     outcome = Outcome(2)
     failed(outcome, 1, message="first", exit_code=None, log_tail=["x" * 2 * LOG_TAIL_WIDTH])
-    failed(outcome, 0, was_told_to=True, message="then", collateral=False)
+    failed(outcome, 0, was_asked_to=True, message="then", collateral=False)
     first, then = outcome.failures
     assert (first.rank, first.order, first.message, first.collateral) == (1, 0, "first", False)
     assert len(first.log_tail[0]) == LOG_TAIL_WIDTH

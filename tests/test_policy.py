@@ -161,7 +161,7 @@ def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: fl
     assert liveness.driver_is_dead(age, unchanged, liveness.dead_after(RunStatus())) is dead
 
 
-NOW, PATIENT = 0.0, policy.GROWTH_PATIENCE
+NOW, PATIENT = 0.0, policy.GROWTH_TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def test_an_elastic_attempt_leaves_its_ranks_time_to_start(
             1,
             2,
             2,
-            "offers 1 of the 2 task slots that this run needs at once (1 missing) after 31 s",
+            "offers 1 of the 2 task slots that this run needs at the same time (1 missing) after 31 s",
         ),
-        (0, 2, 8, "offers 0 of the 2 to 8 task slots that this run needs at once (2 missing)"),
-        (5, 2, 8, "offers 5 of the 2 to 8 task slots that this run needs at once (3 more would be used)"),
+        (0, 2, 8, "offers 0 of the 2 to 8 task slots that this run needs at the same time (2 missing)"),
+        (5, 2, 8, "offers 5 of the 2 to 8 task slots that this run needs at the same time (3 more would be used)"),
     ],
 )
 def test_what_is_waited_for_is_said(slots: int, least: int, most: int, words: str) -> None:

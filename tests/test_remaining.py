@@ -52,7 +52,7 @@ def watch(
         if asked:
             cpu = None if cpu_per_second is None else asked[0] * cpu_per_second
             remaining.note(0, stacks[int(asked.pop() // RETURNED_NOTICE) % len(stacks)], cpu)
-        if line := remaining.look(now, ONE, now // progress_every * progress_every):
+        if line := remaining.poll(now, ONE, now // progress_every * progress_every):
             told.append(line)
         if remaining.is_hung(now):
             return told, now
@@ -88,5 +88,5 @@ def test_a_rank_that_works_alone_never_hangs_and_is_told_of_once(stacks: list[st
 def test_nothing_is_told_while_there_is_progress_or_before_or_after_the_return() -> None:
     assert watch([ALL_REDUCE], progress_every=RETURNED_NOTICE - 1) == ([], 0.0)
     remaining = RemainingWatch(2, lambda: pytest.fail("nothing to look for"))
-    assert remaining.look(1e6, frozenset(), 0.0) is None
-    assert remaining.look(1e6, BOTH, 0.0) is None
+    assert remaining.poll(1e6, frozenset(), 0.0) is None
+    assert remaining.poll(1e6, BOTH, 0.0) is None

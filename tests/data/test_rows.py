@@ -115,7 +115,7 @@ def _scored_by_changing_worlds(slots: str) -> tuple[Table, Table]:
 def test_every_row_is_scored_once_however_often_ranks_die_and_worlds_change(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
+    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 0.2)
     monkeypatch.setattr(policy, "RESTART_DELAY_LIMIT", 0.1)
     pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
     slots = tmp_path / "slots"

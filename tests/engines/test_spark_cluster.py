@@ -113,7 +113,7 @@ def on_session(
     from pyspark.sql import SparkSession
 
     monkeypatch.setattr(policy, "WAITING_INTERVAL", 1.0)
-    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 1.0)
+    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 1.0)
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     handlers = signal_handlers()
     builder = SparkSession.builder.master(cluster.url).config("spark.executor.memory", "1g")

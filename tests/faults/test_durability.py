@@ -182,7 +182,7 @@ launcher.submit(count_and_wait, {str(tmp_path)!r})
     subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT, cwd=ROOT)
     run = RunDirectory(str(tmp_path / "store" / "leased"))
     until(lambda: run.status().final, WAIT, "the end of the run")
-    with pytest.raises(RunCancelledError, match=r"nobody followed the run for orphan_timeout=4.0 s"):
+    with pytest.raises(RunCancelledError, match=r"no process followed the run for orphan_timeout=4.0 s"):
         RunHandle.attach(run.directory).result()
 
 

@@ -42,7 +42,7 @@ def slots(tmp_path: Path) -> Path:
 def growing(launcher: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
     """A run on as many slots as the file says."""
     monkeypatch.setattr(policy, "WAITING_INTERVAL", 0.05)
-    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
+    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 0.2)
     return launcher.options(engine=SlotsEngine(str(slots)), run_id="growing")
 
 
@@ -170,7 +170,7 @@ def test_a_world_that_is_too_small_is_waited_for(growing: Launcher, slots: Path)
 def test_a_world_that_is_large_enough_starts_within_the_bound(
     growing: Launcher, slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "GROWTH_PATIENCE", WAIT)
+    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", WAIT)
     slots.write_text("3")
     # Whether the ranks of a slow machine start in the time that is left is another matter.
     with contextlib.suppress(StartTimeoutError):

@@ -80,7 +80,7 @@ def test_a_stage_that_was_lost_from_sight_is_not_followed_for_ever(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(handover, "SILENCE", 0.2)
+    monkeypatch.setattr(handover, "HEARTBEAT_TIMEOUT", 0.2)
     caplog.set_level(logging.WARNING)
     server = Server()
     given, run, _, inbox = handed(tmp_path, server)
@@ -197,7 +197,7 @@ def test_a_driver_that_began_while_its_store_could_not_be_asked_is_no_start_time
         deadline = time.monotonic() + 0.2
         followed = threads.submit(given.run, deadline, {}, Restarts(0, 0))
         try:
-            until(lambda: "cannot look for the driver" in caplog.text, WAIT, "a look that fails")
+            until(lambda: "cannot poll the driver" in caplog.text, WAIT, "a poll that fails")
             until(lambda: time.monotonic() > deadline, WAIT, "the deadline")
             folder.unlink()
             folder.with_suffix(".cut").rename(folder)

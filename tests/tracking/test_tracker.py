@@ -144,7 +144,7 @@ def test_what_a_tracker_raises_is_one_line_without_its_secrets(
     assert noted(notes)[-1]["end"] == "succeeded"
     (line,) = [record.getMessage() for record in caplog.records if "misses" in record.getMessage()]
     cause = "OSError: no answer from http://me:***@host/ or http://you:***@host/*** with ***"
-    assert line == f"Broken misses what happens in the run: {cause}"
+    assert line == f"Broken misses events of the run: {cause}"
 
 
 def test_a_store_that_does_not_say_what_is_there_ends_no_driver_and_what_comes_later_is_told(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_an_elastic_training_goes_on_with_what_another_number_of_ranks_wrote(
         dist.barrier()
         raise RetryableError("the cluster has another size now")
 
-    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
+    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 0.2)
     slots.write_text(str(sizes[0]))
     elastic = launcher.options(num_processes=(1, 3), engine=SlotsEngine(str(slots)), max_restarts=2)
     assert elastic.run(train, str(slots)) == [sizes, [2.0] * 5]

@@ -1,4 +1,4 @@
-"""What all agents of an attempt are told, beside where its driver is."""
+"""The part of the agents' configuration that is the same for every agent of an attempt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rankzero.job import Job
 
 
 def agent_config(job: Job, number: int, env: dict[str, str], seconds: float) -> AgentConfig:
-    """What is known of an attempt before it begins.
+    """Returns the configuration that the agents of an attempt share, except the address of their driver.
 
     Args:
-        job: Of the run.
-        number: The attempt's.
+        job: The job of the run.
+        number: The number of the attempt.
         env: The user's environment for the ranks.
-        seconds: Until every rank must have started.
+        seconds: Seconds within which every rank must have started.
     """
     return {
         "attempt": number,

@@ -1,4 +1,4 @@
-"""`Attempt`: one try of a run, from the agents' first word to the last one's farewell."""
+"""`Attempt`: one attempt of a run, from the first agent that joins until the last one has disconnected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rankzero.values.ref import ResultRef
 logger = logging.getLogger(__name__)
 
 BACKLOG = 256
-"""Messages that may wait for the driver before agents have to keep their log lines."""
+"""Most messages that wait for the driver before agents have to hold back their log lines."""
 
 ENGINE_ENDED = "engine-ended"
 CHECKPOINT_COMMITTED = "checkpoint-committed"
@@ -47,7 +47,7 @@ SUCCESS_RECORDED = "success-recorded"
 
 
 class Attempt:
-    """Drives one try: `run` returns when success is certain and the agents have ended, or raises the first cause."""
+    """Drives one attempt: `run` returns when success is certain and the agents have ended, or raises the cause."""
 
     def __init__(
         self,
@@ -80,18 +80,18 @@ class Attempt:
         self.started_at: float | None = None
         """Monotonic time at which every rank had started."""
         self.failed_host: str | None = None
-        """The host whose fault the end of this attempt may be, as the engine names it."""
+        """The host that may be to blame for the end of this attempt, as the engine names it."""
 
     def run(self, start_deadline: float, env: dict[str, str], run_started_at: float | None) -> None:
-        """Launches the agents and follows them to the end.
+        """Launches the agents and follows them until they have ended.
 
         Args:
             start_deadline: Monotonic time by which every rank must have started.
             env: The user's environment for the ranks.
-            run_started_at: Monotonic time at which the first attempt had started; None in that one.
+            run_started_at: Monotonic time at which the first attempt had started; None in the first attempt.
         """
         self._start_deadline = start_deadline
-        self._say_at = time.monotonic() + policy.WAITING_INTERVAL
+        self._report_at = time.monotonic() + policy.WAITING_INTERVAL
         self._run_started_at = run_started_at
         encrypts = self._job.encrypts(by_default=self._session.encrypts)
         identity = self._session.identity() if encrypts else None
@@ -143,7 +143,7 @@ class Attempt:
                 self._scratch.remove()
 
     def _remove_leftovers(self) -> None:
-        """What ranks of an attempt before had begun to write when they, or their driver, died."""
+        """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
         remove_rows(self._run, range(self._job.first_attempt, self._number), {})
         if self._run.is_remote:
             remove_values(self._run, range(self._job.first_attempt, self._number))
@@ -159,7 +159,7 @@ class Attempt:
             raise EngineError(f"the driver cannot listen for the agents: {error}") from error
 
     def _resume_files(self) -> dict[str, str]:
-        """Where the files of the checkpoint to start from lie, by the names that agents ask for."""
+        """Returns the files of the checkpoint to start from, by the names under which agents request them."""
         if self._resume is None:
             return {}
         files = {rank: part["file"] for rank, part in self._resume.parts.items()}
@@ -170,14 +170,14 @@ class Attempt:
         self._send({"type": ENGINE_ENDED, "error": error})
 
     def _send(self, message: Message) -> None:
-        """Puts a message of the driver's own into its queue, from any thread."""
+        """Puts a message from one of the driver's own threads into the driver's queue. Any thread may call it."""
         self._messages.put((DRIVER, message))
 
     @property
     def outcome(self) -> tuple[ResultRef, list[Any]] | None:
-        """Rank 0's handle, and the value in a list if it is small JSON, as soon as success is certain.
+        """Rank 0's handle, and the value in a list if it is small JSON, as soon as success is certain; else None.
 
-        Whatever happens after that loses nothing.
+        No later event takes a success back.
         """
         return self._outcome.success
 
@@ -185,27 +185,27 @@ class Attempt:
         try:
             while self.outcome is None:
                 self._take(TICK)
-                # What has come meanwhile, of many agents, is worth one look.
+                # Many agents may have sent messages meanwhile: one check after all of them is enough.
                 for _ in range(BACKLOG):
                     if self._take(0.0) is None:
                         break
                 if self.outcome is None:
-                    self._look(group)
+                    self._check(group)
         except BaseException as error:
             self._stopping = True
             self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
-            # What has come meanwhile is committed first.
+            # Messages that arrived meanwhile may complete a checkpoint, which is committed first.
             self._take_all()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()
         self._server.broadcast({"type": "end"})
-        self._await_agents(group, self._job.exit_timeout + policy.END_PATIENCE, patient=True)
+        self._await_agents(group, self._job.exit_timeout + policy.END_TIMEOUT, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
 
     def _record_success(self) -> None:
-        """Makes success durable before anything else: farewells and exit handlers take time, and a driver may die."""
+        """Makes success durable first: disconnects and exit handlers take time, and the driver may die meanwhile."""
         assert self.outcome is not None
         deadline = time.monotonic() + STORE_OUTAGE
         self._recorder.commit(*self.outcome, then=lambda: self._send({"type": SUCCESS_RECORDED}))
@@ -213,18 +213,19 @@ class Attempt:
             self._take(TICK)
 
     def _await_agents(self, group: AgentGroup, timeout: float, *, patient: bool = False) -> None:
-        """Receives the agents' final messages until they have ended; then ends the engine's part.
+        """Receives the agents' final messages until the agents have ended; cancels those that have not at the engine.
 
         Args:
             group: The agents.
             timeout: Seconds to wait.
-            patient: Count from the last message: lines that waited for a slow driver are still to come.
+            patient: Restart the time-out at each message, since agents may still send lines that waited for a slow
+                driver.
         """
         deadline, released = time.monotonic() + timeout, patient
         while not self._engine_ended and time.monotonic() < deadline:
             kind = self._take(TICK)
             if not released and self._outcome.is_over:
-                # Ranks that have committed wait for their peers: none needs the rest of the grace.
+                # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 released = True
                 self._server.broadcast({"type": "end"})
             if kind == LOST:
@@ -241,14 +242,12 @@ class Attempt:
             group.wait(policy.STOP_MARGIN)
 
     def _await_commits(self, timeout: float) -> None:
-        """Waits for what is on its way to the store, less long once called off; then nobody writes there, and what was
-        begun and not ended is deleted.
-        """
+        """Waits for uploads to the store, for less time once the run is cancelled, then deletes unfinished ones."""
         deadline = time.monotonic() + timeout
         self._committer.release()
         deadline = self._await_committer(deadline)
         if self._stopping and self.outcome is None:
-            # Not before: the value that was on its way may have made it a success.
+            # Only now: until here, a value that was still being stored could have made the attempt a success.
             self._storage.sweep()
         else:
             self._storage.abort_uploads()
@@ -257,7 +256,7 @@ class Attempt:
         self._take_all()
 
     def _await_committer(self, deadline: float) -> float:
-        """Waits until the committer has done all that it was given; the deadline, earlier if the run is called off."""
+        """Waits until the committer has done its work; returns the deadline, which a cancel moves forward."""
         while self._committer.is_busy and time.monotonic() < deadline:
             self._take(TICK)
             if self._is_called_off():
@@ -275,7 +274,7 @@ class Attempt:
     # -- messages ------------------------------------------------------------------------------
 
     def _take(self, timeout: float) -> str | None:
-        """Handles what is there, or waits for it; the message's type, None if nothing came."""
+        """Handles the next message, waiting for it if need be; returns its type, or None if there was none in time."""
         try:
             task, message = self._messages.get(timeout=timeout) if timeout else self._messages.get(False)
         except queue.Empty:
@@ -336,7 +335,7 @@ class Attempt:
         elif kind == RECONNECTED:
             member.disconnected_at = None
         elif kind == LOST:
-            why = "it was not heard of any more: its host died or the network to it is cut"
+            why = "its connection timed out: its host died or the network to it is cut"
             member.leave(why, time.monotonic())
             for rank in member.ranks:
                 self._outcome.note_over(rank)
@@ -369,7 +368,7 @@ class Attempt:
         elif kind == "position":
             self._remaining.note(rank, message["stack"], message["cpu"])
         elif kind == "commit" and not self._outcome.has_returned(rank):
-            # It was asked to exit, and did so politely: that ends a training, and does not finish it.
+            # The rank exited cleanly because it was asked to: the training was stopped, not finished.
             self._on_failure(rank, member, {"exit_code": 0, "message": "ended when it was asked to"})
         elif kind == "commit":
             self._storage.commit(rank, member.task, message)
@@ -377,7 +376,7 @@ class Attempt:
             self._on_failure(rank, member, message)
 
     def _note_phase(self, phase: str, rank: int, member: Member, message: Message) -> None:
-        """When a rank got where it is, for the report of the run."""
+        """Records when a rank reached a phase, for the report of the run."""
         facts: dict[str, Any] = {
             name: message[name] for name in ("started", "imported", "time", "torch") if name in message
         }
@@ -403,7 +402,7 @@ class Attempt:
     def _assign_ranks(self, members: list[Member]) -> None:
         for task in filter(self._roster.is_surplus, range(self._roster.num_expected)):
             self._dismiss(task)
-        # What is the same for all: of a thousand agents each would look at the thousand.
+        # Computed once: computing it for each agent would be quadratic in their number.
         same = {
             "type": "start",
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
@@ -422,7 +421,7 @@ class Attempt:
         for node_rank, member in enumerate(members):
             resume = self._resume.for_ranks(member.ranks) if self._resume else None
             own = {"first_rank": member.first_rank, "node_rank": node_rank, "checkpoint": resume}
-            # One agent of each host looks at what it does.
+            # One agent of each host samples the host's use of CPU, memory and GPUs.
             own["sample_usage"] = member.host not in sampled
             sampled.add(member.host)
             self._server.send(member.task, {**same, **own})
@@ -435,7 +434,7 @@ class Attempt:
         self._note_start()
 
     def _note_start(self) -> None:
-        """The attempt has started when every rank has imported torch and rank 0 has opened the rendezvous."""
+        """Records the start once every rank has imported torch and rank 0 has opened the rendezvous."""
         is_complete = self._rendezvous and self._roster.num_ready == self._job.num_processes
         if is_complete and self.started_at is None:
             self.started_at = time.monotonic()
@@ -447,16 +446,16 @@ class Attempt:
     def _on_failure(self, rank: int, member: Member, message: Message) -> None:
         left = member.left_at is not None
         facts = self._recorder.mask.facts(message)
-        failure = self._outcome.note_failure(rank, member.name, facts, time.monotonic(), was_told_to=left)
+        failure = self._outcome.note_failure(rank, member.name, facts, time.monotonic(), was_asked_to=left)
         if failure:
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
 
     # -- deadlines -----------------------------------------------------------------------------
 
-    def _look(self, group: AgentGroup) -> None:
-        """Raises the typed error if the attempt cannot succeed any more."""
+    def _check(self, group: AgentGroup) -> None:
+        """Raises the typed error if the attempt can no longer succeed."""
         now = time.monotonic()
-        self._look_at_outcome(group, now)
+        self._check_outcome(group, now)
         self._watch.check()
         timeout, began = self._job.timeout, self._run_started_at or self.started_at
         if timeout and began is not None and now - began > timeout:
@@ -464,24 +463,24 @@ class Attempt:
         if self.started_at is None:
             if now > self._start_deadline:
                 raise self._start_timeout()
-            if now > self._say_at:
-                self._say_at = now + policy.WAITING_INTERVAL
-                self._say_waiting()
+            if now > self._report_at:
+                self._report_at = now + policy.WAITING_INTERVAL
+                self._report_waiting()
             return
         group.hold_on()
-        self._look_for_hangs(now)
+        self._check_hangs(now)
 
-    def _look_for_hangs(self, now: float) -> None:
-        if what := self._remaining.look(now, self._hang.returned, self._hang.progress_at):
+    def _check_hangs(self, now: float) -> None:
+        if what := self._remaining.poll(now, self._hang.returned, self._hang.progress_at):
             self._recorder.event({"type": "waiting", "what": what})
             self._recorder.log(0, [f"rankzero: {what}"])
         if self._remaining.is_hung(now):
-            if stacks := self._hang.look(now, 0.0):
+            if stacks := self._hang.poll(now, 0.0):
                 raise verdict.left_waiting(self._hang.returned, stacks, self._run.directory)
-        elif (bound := self._job.hang_timeout) is not None and (stacks := self._hang.look(now, bound)):
+        elif (bound := self._job.hang_timeout) is not None and (stacks := self._hang.poll(now, bound)):
             raise verdict.hung(bound, stacks, self._run.directory)
 
-    def _look_at_outcome(self, group: AgentGroup, now: float) -> None:
+    def _check_outcome(self, group: AgentGroup, now: float) -> None:
         reason = self._outcome.reason(now, self._roster.gone(), engine_ended=self._engine_ended)
         if isinstance(reason, Member):
             self.failed_host = reason.host if reason.restart_cause != PREEMPTED else None
@@ -503,8 +502,8 @@ class Attempt:
         task = f"task {member.task} on {member.name}"
         return verdict.lost(task, ranks, why, member.restart_cause, explained, self._outcome.failures)
 
-    def _say_waiting(self) -> None:
-        """Says what has not started yet, where whoever follows the run sees it."""
+    def _report_waiting(self) -> None:
+        """Records which tasks or ranks have not started yet, where followers of the run see it."""
         tasks, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
         what = policy.starting_message(self._roster.num_expected, tasks, ranks)
         self._recorder.event({"type": "waiting", "what": what})

@@ -1,6 +1,6 @@
-"""A driver that a Spark cluster has started as the program of an application, in a process below that one's JVM.
+"""The driver that a Spark cluster starts as the program of an application, as a child process of the driver's JVM.
 
-Its session is that application's: pyspark finds the JVM by the variables that it was started with.
+Its session is the session of that application: pyspark finds the JVM by the environment variables of this process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rankzero.run.directory import RunDirectory
 
 
 def main() -> None:
-    """Entry point, whose arguments `rankzero.engines.spark.deploy` makes."""
+    """Entry point; `rankzero.engines.spark.deploy` makes its arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--private", required=True, help="where what is secret is: env:NAME, conf:NAME or file:PATH")
+    parser.add_argument("--private", required=True, help="where the secrets are: env:NAME, conf:NAME or file:PATH")
     arguments = parser.parse_args()
     settle_signals()
     parent = {"pid": os.getppid(), "start": process_start(os.getppid()), "namespace": process_namespace()}
@@ -40,7 +40,7 @@ def main() -> None:
     if not is_same:
         sys.exit(
             f"{run.directory} on {socket.gethostname()} is not the directory of the run: the store must be a path that "
-            "the cluster's hosts and whoever submits have in common, or the URL of an object store"
+            "the submitter and the cluster's hosts share, or the URL of an object store"
         )
     log: list[logging.Handler] = [logging.StreamHandler()]
     if not run.is_remote:
@@ -56,7 +56,7 @@ def main() -> None:
 def _read_private(place: str) -> str:
     kind, _, name = place.partition(":")
     if kind == "env":
-        # Nothing that this process starts shall have it.
+        # Child processes of this one must not inherit it.
         return os.environ.pop(name)
     if kind == "file":
         with open(name) as file:
@@ -65,12 +65,12 @@ def _read_private(place: str) -> str:
 
     gateway: Any = SparkContext
     gateway._ensure_initialized()
-    # The application's SparkContext shall not have it either.
+    # The application's SparkContext must not keep it either.
     return str(gateway._jvm.java.lang.System.clearProperty(name))
 
 
 def _end_with(parent: dict[str, Any]) -> None:
-    """Ends the run when the JVM has exited: a cluster that kills an application kills that process, not this one."""
+    """Ends the run when the JVM has exited: a cluster that kills an application kills the JVM, not this process."""
     watched = pidfd_of(parent)
 
     def watch() -> None:

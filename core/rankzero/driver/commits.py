@@ -1,4 +1,4 @@
-"""`Committer`: checkpoints that ranks deliver, committed and pruned in a thread of its own."""
+"""`Committer`: commits and prunes the checkpoints that ranks deliver, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from rankzero.run.directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT = 600.0
-"""Seconds that a run waits at its end for checkpoints which are on their way to the store."""
+"""Seconds that a run waits at its end for checkpoints that are still being stored."""
 
-STORE_PATIENCE = 30.0
-"""Seconds for which a store that refuses the newest checkpoint is asked again."""
+RETRY_TIMEOUT = 30.0
+"""Seconds for which the commit of the newest checkpoint is retried while the store refuses it."""
 
-_STORE_INTERVAL = 0.5
+_RETRY_INTERVAL = 0.5
 
 
 class NotOwnerError(OSError):
-    """The run directory belongs to another submission: this driver may neither write nor delete there."""
+    """The run directory belongs to another submission, so this driver may neither write nor delete there."""
 
 
 class Committer:
-    """Commits what ranks deliver, in a thread of its own: a slow store delays neither training nor failures."""
+    """Commits what ranks deliver, in a thread of its own, so a slow store delays neither training nor failures."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Committer:
         Args:
             run: The run.
             attempt: Number of the attempt.
-            world_size: Number of ranks: so many parts has a sharded checkpoint.
-            config: What is kept.
-            fresh_since: Attempts before this one do not count.
+            world_size: Number of ranks, which is the number of parts of a sharded checkpoint.
+            config: How many checkpoints are kept, and which.
+            fresh_since: First attempt of this training: checkpoints of earlier attempts do not count.
             on_commit: Called in the committer's thread after each commit.
-            on_loss: Called there with the number of a checkpoint that could not be committed.
-            owns: Whether the run directory is still that of this driver's submission.
+            on_loss: Called in the same thread with the number of a checkpoint that could not be committed.
+            owns: Returns True while the run directory still belongs to this driver's submission.
         """
         self._run = run
         self._attempt = attempt
@@ -80,14 +80,14 @@ class Committer:
         self._given = self._done = 0
         self._in_use: str | None = None
         self._kept: list[Manifest] | None = None
-        """The committed checkpoints of this training, of which this is the only writer; None before they were read."""
+        """The committed checkpoints of this training, which only this object writes; None until they were read."""
         self.tables: Written = {}
-        """The rows that belong to the checkpoint that was committed last."""
+        """The rows that belong to the newest committed checkpoint."""
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rankzero-checkpoints", daemon=True)
 
     def newest(self) -> Manifest | None:
-        """The checkpoint that this attempt starts from. Removes what no attempt can commit any more.
+        """Returns the checkpoint that this attempt starts from, and removes folders that can no longer be committed.
 
         Raises:
             OSError: the store cannot be read.
@@ -98,12 +98,12 @@ class Committer:
             return None
         self._in_use = committed[-1].id
         self.tables = committed[-1].tables
-        # The attempt before may have died before it could.
+        # The previous attempt may have died before it pruned.
         self.do(self._prune)
         return committed[-1]
 
     def _sweep(self, begin: str) -> list[Manifest]:
-        """Deletes folders, by the begin of their names, that are not committed; those that are, oldest first."""
+        """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
         self._check_owner()
         names = [name for name in store.list_names(self._run.path(FOLDER)) if name.startswith(begin)]
         committed = read_manifests(self._run, names)
@@ -114,19 +114,19 @@ class Committer:
         return committed
 
     def sweep(self) -> None:
-        """Has the thread delete what ranks of this attempt had begun to write when they died."""
-        # No other attempt's: a newer driver may be at work already.
+        """Schedules the deletion of files that ranks of this attempt had begun to write when they died."""
+        # Only this attempt's: a newer driver may already write files of a later one.
         self.do(lambda: self._sweep(f"{self._attempt:04d}-"))
 
     def add(self, rank: int, part: dict[str, Any]) -> None:
-        """Takes one rank's part: the worker's message, with ``uploaded`` if the driver holds the file.
+        """Adds the part of one rank: the worker's message, with ``uploaded`` if the driver has the file.
 
-        The checkpoint is committed when rank 0's part is there and, if it is sharded, everybody's.
+        The checkpoint is committed when rank 0's part is there or, if it is sharded, the parts of all ranks.
         """
         parts = self._incoming.setdefault(part["index"], {})
         parts[rank] = part
         if not part["sharded"]:
-            # A part of another rank does not belong to it, in whatever order they come.
+            # Parts of other ranks do not belong to an unsharded checkpoint, in whatever order they arrive.
             parts = {rank: part}
         if len(parts) == (self._world_size if part["sharded"] else 1):
             for index in sorted(index for index in self._incoming if index < part["index"]):
@@ -136,32 +136,32 @@ class Committer:
             self.do(lambda: self._commit_parts(parts))
 
     def drop(self, index: int) -> None:
-        """A part of this checkpoint will not come."""
+        """Gives up a checkpoint of which a part will not arrive."""
         self._incoming.pop(index, None)
         self._on_loss(index)
 
     def do(self, action: Callable[[], object]) -> None:
-        """Has the committer's thread do something after what it was given before."""
+        """Queues an action for the committer's thread, behind earlier ones."""
         if not self._thread.ident:
             self._thread.start()
         self._given += 1
         self._queue.put(action)
 
     def release(self) -> None:
-        """The checkpoint that this attempt started from need not be kept any more."""
+        """Allows the checkpoint that this attempt started from to be pruned."""
         if self._in_use and self._thread.ident:
             self._in_use = None
             self.do(self._prune)
 
     def close(self, timeout: float) -> None:
-        """Ends the thread; what is not committed after ``timeout`` seconds never will be."""
+        """Ends the thread; checkpoints that are not committed within ``timeout`` seconds are lost."""
         if self._thread.ident:
             self._queue.put(None)
             self._thread.join(timeout)
         self._closed = True
 
     def do_as_owner(self, action: Callable[[], object]) -> None:
-        """Has the committer's thread do something, if the run directory is still this driver's by then."""
+        """Queues an action that runs only if the run directory still belongs to this driver's submission by then."""
 
         def guarded() -> None:
             self._check_owner()
@@ -171,7 +171,7 @@ class Committer:
 
     @property
     def is_busy(self) -> bool:
-        """True while something that was given is not done."""
+        """True while a queued action is not done."""
         return self._done < self._given
 
     def _work(self) -> None:
@@ -186,13 +186,13 @@ class Committer:
 
     def _commit_parts(self, parts: dict[int, dict[str, Any]]) -> None:
         def is_outdated(error: Exception) -> bool:
-            # A newer checkpoint is worth more than this one; other things that wait are not.
+            # A newer checkpoint replaces this one; other queued actions do not.
             return self._closed or self._newest is not parts or isinstance(error, NotOwnerError)
 
         try:
-            manifest = store.patiently(lambda: self._commit(parts), STORE_PATIENCE, _STORE_INTERVAL, is_outdated)
+            manifest = store.patiently(lambda: self._commit(parts), RETRY_TIMEOUT, _RETRY_INTERVAL, is_outdated)
         except Exception:
-            # The checkpoint before it is whole, and training must not end for this one.
+            # The previous checkpoint is complete, and a lost one must not end the training.
             logger.exception("a checkpoint could not be committed")
             self._on_loss(parts[min(parts)]["index"])
             return
@@ -207,7 +207,7 @@ class Committer:
         folder = self._run.path(FOLDER, lead["id"])
         for part in parts.values():
             uploaded = part.get("uploaded")
-            # Gone if a try before this one came so far.
+            # The file is gone if an earlier try of this commit has moved it.
             if uploaded and os.path.exists(uploaded):
                 store.make_directory(folder)
                 store.upload(uploaded, store.join(folder, part["file"]))
@@ -234,7 +234,7 @@ class Committer:
     def _prune(self) -> None:
         try:
             self._check_owner()
-            # Those of an earlier training stay: a user reported them, and `rankzero gc` removes them.
+            # Checkpoints of an earlier training stay until the user runs `rankzero gc`.
             if self._kept is None:
                 self._kept = list_committed(self._run, self._fresh_since)
             for manifest in to_remove(self._kept, self._config, self._in_use):

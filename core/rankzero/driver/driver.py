@@ -1,4 +1,4 @@
-"""`Driver`: makes one attempt of a run after the other and writes what came of it, in the caller's process or alone."""
+"""`Driver`: makes the attempts of a run and writes its outcome, in the caller's process or in its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.driver import policy
 from rankzero.driver.attempt import Attempt
-from rankzero.driver.handover import LOOK_AGAIN, DrivenElsewhere, Handover, Unseen
+from rankzero.driver.handover import RETRY_INTERVAL, DrivenElsewhere, Handover, Unseen
 from rankzero.driver.places import CLOSE_TIMEOUT, Places
 from rankzero.driver.policy import HostRecord, Placement, Restarts, Start, spent
 from rankzero.driver.recorder import Recorder
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 MANY_AGENTS = 256
-"""Agents from which on the limit of open files is raised in a caller's own process, too."""
+"""Number of agents above which the limit of open files is raised even in a caller's own process."""
 
 
 class Driver:
@@ -57,16 +57,17 @@ class Driver:
         start: Start | None = None,
         trackers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reads what is to be run.
+        """Reads the job of the run and prepares the run directory for this driver.
 
         Args:
             run: The run.
-            engine: Where.
+            engine: The engine that places the agents.
             env: The user's environment for the ranks.
-            leased: True if the run ends when nobody follows it (`Job.orphan_timeout`), and outlives its caller.
+            leased: True if the run outlives its caller, and cancels itself when no process follows it
+                (`Job.orphan_timeout`).
             start: The attempt and the budget that a driver in its run's own stage begins with; the process that
                 submitted the stage has the run again if this driver dies. None for every other driver.
-            trackers: What `rankzero.submit.trackers.pack` has made, or None.
+            trackers: The result of `rankzero.submit.trackers.pack`, or None.
         """
         self._run = run
         self._job = run.job()
@@ -77,23 +78,25 @@ class Driver:
         self._budget = start.budget if start else Restarts(self._job.max_restarts, self._job.max_preemptions)
         self.inbox = Inbox()
         self._leased = leased
-        # What Spark computes for ranks comes by this session, and so to this process.
-        self._hands_over = leased and not self._job.queries
+        # Tables are computed by this process's session, so a run with queries is driven from this process.
+        self._may_delegate = leased and not self._job.queries
         self._packed_trackers = trackers
-        self._take_over(self._status_of_before() if start else None)
-        self._places = Places(engine, self._job, self.inbox, self._check, self._say)
+        self._begin_writing(self._status_of_before() if start else None)
+        self._places = Places(engine, self._job, self.inbox, self._check, self._report)
         self._started_at: float | None = None
 
     def _status_of_before(self) -> RunStatus | None:
-        """What another driver of the submission has written, if there was one."""
+        """Returns the last status that another driver of this submission wrote; None if there was no other driver."""
         with contextlib.suppress(RunNotFoundError):
             return store.patiently(
-                self._run.status, STORE_OUTAGE, LOOK_AGAIN, lambda error: isinstance(error, RunNotFoundError)
+                self._run.status, STORE_OUTAGE, RETRY_INTERVAL, lambda error: isinstance(error, RunNotFoundError)
             )
         return None
 
-    def _take_over(self, before: RunStatus | None) -> None:
-        """From now on this process writes the run directory; another driver of the submission has left that status."""
+    def _begin_writing(self, before: RunStatus | None) -> None:
+        """Makes this process the writer of the run directory, continuing from the status of the driver before it, if
+        any.
+        """
         self._recorder = Recorder(
             self._run,
             self._job.submission,
@@ -108,14 +111,14 @@ class Driver:
         self._trackers = Trackers(self._run, self._job.fresh_since, self._packed_trackers)
 
     def run(self) -> None:
-        """Never raises for a run that failed: the status reports it.
+        """Runs the submission until it has ended. A failed run does not raise: its status reports the failure.
 
         Raises:
             ResultError: the store does not take the outcome.
         """
         self._recorder.note_thread()
         reporter = Reporter(self._run)
-        if not self._hands_over:
+        if not self._may_delegate:
             self._trackers.start()
         try:
             self._run_to_its_end()
@@ -127,7 +130,7 @@ class Driver:
         try:
             attempt = self._attempt_until_done()
         except DrivenElsewhere:
-            # So are its trackers.
+            # The other driver runs the trackers, too.
             self._trackers = Trackers(self._run, self._job.fresh_since, None)
             return
         except RunCancelledError as error:
@@ -141,31 +144,31 @@ class Driver:
         else:
             assert attempt.outcome is not None
             result, value = attempt.outcome
-            # Before the end: the next submission could read them, and write new ones.
+            # Before the final status: the next submission may write new rows as soon as it sees that.
             remove_computed(self._job)
             self._recorder.finish(state="succeeded", result=result.to_json(), value=value)
         finally:
             self._trackers.end()
-            # Nobody who waits for the result waits for this: a SparkContext takes a second to stop.
+            # After the final status, so callers do not wait while a SparkContext stops, which takes a second.
             self._places.close()
 
     @property
     def status(self) -> RunStatus:
-        """The run's, as this driver has it."""
+        """The status of the run as this driver has it in memory."""
         return self._recorder.status
 
     @property
     def left_nothing(self) -> bool:
-        """False if an engine session did not close: a JVM that was stopped may still be there."""
+        """False if an engine session did not close, so a JVM that was stopped may still exist."""
         return self._places.left_nothing
 
     @property
     def superseded(self) -> bool:
-        """True if the run has another driver by now, which this one found too late."""
+        """True if another driver has the run by now, which this one detected too late."""
         return self._recorder.superseded
 
     def _attempt_until_done(self) -> Attempt:
-        """One attempt after the other, until one succeeds or nothing more may be tried."""
+        """Makes attempts until one succeeds; raises the error of the last one when no further attempt is allowed."""
         hosts = HostRecord()
         try:
             while True:
@@ -182,8 +185,8 @@ class Driver:
                     self._note_placement(number, placement, session)
                     if session.num_agents(placement.num_tasks) > MANY_AGENTS:
                         allow_open_files()
-                    if self._hands_over and session.can_host_driver:
-                        self._hand_over(session, placement, deadline)
+                    if self._may_delegate and session.can_host_driver:
+                        self._delegate(session, placement, deadline)
                     self._trackers.start()
                     attempt = Attempt(
                         self._run, self._job, number, self._recorder, session, placement, self.inbox, self._watch
@@ -192,7 +195,7 @@ class Driver:
                     return attempt
                 except BaseException as error:
                     if attempt and attempt.outcome:
-                        # Success was certain before whatever came then.
+                        # Success was certain before this error.
                         return attempt
                     after = self._budget.after(_restart_cause(error))
                     if after is None:
@@ -205,16 +208,16 @@ class Driver:
                 self._number += 1
                 self._prepare_restart(pause)
         except BaseException:
-            # What an attempt has left ends with the session, and so before the run has ended.
+            # Processes that an attempt left behind end with the session, so it closes before the run has ended.
             self._places.close()
             raise
 
-    def _hand_over(self, session: EngineSession, placement: Placement, deadline: float) -> None:
-        """Has the run driven in its own stage; returns if executors do not see its directory.
+    def _delegate(self, session: EngineSession, placement: Placement, deadline: float) -> None:
+        """Delegates the run to a driver inside its own stage; returns if executors do not see the run directory.
 
         Raises:
-            DrivenElsewhere: that was done, and this process has nothing more to do.
-            RankZeroError: that came to nothing, or was lost; this process has the run again.
+            DrivenElsewhere: the run was delegated, and this process has nothing more to do.
+            RankZeroError: the run could not be delegated, or that driver was lost; this process drives the run again.
         """
         handover = Handover(
             self._run, self._job, self._number, self._recorder, session, placement, self.inbox, self._watch
@@ -222,21 +225,21 @@ class Driver:
         try:
             handover.run(deadline, self._env, self._budget, self._packed_trackers)
         except Unseen as why:
-            self._hands_over = False
-            if handover.has_gone:
-                self._take_over(handover.last_status())
-            self._say({"type": "handover", "what": f"the run is driven from this host, not in its stage: {why}"})
+            self._may_delegate = False
+            if handover.is_delegated:
+                self._begin_writing(handover.last_status())
+            self._report({"type": "handover", "what": f"the run is driven from this host, not in its stage: {why}"})
         except DrivenElsewhere:
-            # To close it would end the stage, which may go on.
+            # Closing the session would end the stage, which may continue.
             self._places.session = None
             raise
         except BaseException:
-            if handover.has_gone:
+            if handover.is_delegated:
                 status = handover.last_status()
                 if status:
                     self._number = max(self._number, status.attempt)
                     self._budget = spent(self._job, status)
-                self._take_over(status)
+                self._begin_writing(status)
             raise
 
     def _note_restart(self, attempt: int, error: BaseException, pause: float) -> None:
@@ -246,13 +249,13 @@ class Driver:
         self._recorder.event(event)
 
     def _prepare_restart(self, pause: float) -> None:
-        """Waits, and gives up a session that is broken."""
+        """Waits for the pause between two attempts, and closes the session if it is broken."""
         self._places.pause(pause)
         if self._places.is_broken():
             self._places.close()
 
     def _check(self) -> None:
-        """Raises the typed error if the run is to end while no attempt of it runs."""
+        """Raises the typed error if the run must end while no attempt of it is running."""
         self._watch.check()
         timeout, started_at = self._job.timeout, self._started_at
         if timeout and started_at is not None and time.monotonic() - started_at > timeout:
@@ -265,7 +268,9 @@ class Driver:
         return session
 
     def _read_tables(self, session: EngineSession) -> Job:
-        """Has the engine compute what ranks read; that may take longer than any start."""
+        """Has the engine compute the tables that ranks read; this has no deadline, since it may take longer than any
+        start.
+        """
         tables = Tables(self._run, self._job, session)
         try:
             return self._places.in_thread(lambda: tables.read(self._places.say_from_thread), math.inf)
@@ -274,19 +279,19 @@ class Driver:
             raise
 
     def _note_placement(self, number: int, placement: Placement, session: EngineSession) -> None:
-        """Says what is not as the job alone has it."""
+        """Records a world size or a set of hosts that differs from what the job alone would give."""
         world_size = self._job.sized(placement.num_tasks).num_processes
         if placement.left_out:
             hosts = ", ".join(sorted(placement.left_out))
             what = f"attempt {number} leaves out {hosts}, which failed {policy.FAILURES_OF_A_BAD_HOST} times"
-            self._say({"type": "left-out", "attempt": number, "hosts": sorted(placement.left_out), "what": what})
+            self._report({"type": "left-out", "attempt": number, "hosts": sorted(placement.left_out), "what": what})
         if self._job.min_processes is not None:
             what = f"attempt {number} starts with {world_size} ranks, of {self._job.world}, on {session.place}"
-            self._say({"type": "world", "attempt": number, "world_size": world_size, "what": what})
+            self._report({"type": "world", "attempt": number, "world_size": world_size, "what": what})
             self._recorder.update(world_size=world_size)
 
-    def _say(self, event: dict[str, Any]) -> None:
-        """An event whose text whoever follows the run sees among the lines of rank 0."""
+    def _report(self, event: dict[str, Any]) -> None:
+        """Records an event whose text followers of the run see among the lines of rank 0."""
         logger.info("%s", event["what"])
         self._recorder.event(event)
         self._recorder.log(0, [f"rankzero: {event['what']}"])

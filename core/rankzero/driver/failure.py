@@ -1,4 +1,4 @@
-"""`Failure`: what is known of a rank's; which one explains the others; what people read of them."""
+"""`Failure`: the facts about one failed rank, the choice of the first cause, and the text of the error."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ CAUSE_WINDOW = 0.8
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of one rank's failure.
+    """The facts about one rank's failure.
 
     Attributes:
         rank: Global rank.
-        host: Where it ran.
-        order: Position in which the driver heard of it, from 0.
+        host: Host of the rank.
+        order: Position in which the failure reached the driver, from 0.
         exception_type: None if the process died without an exception.
         message: The exception's text.
         traceback: The rank's traceback.
-        exit_code: None if a signal ended it.
-        signal: Name of the signal.
-        collateral: The exception looks like the echo of another rank's death.
+        exit_code: Exit code of the process; None if a signal ended it.
+        signal: Name of the signal that ended the process.
+        collateral: True if the exception looks like a consequence of another rank's death.
         cause: ``"no-torch"`` or None.
-        retryable: The user's code asked for another try.
-        matched: What of the job's ``restart_on`` the exception is; None if nothing.
+        retryable: True if the user's code asked for another attempt.
+        matched: The entry of the job's ``restart_on`` that the exception matches; None if no entry does.
         log_tail: The last lines that the rank printed, oldest first.
     """
 
@@ -48,7 +48,7 @@ class Failure:
 
     @property
     def restart_cause(self) -> str | None:
-        """What a restart is decided by; None for an exception of the user's code."""
+        """The cause that decides about a restart; None for an exception of the user's code."""
         if self.retryable:
             return RETRYABLE
         if self.matched is not None:
@@ -61,7 +61,7 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """One line that says what happened."""
+        """The failure in one line."""
         if self.exception_type:
             return f"{self.exception_type}: {self.message}".rstrip(": ")
         if self.signal:
@@ -80,19 +80,19 @@ SIGNAL_HINTS = {
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others: the earliest that is not the echo of another one."""
+    """Returns the failure that explains the others: the earliest that is not a consequence of another one."""
     return min(failures, key=lambda failure: (failure.collateral, failure.order))
 
 
 def is_conclusive(failures: Sequence[Failure], waited: float) -> bool:
-    """True if the first cause is known: something that is no echo, or nothing more after the window."""
+    """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over."""
     return any(not failure.collateral for failure in failures) or waited >= CAUSE_WINDOW
 
 
 def failure_message(
     cause: Failure, same: Sequence[int], others: Sequence[str], log_tail: Sequence[str], directory: str
 ) -> str:
-    """The text a person reads: first cause, traceback, last lines, the others, where to look."""
+    """Returns the text of the error: the first cause, its traceback or last lines, the other failures, the logs."""
     parts = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
     if cause.traceback:
         parts.append(cause.traceback.rstrip())
@@ -107,13 +107,13 @@ def failure_message(
 
 
 def same_as(cause: Failure, failures: Sequence[Failure]) -> list[int]:
-    """Other ranks that failed of the very same thing, numbers in the text aside."""
+    """Returns the other ranks that failed for the same reason, ignoring numbers in the text."""
     kind = _kind(cause)
     return sorted(other.rank for other in failures if other is not cause and _kind(other) == kind)
 
 
 def group_others(failures: Sequence[Failure], cause: Failure) -> list[str]:
-    """One line for each different failure after the first, with the ranks that share it."""
+    """Returns one line for each different failure after the first, with the ranks that share it."""
     groups: dict[tuple[str, bool], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.order):
         if failure is not cause and _kind(failure) != _kind(cause):
@@ -127,12 +127,12 @@ def group_others(failures: Sequence[Failure], cause: Failure) -> list[str]:
 
 
 def _kind(failure: Failure) -> tuple[str, bool]:
-    """What equal failures share: addresses, ports and ranks in a text are not part of it."""
+    """Returns a key that equal failures share; numbers, such as ports and ranks, are not part of it."""
     return re.sub(r"\d+", "<n>", failure.headline.splitlines()[0]), failure.collateral
 
 
 def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
-    """``rank 3``, ``ranks 0, 2-5``: runs of three and more are drawn together."""
+    """Returns the ranks as text, with runs of three and more abbreviated: ``rank 3``, ``ranks 0, 2-5``."""
     pieces: list[str] = []
     members = sorted(set(ranks))
     start = 0

@@ -1,4 +1,4 @@
-"""`Handover`: a stage that has the driver of its run within, as the process sees it that has submitted the stage."""
+"""`Handover`: delegates a run to a driver inside its own stage, and follows it from the submitting process."""
 
 from __future__ import annotations
 
@@ -30,38 +30,39 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-END_PATIENCE = 2.0
-"""Seconds for a stage whose run has ended to end, too: a server that is told that its client has all keeps nothing."""
+STAGE_END_TIMEOUT = 2.0
+"""Seconds for a stage whose run has ended to end, too, so that a Spark Connect server can forget its operation."""
 
-SILENCE = 5.0
-"""Seconds for which the heartbeat of the driver in the stage stands still until the engine is asked whether it is
-there. With the time for its answer less than followers of the run wait (`DRIVER_DEAD_AFTER`), who do not know why."""
+HEARTBEAT_TIMEOUT = 5.0
+"""Seconds without a heartbeat from the driver in the stage until the engine is asked whether the stage still runs.
+
+Together with `ANSWER_TIMEOUT` less than `DRIVER_DEAD_AFTER`, after which followers of the run give the driver up."""
 
 MISSED = 1.5
-"""Heartbeats that are missed then, where the driver writes seldom."""
+"""Heartbeats that must be missing until then, where the driver writes seldom."""
 
 ANSWER_TIMEOUT = 5.0
-"""Seconds for that answer."""
+"""Seconds for the engine to answer whether the stage still runs."""
 
 STORE_ANSWER_TIMEOUT = 20.0
-"""Seconds for which an object store is waited for before it counts as one that cannot be read."""
+"""Seconds for an object store to answer before it counts as unreachable."""
 
-LOOK_AGAIN = 1.0
-"""Seconds until a store that failed is asked again."""
+RETRY_INTERVAL = 1.0
+"""Seconds between two requests to a store that fails."""
 
 _ENDED = "stage-ended"
 
 
 class DrivenElsewhere(Exception):
-    """The run has another driver, or had it until its end: this process has nothing more to write."""
+    """The run has another driver, or had one until it ended: this process has nothing more to write."""
 
 
 class Unseen(Exception):
-    """The executors do not see the run directory, so the run is driven from here."""
+    """The executors do not see the run directory, so this process drives the run."""
 
 
 class Handover:
-    """One stage. `run` follows it to its end, and always raises what came of it."""
+    """A stage with the driver of its run inside. `run` follows it until it has ended, then raises its outcome."""
 
     def __init__(
         self,
@@ -84,21 +85,22 @@ class Handover:
         self._messages = inbox.renew()
         self._watch = watch
         self._folder = run.submission_path(job.submission, f"stage-{number}")
-        self.has_gone = False
-        """True if the driver in the stage writes the run directory."""
-        self._asker: threading.Thread | None = None
+        self.is_delegated = False
+        """True once the driver in the stage writes the run directory."""
+        self._query_thread: threading.Thread | None = None
         self._is_out = False
-        self._is_heard_of = True
-        """False once the engine has lost sight of the stage: its end will not be heard from there."""
+        self._engine_reports = True
+        """False once the engine can no longer report the end of the stage."""
 
     def run(
         self, deadline: float, env: dict[str, str], budget: Restarts, trackers: Mapping[str, Any] | None = None
     ) -> None:
-        """Starts the stage, lets go of the run directory, and follows the stage.
+        """Starts the stage, gives up the run directory, and follows the stage.
 
         Raises:
-            DrivenElsewhere: the run has ended there, or this process shall end and leave the stage to itself.
-            Unseen: the stage has ended, since an executor does not see the run directory, or can have no driver.
+            DrivenElsewhere: the run has ended in the stage, or this process was asked to exit and leaves the stage
+                running.
+            Unseen: the stage has ended because an executor does not see the run directory, or cannot run a driver.
             EngineError: the stage was lost, and the driver with it.
             RankZeroError: the run was cancelled, or could not start in time.
         """
@@ -136,21 +138,21 @@ class Handover:
         self._messages.put((DRIVER, {"type": _ENDED, "error": error}))
 
     def _await_driver(self, group: AgentGroup, deadline: float) -> None:
-        """Waits for the driver in the stage; Spark may wait for slots."""
+        """Waits for the driver in the stage, which starts when Spark has slots for it."""
         began, say_at = time.monotonic(), time.monotonic() + policy.WAITING_INTERVAL
         while not self._has(staged.READY):
             self._watch.check()
             is_slow = self._run.is_remote and time.monotonic() - began > staged.SLOW_AFTER
-            self._look_at_end(group, LOOK_AGAIN if is_slow else staged.poll_interval(self._folder))
+            self._poll_end(group, RETRY_INTERVAL if is_slow else staged.poll_interval(self._folder))
             now = time.monotonic()
             if now > deadline:
-                names = self._answer(lambda: store.list_names(self._folder)) or []
+                names = self._query_until_answered(lambda: store.list_names(self._folder)) or []
                 if staged.READY in names:
-                    # It was the way to the store that was out.
+                    # The driver had started, and only the store was unreachable.
                     return
                 missing = [f"task {task}" for task in range(self._num_tasks)]
                 raise StartTimeoutError(
-                    f"the stage of {self._num_tasks} tasks has not begun within start_timeout="
+                    f"the stage of {self._num_tasks} tasks did not start within start_timeout="
                     f"{self._job.start_timeout} s: {self._session.place} may have fewer free slots; free "
                     "some, or give more time",
                     missing=missing,
@@ -163,31 +165,31 @@ class Handover:
 
     def _let_go(self) -> None:
         self._recorder.let_go()
-        self.has_gone = True
-        # At an outage it takes the run without this.
-        self._answer(lambda: store.create(store.join(self._folder, staged.GO), b"submitter"))
+        self.is_delegated = True
+        # During an outage the driver in the stage claims the run without this file, after a time-out.
+        self._query_until_answered(lambda: store.create(store.join(self._folder, staged.GO), b"submitter"))
         logger.info("the run is driven in its stage from now on; this process only follows it")
 
     def _follow(self, group: AgentGroup) -> None:
-        leave_at, look_at, beat, beat_at = math.inf, 0.0, 0.0, time.monotonic()
-        while time.monotonic() < leave_at:
+        exit_at, poll_at, beat, beat_at = math.inf, 0.0, 0.0, time.monotonic()
+        while time.monotonic() < exit_at:
             if self._inbox.interrupted:
-                logger.info("this process ends (%s), and the stage goes on", self._inbox.interrupted)
+                logger.info("this process exits (%s), and the stage continues", self._inbox.interrupted)
                 raise DrivenElsewhere
-            self._look_at_end(group, TICK)
+            self._poll_end(group, TICK)
             now = time.monotonic()
-            if now < look_at:
+            if now < poll_at:
                 continue
-            status = self._asked(self._read_status)
-            look_at = now + (status.interval if status else LOOK_AGAIN)
+            status = self._query(self._read_status)
+            poll_at = now + (status.interval if status else RETRY_INTERVAL)
             if status is None:
                 if now - beat_at > STORE_OUTAGE:
                     break
             elif beat != status.heartbeat:
                 beat, beat_at = status.heartbeat, now
-            elif status.final and leave_at == math.inf and self._has(staged.OVER):
-                leave_at = now + END_PATIENCE
-            elif now - beat_at > max(SILENCE, MISSED * status.interval) and not self._server_answers():
+            elif status.final and exit_at == math.inf and self._has(staged.OVER):
+                exit_at = now + STAGE_END_TIMEOUT
+            elif now - beat_at > max(HEARTBEAT_TIMEOUT, MISSED * status.interval) and not self._engine_answers():
                 if status.certain:
                     break
                 raise EngineError(
@@ -198,11 +200,11 @@ class Handover:
         raise DrivenElsewhere
 
     def _has(self, name: str) -> bool:
-        """True if there is such a file in the folder; False, too, while the store cannot be asked."""
-        return name in (self._asked(lambda: store.list_names(self._folder)) or ())
+        """Returns True if the folder has such a file; False also while the store cannot be read."""
+        return name in (self._query(lambda: store.list_names(self._folder)) or ())
 
-    def _asked(self, question: Callable[[], T]) -> T | None:
-        """What the store answers; None while it does not. A process that shall end waits for no answer.
+    def _query(self, question: Callable[[], T]) -> T | None:
+        """Returns the result of one query of the store, or None if it fails; a process that must exit does not wait.
 
         Raises:
             RunNotFoundError: the run was removed.
@@ -217,38 +219,49 @@ class Handover:
             except RunNotFoundError as error:
                 removed.append(error)
             except Exception as error:
-                # Drivers of object stores have exceptions of their own. One line for an outage.
+                # Drivers of object stores raise exceptions of their own types. One warning for each outage.
                 if not self._is_out:
-                    logger.warning("cannot look for the driver in the stage: %s", error)
+                    logger.warning("cannot poll the driver in the stage: %s", error)
                 self._is_out = True
 
         if not self._run.is_remote:
             ask()
-        elif self._asker is None or not self._asker.is_alive():
-            self._asker = threading.Thread(target=ask, name="rankzero-handover", daemon=True)
-            self._asker.start()
+        elif self._query_thread is None or not self._query_thread.is_alive():
+            self._query_thread = threading.Thread(target=ask, name="rankzero-handover", daemon=True)
+            self._query_thread.start()
         give_up = time.monotonic() + STORE_ANSWER_TIMEOUT
-        while self._asker and self._asker.is_alive() and time.monotonic() < give_up and not self._inbox.interrupted:
-            self._asker.join(staged.POLL_INTERVAL)
+        while (
+            self._query_thread
+            and self._query_thread.is_alive()
+            and time.monotonic() < give_up
+            and not self._inbox.interrupted
+        ):
+            self._query_thread.join(staged.POLL_INTERVAL)
         if removed:
             raise removed[0]
         return answers[0] if answers else None
 
-    def _answer(self, question: Callable[[], T]) -> T | None:
-        """What the store answers at last; None if it has not for all too long. Who shall end does not wait for it."""
+    def _query_until_answered(self, question: Callable[[], T]) -> T | None:
+        """Repeats a query of the store until it succeeds; returns None if it fails for `STORE_OUTAGE` seconds.
+
+        Raises:
+            DrivenElsewhere: this process must exit.
+        """
         give_up = time.monotonic() + STORE_OUTAGE
-        while (answer := self._asked(question)) is None and time.monotonic() < give_up:
+        while (answer := self._query(question)) is None and time.monotonic() < give_up:
             if self._inbox.interrupted:
                 raise DrivenElsewhere
-            time.sleep(LOOK_AGAIN)
+            time.sleep(RETRY_INTERVAL)
         return answer
 
     def last_status(self) -> RunStatus | None:
-        """What the driver in the stage has written at last; None if the store cannot be asked for all too long."""
-        return self._answer(self._read_status)
+        """Returns the last status that the driver in the stage wrote; None if the store fails for `STORE_OUTAGE`
+        seconds.
+        """
+        return self._query_until_answered(self._read_status)
 
     def _read_status(self) -> RunStatus:
-        """The run's. A write of this process that came late may have replaced the final one, which is put back."""
+        """Returns the status of the run; restores the final one if a late write of this process has replaced it."""
         status, own = self._run.status(), self._recorder.status
         if (status.driver_host, status.driver_pid) == (own.driver_host, own.driver_pid):
             with contextlib.suppress(FileNotFoundError):
@@ -256,35 +269,35 @@ class Handover:
                 return self._run.status()
         return status
 
-    def _server_answers(self) -> bool:
-        """True if what becomes of the stage will be heard from there."""
+    def _engine_answers(self) -> bool:
+        """Returns True if the engine can still report the end of the stage."""
         answers: list[bool] = []
         return (
-            self._is_heard_of
+            self._engine_reports
             and within(ANSWER_TIMEOUT, lambda: answers.append(self._session.is_usable()))
             and answers == [True]
         )
 
-    def _look_at_end(self, group: AgentGroup, timeout: float) -> None:
+    def _poll_end(self, group: AgentGroup, timeout: float) -> None:
         with contextlib.suppress(queue.Empty):
             _, message = self._messages.get(timeout=timeout)
             if message["type"] == _ENDED:
-                if self.has_gone and message["error"] and not self._server_answers():
-                    self._is_heard_of = False
-                    logger.warning("the stage cannot be asked for any more; its driver is followed by its heartbeat")
+                if self.is_delegated and message["error"] and not self._engine_answers():
+                    self._engine_reports = False
+                    logger.warning("the engine no longer reports on the stage; its driver is followed by its heartbeat")
                     return
                 raise self._outcome(group, message["error"])
 
     def _outcome(self, group: AgentGroup, error: BaseException | None) -> Exception:
-        if self.has_gone and (not (status := self.last_status()) or status.certain):
-            # Whoever drives it when the store is back, it is not this process.
+        if self.is_delegated and (not (status := self.last_status()) or status.certain):
+            # Another process drives the run when the store is back, and not this one.
             return DrivenElsewhere()
         if error is None:
             return EngineError("the stage ended before the run did", cause=LOST)
         if staged.UNSEEN in str(error):
             [why, *_] = (line for line in str(error).splitlines() if staged.UNSEEN in line)
             return Unseen(why[why.index(staged.UNSEEN) :].removeprefix("rankzero: "))
-        if self.has_gone:
+        if self.is_delegated:
             explained = group.explain(error)
             return EngineError(
                 f"the stage was lost, with the driver of the run in it: {explained}", cause=_cause(explained)
@@ -293,5 +306,5 @@ class Handover:
 
 
 def _cause(error: RankZeroError) -> str:
-    """A stage that does not end by itself was lost, whatever Spark calls it."""
+    """Returns the cause of the end of a stage: one that does not end by itself was lost, whatever Spark calls it."""
     return (error.cause if isinstance(error, EngineError) else None) or LOST

@@ -1,4 +1,4 @@
-"""`HangWatch`: tells a run that hangs from one that is slow."""
+"""`HangWatch`: distinguishes a run that hangs from a slow one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rankzero.driver import policy
 
 
 class HangWatch:
-    """Knows every rank's last progress. Before it says that a run hangs, it asks for the stacks of its ranks."""
+    """Tracks the last progress of every rank, and requests their stacks before it reports a hang."""
 
-    def __init__(self, num_processes: int, ask_stacks: Callable[[], None]) -> None:
-        """Starts to watch.
+    def __init__(self, num_processes: int, request_stacks: Callable[[], None]) -> None:
+        """Creates a watch that has not seen any rank yet.
 
         Args:
             num_processes: Number of ranks.
-            ask_stacks: Asks all ranks for their stacks.
+            request_stacks: Requests the stacks of all ranks.
         """
         self._ranks = range(num_processes)
-        self._ask_stacks = ask_stacks
+        self._request_stacks = request_stacks
         self._progress: dict[int, tuple[int, float]] = {}
         self._returned: set[int] = set()
         self._began: float | None = None
@@ -27,20 +27,20 @@ class HangWatch:
         self._stacks_deadline: float | None = None
 
     def on_beat(self, rank: int, progress: int, now: float) -> None:
-        """Takes a rank's count of what it has done; nothing more counts of one that has returned."""
+        """Records a rank's progress counter; heartbeats of a rank that has returned do not count."""
         if rank in self._returned:
             return
         if rank not in self._progress or self._progress[rank][0] != progress:
             self._progress[rank] = progress, now
 
     def on_return(self, rank: int, now: float) -> None:
-        """A rank's code has ended, which is its last progress: to store its value may take as long as it likes."""
+        """Records that a rank's code has returned, its last progress: storing its value has no time limit."""
         self._returned.add(rank)
         self._progress[rank] = -1, now
 
     @property
     def returned(self) -> frozenset[int]:
-        """The ranks whose code has ended."""
+        """The ranks whose code has returned."""
         return frozenset(self._returned)
 
     @property
@@ -49,13 +49,13 @@ class HangWatch:
         return max((when for _, when in self._progress.values()), default=0.0)
 
     def on_stack(self, rank: int, text: str) -> None:
-        """Takes a rank's answer."""
+        """Records the stack that a rank sent."""
         self._stacks[rank] = text
 
-    def look(self, now: float, bound: float) -> dict[int, str] | None:
-        """Where each rank stands if the run hangs; None if it does not, or answers are still awaited.
+    def poll(self, now: float, bound: float) -> dict[int, str] | None:
+        """Returns the stack of each rank if the run hangs; None if it does not, or if stacks are still missing.
 
-        To be called when every rank has started; a rank's progress counts from the first call on.
+        The caller polls this from when every rank has started; progress counts from the first call.
 
         Args:
             now: Monotonic time.
@@ -64,7 +64,7 @@ class HangWatch:
         if self._began is None:
             self._began = now
         for rank in self._ranks:
-            # One that was stopped before its first heartbeat hangs, too; it may take so long to reach rank 0.
+            # A rank without any heartbeat may hang, too. It has `MEET_TIMEOUT` more, to reach rank 0.
             self._progress.setdefault(rank, (-1, self._began + MEET_TIMEOUT))
         if self._returned.issuperset(self._ranks):
             return None
@@ -73,7 +73,7 @@ class HangWatch:
         elif self._stacks_deadline is None:
             self._stacks.clear()
             self._stacks_deadline = now + policy.STACKS_WINDOW
-            self._ask_stacks()
+            self._request_stacks()
         elif now > self._stacks_deadline or len(self._stacks) == len(self._ranks):
             return {rank: self._stacks.get(rank, "no answer: its agent or the network hangs") for rank in self._ranks}
         return None

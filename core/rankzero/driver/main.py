@@ -1,8 +1,8 @@
-"""The driver as a process: what it is told, its signals, its owner, its end.
+"""The driver as a process: its arguments, its signals, its owner and its exit code.
 
-``python -m rankzero.driver RUN_DIR --submission N`` is the detached form; what it needs is in the run directory, except
-what may hold secrets, which is in no file: its submitter gives it the user's environment and the engine's private
-configuration on standard input, as JSON. `Driver.run` is the rest, as in the caller's process.
+``python -m rankzero.driver RUN_DIR --submission N`` is the detached form. Its input is in the run directory, except
+secrets, which are in no file: the submitter sends the user's environment and the engine's private configuration as JSON
+on standard input. Everything else is `Driver.run`, as in the caller's process.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from rankzero.run.directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Of a driver's own log."""
+"""Format of the lines in a driver's own log."""
 
 OWNER_INTERVAL = 1.0
-"""Seconds between two looks at an owner that cannot be watched."""
+"""Seconds between two polls of an owner that has no pidfd."""
 
 
 def _watch_owner(fd: int, owner: dict[str, Any] | None, inbox: Inbox) -> None:
-    """Cancels the run when the process at the other end of the pipe wants that, or has exited, in whatever way.
+    """Cancels the run when the process at the other end of the pipe requests it or has exited.
 
     Args:
-        fd: The pipe. A child that the owner has forked may hold its other end, too, and for longer.
+        fd: The pipe. A child that the owner has forked may keep its other end open for longer.
         owner: The process, as `this_process` describes it.
         inbox: The driver's.
     """
@@ -54,7 +54,7 @@ def _watch_owner(fd: int, owner: dict[str, Any] | None, inbox: Inbox) -> None:
 
 
 def _watch_retrier(retrier: dict[str, Any], inbox: Inbox) -> None:
-    """Shortens the lease when the process has exited that would start the next try of the run's step.
+    """Shortens the lease once the process that would start the next try of the run's step has exited.
 
     Args:
         retrier: The process, as `describe_process` describes it.
@@ -76,7 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rankzero.driver.main", description=__doc__)
     parser.add_argument("run_directory")
     parser.add_argument("--submission", type=int, required=True, help="which submission of the run to drive")
-    parser.add_argument("--owner", type=int, help="file descriptor of a pipe; what comes there cancels the run")
+    parser.add_argument(
+        "--owner", type=int, help="file descriptor of a pipe; input or end of file there cancels the run"
+    )
     arguments = parser.parse_args()
     settle_signals()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
@@ -86,18 +88,18 @@ def main() -> None:
 def drive(
     run: RunDirectory, submission: int, read_private: Callable[[], Mapping[str, Any]], owner: int | None = None
 ) -> NoReturn:
-    """Drives a submission, as the only one, and ends this process.
+    """Claims a submission, drives it, and exits this process.
 
     Args:
         run: The run.
-        submission: Which one.
-        read_private: Gives `Request.private`.
+        submission: Number of the submission.
+        read_private: Returns `Request.private`.
         owner: File descriptor of the owner's pipe; None for a run with a lease.
     """
     from rankzero.engines.specs import engine_from_spec
 
     if run.job().submission < submission:
-        # See `StatusWriter`.
+        # A delayed submitter of an older submission may have overwritten job.json.
         run.restore(submission)
     job = run.job()
     if job.submission != submission:
@@ -108,7 +110,7 @@ def drive(
     private = read_private()
     engine = engine_from_spec(job.engine, private["engine"])
     trackers = private.get("trackers")
-    # Where the modules of their classes are.
+    # The modules of the trackers' classes are found there.
     sys.path += [entry for entry in (trackers or {}).get("path", ()) if entry not in sys.path]
     driver = Driver(run, engine, private["env"], leased=owner is None, trackers=trackers)
 
@@ -132,5 +134,5 @@ def drive(
         sys.stderr.flush()
         if not driver.left_nothing:
             descendants.kill_all()
-        # Nothing that a JVM or a stuck thread does may hold a driver whose run has ended.
+        # A driver whose run has ended must exit even if a JVM or a thread hangs.
         os._exit(code)

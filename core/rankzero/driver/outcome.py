@@ -1,4 +1,4 @@
-"""`Outcome`: what the ranks of an attempt made of it: commits and rank 0's value, or failures and their first cause."""
+"""`Outcome`: what the ranks of an attempt reported: commits and rank 0's value, or failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FAILURE_FACTS = (
 
 
 class Reason(enum.Enum):
-    """Why an attempt cannot succeed any more, unless it is that an agent was lost."""
+    """A reason other than a lost agent for which an attempt can no longer succeed."""
 
     RANKS_FAILED = enum.auto()
     REFUSED = enum.auto()
@@ -36,11 +36,11 @@ class Reason(enum.Enum):
 
 
 class Outcome:
-    """Collects what ranks report; says when success is certain, and when it is out of reach.
+    """Collects the reports of ranks, and decides when success is certain or impossible.
 
     Attributes:
-        failures: What is known of each rank that failed, in the order in which that was heard.
-        refusal: An error of the driver's own, such as a store that does not take the value; the last one counts.
+        failures: The facts about each rank that failed, in the order in which they arrived.
+        refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -55,19 +55,19 @@ class Outcome:
         self.refusal: RankZeroError | None = None
 
     def note_returned(self, rank: int) -> None:
-        """The rank's code has ended well, and by itself; its checkpoints and its value are still to be stored."""
+        """Records that the rank's code returned by itself; its checkpoints and its value are still to be stored."""
         self._returned.add(rank)
 
     def has_returned(self, rank: int) -> bool:
-        """True if the rank's code has ended well before it was asked to."""
+        """Returns True if the rank's code returned before it was asked to stop."""
         return rank in self._returned
 
     def note_committed(self, rank: int) -> None:
-        """The rank has done all that the run needs of it."""
+        """Records that the rank has finished everything the run needs from it."""
         self._committed.add(rank)
 
     def note_result(self, rank: int, result: ResultRef, value: list[Any]) -> None:
-        """The rank's value is stored, by which it has committed.
+        """Records that the rank's value is stored, which finishes the rank.
 
         Args:
             rank: Rank 0.
@@ -77,20 +77,21 @@ class Outcome:
         self._result = result, value
         self._committed.add(rank)
 
-    def note_failure(self, rank: int, host: str, message: Message, now: float, *, was_told_to: bool) -> Failure | None:
-        """What is known of the failure now; None for a rank that had committed, which no failure can hurt.
+    def note_failure(self, rank: int, host: str, message: Message, now: float, *, was_asked_to: bool) -> Failure | None:
+        """Records a failure and returns it; returns None for a rank that had committed, since its success stands.
 
         Args:
             rank: The rank.
-            host: Where it ran.
-            message: Its, or its agent's, report.
+            host: Host of the rank.
+            message: The report of the rank or of its agent.
             now: Monotonic time.
-            was_told_to: Its agent is leaving: the rank was asked to exit, and may do that by an exception of its own.
+            was_asked_to: True if its agent is leaving: the rank was asked to exit, and may do so by raising an
+                exception.
         """
         if rank in self._committed:
             return None
         facts = {key: message[key] for key in _FAILURE_FACTS if message.get(key) is not None}
-        if was_told_to:
+        if was_asked_to:
             facts["collateral"] = True
         tail = tuple(line[:LOG_TAIL_WIDTH] for line in message.get("log_tail", ()))
         failure = Failure(rank=rank, host=host, order=len(self.failures), log_tail=tail, **facts)
@@ -100,16 +101,16 @@ class Outcome:
         return failure
 
     def note_over(self, rank: int) -> None:
-        """The rank has said all that it has to say, or its process is gone: it needs no peer any more."""
+        """Records that the rank has sent its last report or its process is gone, so it needs no peer any more."""
         self._over.add(rank)
 
     @property
     def is_over(self) -> bool:
-        """True once no rank needs another."""
+        """True once no rank needs a peer any more."""
         return len(self._over) >= self._num_processes
 
     def give_up(self) -> None:
-        """What the ranks have stored is to be deleted: this is no success any more, whatever still comes."""
+        """Rules out success from now on, because the stored values and checkpoints are about to be deleted."""
         self._is_given_up = True
 
     @property
@@ -118,24 +119,24 @@ class Outcome:
         return self._result if len(self._committed) >= self._num_processes and not self._is_given_up else None
 
     def reason(self, now: float, gone: Sequence[Member], *, engine_ended: bool) -> Reason | Member | None:
-        """Why the attempt cannot succeed any more: a `Reason`, or the agent that was lost; None if it still can.
+        """Returns why the attempt can no longer succeed, a `Reason` or the lost agent; None if it still can.
 
         Args:
             now: Monotonic time.
-            gone: Agents that went or are disconnected.
+            gone: Agents that exited or are disconnected.
             engine_ended: The engine reports that all agents have ended.
         """
         if self.failures and is_conclusive(self.failures, now - self._first_failure_at):
             if gone and all(failure.collateral for failure in self.failures):
-                # The peers of a lost host see broken connections only, also if it had nothing more to do itself.
+                # The peers of a lost host see only broken connections, even if that host had finished its own work.
                 return gone[0]
             return Reason.RANKS_FAILED
         if self.refusal:
             return Reason.REFUSED
-        # One whose ranks have all committed has done its part.
+        # An agent whose ranks have all committed is no longer needed.
         needed = [member for member in gone if not member.ranks or not self._committed.issuperset(member.ranks)]
         left = [(member, member.left_at) for member in needed if member.left_at is not None]
         if engine_ended and not self.failures:
-            # An agent that was asked to exit by somebody else ends as quietly as one that the driver asked.
+            # An agent that exits on a signal from outside is as silent as one that the driver asked to exit.
             return left[0][0] if left else Reason.ENGINE_ENDED
         return next((member for member, at in left if now - at > policy.AGENT_LOST_WINDOW), None)

@@ -1,6 +1,7 @@
-"""`Places`: where the attempts of a run are placed, the session of its engine: opened, asked for slots, given up.
+"""`Places`: the engine session in which the attempts of a run get their slots.
 
-A cluster may take minutes for each, or never answer: whatever is asked of it runs in a thread, in reach of a cancel.
+A cluster may take minutes to answer, or never answer. So each request to it runs in a thread, and a cancel ends the
+wait.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CLOSE_TIMEOUT = 10.0
 """Seconds for an engine session to close (a SparkContext to stop)."""
 
 SLOTS_INTERVAL = 0.1
-"""Seconds between two looks at the number of slots of a cluster."""
+"""Seconds between two polls of the number of slots of a cluster."""
 
 _DONE = "engine-done"
 _SAY = "engine-says"
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class Places:
-    """One session at a time; the next is opened when one was given up."""
+    """Opens engine sessions, one at a time, and waits for their slots."""
 
     def __init__(
         self,
@@ -43,14 +44,14 @@ class Places:
         check: Callable[[], None],
         say: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Opens nothing.
+        """Prepares the object without opening a session.
 
         Args:
-            engine: Where.
-            job: Of the run.
-            inbox: The driver's.
-            check: Raises the typed error if the run is to end.
-            say: Records an event, for whoever follows the run, too.
+            engine: The engine to open.
+            job: The job of the run.
+            inbox: The driver's inbox.
+            check: Raises the typed error if the run must end.
+            say: Records an event, which followers of the run also see as a line.
         """
         self._engine = engine
         self._job = job
@@ -59,14 +60,14 @@ class Places:
         self._say = say
         self.session: EngineSession | None = None
         self.left_nothing = True
-        """False if a session did not close: a JVM that was stopped may still be there."""
+        """False if a session did not close, so a JVM that was stopped may still exist."""
 
     def open(self, env: dict[str, str], deadline: float) -> tuple[EngineSession, str | None]:
-        """Opens the session; where it shows itself to people, too.
+        """Opens a session; returns it with the URL of its user interface, or None if it has none.
 
         Args:
             env: The user's environment for the ranks.
-            deadline: Monotonic time by which it must answer.
+            deadline: Monotonic time by which the engine must answer.
         """
         self.session, url = self.in_thread(lambda: self._open(env), deadline)
         for note in self.session.notes:
@@ -76,13 +77,13 @@ class Places:
     def _open(self, env: dict[str, str]) -> tuple[EngineSession, str | None]:
         self._engine.start_ahead(self._job, env)
         session, url = self._engine.open(self._job), None
-        # A link for people is not worth a run.
+        # A missing link must not fail a run.
         with contextlib.suppress(Exception):
             url = session.url
         return session, url
 
     def is_broken(self) -> bool:
-        """True if the session cannot be used any more, or does not say."""
+        """Returns True if the session is unusable or does not answer."""
         session, answers = self.session, list[bool]()
         # A JVM that was stopped does not answer at all.
         return session is not None and not (
@@ -90,10 +91,10 @@ class Places:
         )
 
     def gather(self, session: EngineSession, deadline: float, bad: frozenset[str]) -> Placement:
-        """Waits for the places of the next attempt.
+        """Waits for the slots of the next attempt.
 
         Raises:
-            StartTimeoutError: there were not enough before the deadline.
+            StartTimeoutError: there were too few slots at the deadline.
             RunTimeoutError: the run had started, and took longer than its timeout.
             EngineError: the session ended meanwhile.
         """
@@ -101,8 +102,8 @@ class Places:
         changed, say_at, before = began, began + policy.WAITING_INTERVAL, -1
         least = job.least_tasks
         while True:
-            slots, provable, by_host = self.in_thread(lambda: _look(session, by_host=bool(bad)), deadline)
-            # What is there counts more than what was thought to be provable.
+            slots, provable, by_host = self.in_thread(lambda: _count_slots(session, by_host=bool(bad)), deadline)
+            # Slots that exist count more than the most that settings allow.
             most = max(least, min(job.num_tasks, provable or job.num_tasks))
             now = time.monotonic()
             if slots != before:
@@ -122,7 +123,7 @@ class Places:
             self.pause(SLOTS_INTERVAL)
 
     def pause(self, seconds: float) -> None:
-        """Waits within the reach of a cancel and of the run's timeout."""
+        """Waits for some seconds, unless a cancel or the run's timeout ends the wait."""
         end = time.monotonic() + seconds
         while True:
             self._check()
@@ -133,20 +134,20 @@ class Places:
                 self._inbox.queue.get(timeout=min(left, TICK))
 
     def close(self) -> None:
-        """Gives the session up, if there is one."""
+        """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
             self.left_nothing = within(CLOSE_TIMEOUT, session.close)
 
     def say_from_thread(self, what: str) -> None:
-        """An event of the engine, from an action that runs in `in_thread`."""
+        """Records an event of the engine, from an action that runs in `in_thread`."""
         self._inbox.queue.put((DRIVER, {"type": _SAY, "what": what}))
 
     def in_thread(self, action: Callable[[], T], deadline: float) -> T:
-        """Runs an engine's action in a thread, so that a cluster that does not answer cannot hold us."""
+        """Runs an engine's action in a thread, so that a cluster that does not answer cannot block the driver."""
         messages = self._inbox.renew()
         began = time.monotonic()
-        # What has no deadline says itself how far it is.
+        # Actions without a deadline report their own progress.
         say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
 
         def act() -> None:
@@ -183,11 +184,11 @@ class Places:
                 )
 
 
-def _look(session: EngineSession, *, by_host: bool) -> tuple[int, int | None, dict[str, int]]:
-    """The slots of a session, the most that it can have, and those of each host.
+def _count_slots(session: EngineSession, *, by_host: bool) -> tuple[int, int | None, dict[str, int]]:
+    """Returns the slots of a session, the most that it can have, and the slots of each host.
 
     Raises:
-        EngineError: the session has ended; with another one the run can go on.
+        EngineError: the session has ended; the run can continue with another one.
     """
     ended = EngineError(
         f"the SparkContext or its JVM ended while the run waited for the slots of {session.place}", cause=LOST

@@ -1,6 +1,6 @@
-"""Pure decisions about a run, from facts to verdict: no clock, no socket, no process.
+"""Pure decisions about a run, from facts to verdict, without a clock, a socket or a process.
 
-The bounds that the driver applies have their names here too.
+The time limits that the driver applies are defined here, too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rankzero.job import Job
 from rankzero.run.directory import RunStatus
 
 STOP_MARGIN = 2.0
-"""Seconds beyond the grace after which agents that do not say goodbye are cancelled at the engine, and again
-after which the engine is given up."""
+"""Seconds beyond the grace after which agents that do not disconnect are cancelled at the engine. The engine has as
+long for that."""
 
-END_PATIENCE = 25.0
-"""Seconds of silence after which agents are given up that were informed of the end: they run exit handlers, and
-deliver log lines that still wait."""
+END_TIMEOUT = 25.0
+"""Seconds without a message after which agents are cancelled once the run has succeeded: until then they run exit
+handlers, and deliver log lines that still wait."""
 
 AGENT_LOST_WINDOW = 2.0
 """Seconds to wait for the engine's own explanation when an agent's connection ended."""
@@ -34,20 +34,20 @@ RESTART_DELAY_LIMIT = 60.0
 MIN_CONNECT_TIMEOUT = 1.0
 """Seconds that an agent has at least to find its driver."""
 
-GROWTH_PATIENCE = 30.0
-"""Seconds without a new slot after which an elastic attempt starts with those that are there. As long as the last call
-of torchrun's rendezvous. A quarter of ``start_timeout`` where that is less."""
+GROWTH_TIMEOUT = 30.0
+"""Seconds without a new slot after which an elastic attempt starts with the slots that exist. As long as torchrun's
+rendezvous waits for more nodes. A quarter of ``start_timeout`` where that is less."""
 
 WAITING_INTERVAL = 30.0
-"""Seconds between two messages of what an attempt waits for."""
+"""Seconds between two messages about what an attempt waits for."""
 
 FAILURES_OF_A_BAD_HOST = 2
-"""Failures of a host after which attempts leave it out, where the cluster has another."""
+"""Failures of a host after which attempts leave it out, if the cluster has others."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often a run was restarted, and how often it may be. Preemptions have a budget of their own."""
+    """The restarts of a run so far and the most that are allowed; preemptions have a budget of their own."""
 
     max_restarts: int
     max_preemptions: int
@@ -55,7 +55,7 @@ class Restarts:
     preemptions: int = 0
 
     def after(self, cause: str | None) -> tuple[Restarts, float] | None:
-        """The budget that is left and the pause in seconds before the next attempt; None to give up.
+        """Returns the budget that is left and the seconds to pause before the next attempt; None to give up.
 
         The pause is 0, 1, 3, 7 ... seconds for one restart after another, up to `RESTART_DELAY_LIMIT`.
         """
@@ -95,12 +95,12 @@ def spent(job: Job, status: RunStatus) -> Restarts:
 
 @dataclass(frozen=True)
 class Placement:
-    """With what an attempt starts.
+    """The tasks that an attempt starts with.
 
     Attributes:
         num_tasks: Tasks that run ranks.
-        spare: Tasks that are started beyond them: so many may come to lie on hosts that are left out.
-        left_out: Those hosts.
+        spare: Tasks that are started in addition, as many as may be placed on hosts that are left out.
+        left_out: Hosts that run ranks only if there are too few agents on other hosts.
     """
 
     num_tasks: int
@@ -117,42 +117,42 @@ def place(
     bound: float,
     on_bad_hosts: Mapping[str, int] | None = None,
 ) -> Placement | None:
-    """With what an attempt starts now; None to wait for more slots.
+    """Returns the tasks that an attempt starts with now; None to wait for more slots.
 
-    A host that is to be left out is, where there are slots enough without it. An elastic attempt (``least < most``)
-    waits for ``most`` while slots come, then takes what is there. It waits for half of the bound at most, since what is
-    left is for the ranks to start.
+    A bad host is left out if there are enough slots without it. An elastic attempt (``least < most``) waits for
+    ``most`` while new slots appear, then starts with those that exist. It waits for half of the bound at most: the
+    ranks need the rest to start.
 
     Args:
-        slots: That there are.
-        least: Tasks without which no attempt starts.
+        slots: Slots that exist.
+        least: The smallest number of tasks with which an attempt starts.
         most: Tasks of the largest world.
         unchanged: Seconds since the number of slots last changed.
         waited: Seconds since the attempt began.
         bound: Seconds within which its ranks must have started.
-        on_bad_hosts: How many of the slots lie on each host that is to be left out.
+        on_bad_hosts: Number of slots on each host that is to be left out.
     """
     bad = dict(on_bad_hosts or {})
     good = slots - sum(bad.values())
     usable, left_out = (good, bad) if good >= least else (slots, {})
-    is_patient = unchanged < min(GROWTH_PATIENCE, bound / 4) and waited < bound / 2
-    if usable < least or (usable < most and is_patient):
+    may_grow = unchanged < min(GROWTH_TIMEOUT, bound / 4) and waited < bound / 2
+    if usable < least or (usable < most and may_grow):
         return None
     return Placement(min(usable, most), sum(left_out.values()), frozenset(left_out))
 
 
 def waiting_message(where: str, slots: int, least: int, most: int, waited: float, bound: float) -> str:
-    """What an attempt waits for, for people: what is there, and what is missing."""
+    """Returns the message about the slots that an attempt waits for: how many exist, and how many are missing."""
     needs = f"{least}" if least == most else f"{least} to {most}"
     missing = f"{least - slots} missing" if slots < least else f"{most - slots} more would be used"
     return (
-        f"waiting for {where}: it offers {slots} of the {needs} task slots that this run needs at once ({missing}) "
-        f"after {waited:.0f} s of start_timeout={bound:g} s"
+        f"waiting for {where}: it offers {slots} of the {needs} task slots that this run needs at the same time "
+        f"({missing}) after {waited:.0f} s of start_timeout={bound:g} s"
     )
 
 
 def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]) -> str:
-    """Why an attempt that was launched has not started yet, for people."""
+    """Returns the message about why a launched attempt has not started yet."""
     if missing_tasks:
         started = f"{num_tasks - len(missing_tasks)} of {num_tasks} tasks have started"
         return f"waiting: {started}, not {name_ranks(missing_tasks, 'task')} (are its slots in use?)"
@@ -162,17 +162,17 @@ def starting_message(num_tasks: int, missing_tasks: Sequence[int], missing_ranks
 
 @dataclass(frozen=True)
 class HostRecord:
-    """How often each host was to blame for the end of an attempt."""
+    """The number of attempts that each host made fail."""
 
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, host: str | None) -> HostRecord:
-        """The record after an attempt that failed because of this host; None if no host is to blame."""
+        """Returns the record after an attempt that failed because of this host; None if no host is to blame."""
         return self if host is None else HostRecord({**self.failures, host: self.failures.get(host, 0) + 1})
 
     @property
     def bad(self) -> frozenset[str]:
-        """The hosts to leave out."""
+        """The hosts that attempts leave out."""
         return frozenset(host for host, count in self.failures.items() if count >= FAILURES_OF_A_BAD_HOST)
 
 
@@ -180,11 +180,11 @@ _BLAMED = (KILLED, LOST, MATCHED)
 
 
 def host_to_blame(failures: Sequence[Failure], host_of: Callable[[int], str | None]) -> str | None:
-    """The host whose fault the first cause may be; None if it is the code's, or the same happened on several hosts.
+    """Returns the host that may have caused the first failure; None for the user's code, or for several hosts.
 
     Args:
-        failures: What is known of each rank that failed.
-        host_of: Gives the host of a rank, as the engine names it.
+        failures: The facts about each rank that failed.
+        host_of: Returns the host of a rank, as the engine names it.
     """
     cause = first_cause(failures) if failures else None
     if cause is None or cause.collateral or cause.restart_cause not in _BLAMED:
@@ -194,20 +194,20 @@ def host_to_blame(failures: Sequence[Failure], host_of: Callable[[int], str | No
 
 
 def connect_timeout(left: float) -> float:
-    """Seconds for an agent to find its driver, of those that an attempt has left to start.
+    """Returns the seconds that an agent has to connect, from those that an attempt has left to start.
 
-    A little less than all: an agent knows which addresses it tried and what came of that, its driver does not.
+    An agent gets less than all of them, so that its own error comes first: it lists the addresses that it tried.
     """
     return max(MIN_CONNECT_TIMEOUT, left * 0.9)
 
 
 def beat_interval(hang_timeout: float | None) -> float:
-    """Seconds between two heartbeats of a worker: often enough to tell progress within ``hang_timeout``."""
+    """Returns the seconds between two heartbeats of a worker, short enough to notice a hang in time."""
     return HEARTBEAT_INTERVAL if hang_timeout is None else min(HEARTBEAT_INTERVAL, hang_timeout / 5)
 
 
 def is_hung(progress: Iterable[float], now: float, hang_timeout: float) -> bool:
-    """True if the rank that progressed last did so longer than ``hang_timeout`` seconds ago.
+    """Returns True if no rank has progressed for longer than ``hang_timeout`` seconds.
 
     Args:
         progress: Monotonic time of the last progress of every rank.
@@ -218,17 +218,17 @@ def is_hung(progress: Iterable[float], now: float, hang_timeout: float) -> bool:
 
 
 COLLECTIVE_SIGNS = ("torch/distributed/", "torch/nn/parallel/distributed", "_engine_run_backward")
-"""Parts of stack lines by which a rank is seen to be inside a collective (or the backward pass that makes them)."""
+"""Parts of stack lines that show a rank inside a collective, or in the backward pass that calls collectives."""
 
 
 def not_in_collective(stacks: Mapping[int, str]) -> list[int]:
-    """Ranks whose stack shows no collective while another rank's does; empty if no rank waits in one."""
+    """Returns the ranks outside of a collective in which other ranks wait; empty if no rank waits in one."""
     waiting = {rank for rank, stack in stacks.items() if any(sign in stack for sign in COLLECTIVE_SIGNS)}
     return sorted(set(stacks) - waiting) if waiting else []
 
 
 def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], directory: str) -> str:
-    """The text of a hang: who is missing, then where each rank stood, equal stacks once."""
+    """Returns the text of a hang: the missing ranks, then the stack of each rank, equal stacks once."""
     parts = [why]
     if missing:
         waiting = sorted(set(stacks) - set(missing))
@@ -244,7 +244,7 @@ def hang_message(why: str, stacks: Mapping[int, str], missing: Sequence[int], di
 
 
 def order_tasks(hosts: Sequence[str]) -> list[int]:
-    """Task indices in rank order: host by host, hosts in order of their first task.
+    """Returns task indices in rank order: host by host, hosts in the order of their first task.
 
     Args:
         hosts: Host of each task, by task index.

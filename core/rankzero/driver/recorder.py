@@ -1,4 +1,4 @@
-"""`Recorder`: everything the driver writes into the run directory, and what it remembers of it."""
+"""`Recorder`: everything the driver writes into the run directory, and the last log lines of each rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rankzero.values.ref import ResultRef
 logger = logging.getLogger(__name__)
 
 LET_GO_TIMEOUT = 3.0
-"""Seconds for an object store to take the last lines, again for the status, and again for a write under way, of who
-gives a run to another driver; that one waits no longer than 10 s."""
+"""Seconds for an object store to take the last lines, again for the status, and again for a write under way, when a
+driver passes its run to another. The other driver waits 10 s at most."""
 
 _LAST_LINES_INTERVAL = 0.5
 """Seconds between two tries to write the last lines to an object store."""
@@ -38,9 +38,9 @@ _LAST_LINES_INTERVAL = 0.5
 class Recorder:
     """Writes status, events and logs of one submission of a run.
 
-    Used by the driver's thread, which waits for no object store: the status has a thread of its own (`StatusWriter`),
-    and so have lines that go there. What the store refuses while ranks train (a full disk) does not end the training:
-    lines are counted as lost, the status is tried again.
+    The driver's thread uses it and never waits for an object store: the status is written by a thread of its own
+    (`StatusWriter`), and so are lines. A store that refuses writes while ranks train, such as a full disk, does not end
+    the training: refused lines are counted as lost, and the status is written again later.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Recorder:
         is_in_stage: bool = False,
         nonce: str = "",
     ) -> None:
-        """Writes nothing yet.
+        """Opens the files of events and lines; nothing is written yet.
 
         Args:
             run: The run.
-            submission: Whose driver this is.
-            attempt: The first one.
-            mask: Of secrets.
+            submission: The submission that the driver drives.
+            attempt: Its first attempt.
+            mask: Hides the secrets of the run.
             is_in_stage: True for a driver in its run's own stage. Its death may not be the end of the run, so readers
                 go by the heartbeat alone.
             nonce: `Job.nonce` of the submission.
@@ -67,7 +67,7 @@ class Recorder:
         self._run = run
         self.mask = mask or Mask()
         self._has_let_go = False
-        """Of what ranks write."""
+        """True once another driver writes the run directory."""
         self._streams = {name: PieceWriter(run.path(name)) for name in (EVENTS, LINES)} if run.is_remote else {}
         self._events = _Lines(self._streams.get(EVENTS) or Appender(run.path(EVENTS)))
         self._logs: dict[str, _Lines] = {}
@@ -91,16 +91,16 @@ class Recorder:
 
     @property
     def status(self) -> RunStatus:
-        """The run's state now, which may not be written yet."""
+        """The current state of the run, which may not be written yet."""
         return self._writer.status
 
     @property
     def superseded(self) -> bool:
-        """Another submission or driver took this run over: this driver has lost the right to write."""
+        """True if another submission or driver has the run now: this driver has lost the right to write."""
         return self._writer.superseded
 
     def update(self, **changes: Any) -> None:
-        """Changes the status, and has it written; a change of state is an event too."""
+        """Changes the status and writes it; a change of state is an event too."""
         before = self.status
         self._writer.change(**changes)
         if self.status.state != before.state or self.status.attempt != before.attempt:
@@ -109,11 +109,11 @@ class Recorder:
             self._flusher.start()
 
     def note_thread(self) -> None:
-        """Notes that the driver is the calling thread, for readers that query the kernel whether it lives."""
+        """Records the calling thread as the driver, for readers that query the kernel whether it is alive."""
         self._writer.note(driver_thread=this_thread())
 
     def carry_on(self, before: RunStatus) -> None:
-        """Keeps what another driver of this submission knew: when ranks had started, how long they held places."""
+        """Continues from the status of another driver of this submission: start time, seconds of slots, preemptions."""
         if before.submission != self.status.submission:
             return
         held = before.held_seconds
@@ -126,30 +126,30 @@ class Recorder:
             stream.note_end(Position(*before.written.get(name, ())))
 
     def note_places(self, ranks: int, *, held: bool) -> None:
-        """Counts for how long the ranks of an attempt hold their places, which is what a training costs.
+        """Measures how long the ranks of an attempt occupy their slots, which is the cost of a training.
 
         Args:
-            ranks: Of the attempt.
-            held: True from now on, False no longer.
+            ranks: Number of ranks of the attempt.
+            held: True when the slots are taken, False when they are free again.
         """
         status, now = self.status, time.time()
         before = 0.0 if status.held_since is None else max(0.0, now - status.held_since)
         self._writer.note(held_seconds=status.held_seconds + ranks * before, held_since=now if held else None)
 
     def commit(self, result: ResultRef, value: list[Any], then: Callable[[], None]) -> None:
-        """Writes that the run has succeeded, whatever becomes of this driver. It has not ended before `finish`.
+        """Writes that the run has succeeded, which holds even if this driver dies. The run ends with `finish`.
 
         Args:
             result: The value's handle.
             value: The value itself in a list, if it is small JSON; else empty.
-            then: Called in another thread as soon as that is durable.
+            then: Called in another thread as soon as the record is durable.
         """
         self._writer.change(result=result.to_json(), value=value, then=then)
 
     def _flush(self) -> None:
-        """Writes pieces to an object store, however long that takes: neither the heartbeat nor the driver waits.
+        """Writes pieces to an object store in a thread of its own, so neither the heartbeat nor the driver waits.
 
-        Nobody else does: of two writes of one piece, the older one might come last.
+        No other thread writes them: of two concurrent writes of one piece, the older one might arrive last.
         """
         while not self._finished.wait(self.status.interval):
             for stream in self._streams.values():
@@ -157,7 +157,7 @@ class Recorder:
                     stream.flush()
                 except Exception as error:
                     logger.warning("lines wait for the store: %s", error)
-            # With it one heartbeat, and how far followers may read.
+            # This also writes a heartbeat and the position up to which followers may read.
             self._writer.change(**self._progress())
         try:
             store.patiently(self._flush_streams, STORE_OUTAGE, _LAST_LINES_INTERVAL, lambda _: self._is_over)
@@ -170,7 +170,7 @@ class Recorder:
 
     @property
     def _is_over(self) -> bool:
-        """True if another driver writes, whose piece a late write would replace."""
+        """True if another driver writes, whose pieces a late write would replace."""
         return self.superseded or self._has_let_go
 
     def _progress(self) -> dict[str, Any]:
@@ -184,11 +184,11 @@ class Recorder:
         self.event({"type": "state", "state": state, **of_run})
 
     def event(self, event: dict[str, Any]) -> None:
-        """Appends an event."""
+        """Appends an event to the event log."""
         self._events.append([json.dumps({"time": time.time(), **event})])
 
     def metrics(self, rank: int, rows: list[tuple[dict[str, Any], float]]) -> None:
-        """Appends what a rank reported, and when; rank 0's last values go into the status."""
+        """Appends a rank's reported metrics with their times; rank 0's last values go into the status."""
         events = [{"time": when, "type": "metric", "rank": rank, "metrics": metrics} for metrics, when in rows]
         self._events.append([json.dumps(event) for event in events])
         if rank == 0:
@@ -198,7 +198,7 @@ class Recorder:
             self._writer.note(metrics=last)
 
     def log(self, rank: int, lines: list[str]) -> None:
-        """Appends lines of a rank to its file, without the secrets that the run was given."""
+        """Appends lines of a rank to its log file, with the run's secrets masked."""
         lines = self.mask.lines(lines)
         name = LINES if self._run.is_remote else log_name(rank)
         if name not in self._logs:
@@ -207,11 +207,11 @@ class Recorder:
         self._tails.setdefault(rank, deque(maxlen=LOG_TAIL)).extend(line[:LOG_TAIL_WIDTH] for line in lines[-LOG_TAIL:])
 
     def tail(self, rank: int) -> list[str]:
-        """The last lines of a rank."""
+        """Returns the last log lines of a rank."""
         return list(self._tails.get(rank, ()))
 
     def let_go(self) -> None:
-        """Closes the files and writes no more: another process does. Waits for a write that is under way."""
+        """Closes the files and stops writing, because another process drives the run. Waits for a write under way."""
         for lines in (self._events, *self._logs.values()):
             lines.close()
         self._has_let_go = True
@@ -225,7 +225,7 @@ class Recorder:
     def finish(self, **changes: Any) -> None:
         """Closes the files, then writes the final status: a reader who sees it sees everything.
 
-        Lines for an object store that is away are waited for, `STORE_OUTAGE` seconds at most.
+        An unreachable object store gets `STORE_OUTAGE` seconds to take the last lines.
 
         Raises:
             ResultError: the store refused the final status for `STORE_OUTAGE` seconds.
@@ -248,7 +248,7 @@ class Recorder:
 
 
 class _Lines:
-    """A growing file that survives a full disk: what cannot be written is counted, and reported when there is room."""
+    """A growing file that survives a full disk: refused lines are counted, and reported when there is room again."""
 
     def __init__(self, appender: Appender | PieceWriter) -> None:
         self._appender = appender

@@ -1,4 +1,4 @@
-"""`RemainingWatch`: ranks that wait for peers that have returned, which never come."""
+"""`RemainingWatch`: detects ranks that wait for peers that have already returned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankzero.driver import policy
 from rankzero.driver.failure import name_ranks
 
 IDLE_SHARE = 0.1
-"""Share of a core that a waiting rank uses at most, with its heartbeat and its threads."""
+"""Largest share of a core that a waiting rank uses, for its heartbeat and its threads."""
 
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "/rankzero/", "/lib/python3")
@@ -19,16 +19,16 @@ _WAITING = ("/torch/distributed/", "/torch/nn/parallel/distributed")
 _NOT_WAITING = "/torch/distributed/checkpoint/"
 _HOROVOD = "/rankzero/compat/horovod/"
 _HOROVOD_DEPTH = 4
-"""Innermost calls among which one of hvd is, if a rank waits in an operation of hvd."""
+"""Number of innermost calls in which a call of hvd shows that a rank waits in an operation of hvd."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank was at one moment.
+    """The stack and the processor time of a rank at one moment.
 
     Attributes:
         stack: The Python stack of its main thread, innermost call first, as faulthandler writes it.
-        cpu: Seconds of processor time that its process has used; None if the system does not tell.
+        cpu: Seconds of processor time that its process has used; None if the system does not report it.
     """
 
     stack: str
@@ -38,16 +38,16 @@ class Position:
 class RemainingWatch:
     """Watches the ranks that remain when others have returned.
 
-    They may compute alone, as rank 0 does that evaluates or saves a model: that is no hang, however long it takes. A
-    rank counts as waiting only if its innermost call is a collective, and its process uses no processor time.
+    A rank may compute alone, such as rank 0 when it evaluates or saves a model: that is no hang, however long it
+    takes. A rank counts as waiting only if its innermost call is a collective and its process uses no processor time.
     """
 
     def __init__(self, num_processes: int, peek: Callable[[], None]) -> None:
-        """Starts to watch.
+        """Creates a watch that has not polled any rank yet.
 
         Args:
             num_processes: Number of ranks.
-            peek: Asks all agents where their ranks are (`note`).
+            peek: Requests the positions of all ranks from their agents, which arrive through `note`.
         """
         self._ranks = frozenset(range(num_processes))
         self._peek = peek
@@ -56,15 +56,15 @@ class RemainingWatch:
         self._peeked_at: float | None = None
         self._before_at = 0.0
         self._is_open = False
-        self._has_told = False
+        self._has_reported = False
         self._waiting_since: float | None = None
 
     def note(self, rank: int, stack: str, cpu: float | None) -> None:
-        """Takes the answer to a peek."""
+        """Records the position that a rank sent."""
         self._positions[rank] = Position(stack, cpu)
 
-    def look(self, now: float, returned: frozenset[int], progress_at: float) -> str | None:
-        """Returns a line for people, once, if ranks have returned and the others stand still; else None.
+    def poll(self, now: float, returned: frozenset[int], progress_at: float) -> str | None:
+        """Returns a message, once, if some ranks have returned and the others make no progress; else None.
 
         Args:
             now: Monotonic time.
@@ -85,8 +85,8 @@ class RemainingWatch:
         elif self._is_open and (remaining <= set(self._positions) or now - self._peeked_at > policy.STACKS_WINDOW):
             self._is_open = False
             self._judge(now, remaining)
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_reported:
+                self._has_reported = True
                 return self._notice(returned, remaining, now - progress_at)
         return None
 
@@ -123,7 +123,7 @@ class RemainingWatch:
 
 
 def is_waiting(stack: str) -> bool:
-    """True if the innermost call of a stack waits for other ranks."""
+    """Returns True if the innermost call of a stack waits for other ranks."""
     frames = _frames(stack)
     if not frames:
         return False
@@ -136,7 +136,7 @@ def is_waiting(stack: str) -> bool:
 
 
 def describe(stack: str) -> str:
-    """What a rank does, and where its user called that, in a few words."""
+    """Returns a few words about what a rank does, and the line of user code that called it."""
     frames = _frames(stack)
     if not frames:
         return "runs native code"

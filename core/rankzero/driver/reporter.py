@@ -1,4 +1,4 @@
-"""`Reporter`: keeps the run's report.html, while the run lives and when it has ended."""
+"""`Reporter`: writes the run's report.html, repeatedly during the run and once at its end."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rankzero.run.handle import RunHandle
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL = 30.0
-"""Shortest time in seconds between two reports of a run that lives."""
+"""Least seconds between two reports of a running run."""
 
 COST_SHARE = 500
-"""A report is made again at the earliest after so many times the seconds that making it took: 0.2 % of a core."""
+"""Least interval between two reports as a multiple of the time that one took: 0.2 % of a core."""
 
 END_TIMEOUT = 10.0
-"""Seconds for the last report. A run that has ended waits no longer for it, and has none rather than an old one."""
+"""Seconds for the last report. A run that has ended then removes the old report, rather than show an outdated one."""
 
 
 class Reporter:
-    """A thread that writes the report. What goes wrong there is a line in the log, and never the run's trouble.
+    """A thread that writes the report. Its errors are only logged, and never fail the run.
 
-    A run in an object store has its report when it has ended: until then every look would be many requests.
+    A run in an object store gets its report at its end only, since each report takes many requests.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -38,12 +38,12 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """The run has ended: writes the report of all of it."""
+        """Writes the report of the whole run, which has ended."""
         self._ended.set()
         self._thread.join(END_TIMEOUT)
         if self._thread.is_alive():
             logger.warning("the report of the run takes more than %g s; `rankzero report` makes it", END_TIMEOUT)
-            # At an object store there is none of before, and nobody waits for it again.
+            # In an object store there is no earlier report, and a removal could block as long as the write does.
             with contextlib.suppress(OSError):
                 if not self._run.is_remote:
                     store.remove(self._run.path(page.REPORT_FILE))

@@ -1,4 +1,4 @@
-"""`Roster`: the agents of one attempt, which ranks are theirs, and who of them is still there."""
+"""`Roster`: the agents of one attempt, their ranks, and which of them are lost."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Member:
     """An agent, as its driver knows it.
 
     Attributes:
-        task: Its number.
-        host: The name or address under which its engine knows its host.
-        address: The one from which it reaches the driver.
-        name: What its host calls itself.
-        python: Its Python's version.
+        task: Number of its task.
+        host: Name or address of its host, as the engine knows it.
+        address: Address from which it connects to the driver.
+        name: Name of its host, as the host itself reports it.
+        python: Version of its Python.
         gpus: Addresses of the GPUs that its task was given.
         workers: Number of its ranks.
-        torch: The version that its ranks have, once they are ready.
-        first_rank: Of its ranks; None until all agents have joined.
-        disconnected_at: Monotonic time since when its connection is broken; None if it is not.
-        left_at: Monotonic time at which it left before it was asked to; None if it did not.
-        why_left: The reason, in words.
-        restart_cause: What a restart is decided by then.
+        torch: Version of torch in its ranks, once they are ready.
+        first_rank: Its first rank; None until all agents have joined.
+        disconnected_at: Monotonic time since which its connection is broken; None if it is connected.
+        left_at: Monotonic time at which it exited before it was asked to; None if it did not.
+        why_left: Text that explains why it exited.
+        restart_cause: The cause that then decides about a restart.
     """
 
     task: int
@@ -47,25 +47,25 @@ class Member:
 
     @property
     def ranks(self) -> range:
-        """Its ranks; none before all agents have joined."""
+        """The ranks of this agent; empty before all agents have joined."""
         return range(self.first_rank, self.first_rank + self.workers) if self.first_rank is not None else range(0)
 
     @property
     def is_gone(self) -> bool:
-        """True if it went, or its connection is broken."""
+        """True if the agent has exited or its connection is broken."""
         return self.left_at is not None or self.disconnected_at is not None
 
     def leave(self, why: str, now: float, restart_cause: str = LOST) -> None:
-        """Notes that it has left before it was asked to; the first reason counts."""
+        """Records that the agent exited before it was asked to; the first reason counts."""
         if self.left_at is None:
             self.left_at, self.why_left, self.restart_cause = now, why, restart_cause
 
     def why_unfit(self, python: str, use_gpu: bool) -> str | None:
-        """Why it cannot run ranks of this job, in words; None if it can.
+        """Returns a message that says why the agent cannot run ranks of this job; None if it can.
 
         Args:
             python: ``major.minor`` of the Python that pickled the function.
-            use_gpu: Each rank needs a GPU.
+            use_gpu: True if each rank needs a GPU.
         """
         if ".".join(self.python.split(".")[:2]) != python:
             return (
@@ -81,18 +81,18 @@ class Member:
 
 
 class Roster:
-    """Who has joined, who is ready, who is lost."""
+    """The agents of an attempt that have joined, are ready or are lost."""
 
     def __init__(
         self, num_agents: int, processes_per_task: int, spare: int = 0, left_out: Collection[str] = ()
     ) -> None:
-        """Nobody has joined.
+        """Creates a roster without members.
 
         Args:
             num_agents: Agents that run ranks.
-            processes_per_task: Ranks of each, as far as its number tells before ranks are numbered.
-            spare: Agents that are started beyond them.
-            left_out: Hosts whose agents run ranks only if there are not enough of others.
+            processes_per_task: Ranks of each task, used until ranks are numbered.
+            spare: Agents that are started in addition.
+            left_out: Hosts whose agents run ranks only if there are too few agents on others.
         """
         self.num_agents = num_agents
         self._spare = spare
@@ -103,9 +103,9 @@ class Roster:
         self._ready: set[tuple[int, int]] = set()
 
     def join(self, task: int, message: Message, now: float) -> Member | None:
-        """The new member; None if the task has one already, which then counts as lost.
+        """Adds a member and returns it; returns None if the task already has one, which then counts as lost.
 
-        Restarts are the driver's to decide: ranks of two tries must never mix.
+        Only the driver decides about restarts, so ranks of two attempts never mix.
         """
         if task in self._members:
             self._members[task].leave("another agent joined in its place", now)
@@ -115,20 +115,20 @@ class Roster:
         return member
 
     def get(self, task: int) -> Member | None:
-        """Who joined for a task; None if nobody did."""
+        """Returns the member of a task; None if no agent has joined for it."""
         return self._members.get(task)
 
     @property
     def num_expected(self) -> int:
-        """Agents that are started."""
+        """Number of agents that are started."""
         return self.num_agents + self._spare
 
     def choose(self) -> list[Member] | None:
-        """Numbers the ranks, once, as soon as there are agents enough that are to run them.
+        """Numbers the ranks, once, as soon as enough agents have joined.
 
         Returns:
-            Those agents, host by host, each with its first rank; the others are no members any more. None if it is
-            too early.
+            The agents that run ranks, host by host, each with its first rank; the others are no members any more. None
+            if it is too early.
         """
         joined = [self._members[task] for task in sorted(self._members)]
         chosen = [member for member in joined if member.host not in self._left_out]
@@ -148,29 +148,29 @@ class Roster:
         return ordered
 
     def is_surplus(self, task: int) -> bool:
-        """True for a task that runs no ranks, since others were chosen."""
+        """Returns True if this task was started as a spare and runs no ranks."""
         return self._is_chosen and task not in self._members
 
     def host_of(self, rank: int) -> str | None:
-        """The host of a rank, as its engine knows it; None before ranks are numbered."""
+        """Returns the host of a rank, as the engine names it; None before ranks are numbered."""
         return next((member.host for member in self._members.values() if rank in member.ranks), None)
 
     def numbered(self) -> list[Member]:
-        """Those that have ranks."""
+        """Returns the members that have ranks."""
         return [member for member in self._members.values() if member.first_rank is not None]
 
     def rank(self, member: Member, local_rank: int) -> int:
-        """The rank of a worker; before all have joined, the one it would have if tasks were in order."""
+        """Returns the rank of a worker; before all agents have joined, the one it would have with tasks in order."""
         first = member.first_rank
         return (member.task * self._processes_per_task if first is None else first) + local_rank
 
     def note_ready(self, task: int, local_rank: int, torch: str = "") -> None:
-        """A worker has imported torch, of this version, and has its rank."""
+        """Records that a worker has imported torch, and which version, and has its rank."""
         self._ready.add((task, local_rank))
         self._members[task].torch = torch
 
     def unlike_torch(self, submitted_with: str | None) -> str | None:
-        """What to warn of if versions of torch differ; None if they do not. Builds (``+cpu``) do not count.
+        """Returns a warning if versions of torch differ, ignoring builds (``+cpu``); None if they do not.
 
         Args:
             submitted_with: The submitter's version; None if it has no torch.
@@ -180,22 +180,22 @@ class Roster:
             hosts.setdefault(member.torch.partition("+")[0], []).append(member.name)
         if len(hosts) > 1:
             found = "; ".join(f"{version} on {', '.join(sorted(set(names)))}" for version, names in hosts.items())
-            return f"ranks have different versions of torch, which may not understand each other: {found}"
+            return f"ranks have different versions of torch, which may be incompatible: {found}"
         own = (submitted_with or "").partition("+")[0]
         if own and hosts and own not in hosts:
             return (
-                f"ranks have torch {next(iter(hosts))} and the job was submitted with {own}: what one has pickled "
-                "the other may not load"
+                f"ranks have torch {next(iter(hosts))} and the job was submitted with {own}: values that one version "
+                "pickles may not load in the other"
             )
         return None
 
     @property
     def num_ready(self) -> int:
-        """Number of the ranks that are ready."""
+        """Number of ranks that are ready."""
         return len(self._ready)
 
     def ranks_not_ready(self) -> list[int]:
-        """The ranks of those that have joined which are not ready."""
+        """Returns the ranks of joined agents that are not ready."""
         return [
             self.rank(member, local_rank)
             for member in self._members.values()
@@ -204,23 +204,23 @@ class Roster:
         ]
 
     def missing_tasks(self) -> list[int]:
-        """The tasks whose agents have not joined."""
+        """Returns the tasks whose agents have not joined."""
         if self._is_chosen:
             return []
         return [task for task in range(self.num_expected) if task not in self._members]
 
     def gone(self) -> list[Member]:
-        """Those that went, or whose connection is broken."""
+        """Returns the members that have exited or are disconnected."""
         return [member for member in self._members.values() if member.is_gone]
 
     def is_on_one_host(self) -> bool:
-        """True if all members are."""
+        """Returns True if all members run on one host."""
         return len({member.name for member in self._members.values()}) == 1
 
     def rendezvous_hosts(self, member: Member) -> list[str]:
-        """Where the ranks of all hosts may reach a member's, the best first."""
+        """Returns the addresses under which all ranks may reach a member, the preferred one first."""
         hosts = list(dict.fromkeys([member.host, member.address]))
         if not self.is_on_one_host():
-            # A loopback address stands for another host on every other one.
+            # A loopback address means a different host on each host.
             hosts = [host for host in hosts if not is_loopback(host)] or hosts
         return hosts

@@ -1,4 +1,4 @@
-"""Rows that ranks wrote with `rankzero.train.write_rows`: those of before a checkpoint, and those of nobody.
+"""Rows that ranks wrote with `rankzero.train.write_rows`: a restart keeps those that its checkpoint covers.
 
 tables/0001/rows/part-0000-00001-000003.parquet     of attempt 0, carried into attempt 1 by its checkpoint
 tables/0001/rows/part-0001-00000-000000.parquet     of attempt 1 itself
@@ -15,17 +15,17 @@ from rankzero.run.directory import RunDirectory
 
 
 def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
-    """Moves the rows that belong to the checkpoint that an attempt starts from into its folder.
+    """Moves rows that belong to an attempt's starting checkpoint into the folder of that attempt.
 
-    Dies this process in between, every file is in the folder of one attempt or another, where the next one finds it.
+    If this process dies meanwhile, each file is in the folder of some attempt, where the next attempt finds it.
 
     Args:
         run: The run.
-        attempt: Its number; the rows are in folders of earlier ones.
-        written: The rows.
+        attempt: Number of the attempt; the rows are in the folders of earlier ones.
+        written: The rows that the checkpoint covers.
 
     Raises:
-        OSError: the store does not do it (or an error of its fsspec driver).
+        OSError: the store refuses to move a file. Its fsspec driver may raise errors of other types.
     """
     for number in _attempts_before(run, attempt) if written else ():
         for table, file in _carried(run, number, written):
@@ -35,14 +35,14 @@ def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
 
 
 def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
-    """Deletes the rows that ranks of these failed attempts wrote, and of any before whose value was never stored.
+    """Deletes rows of these failed attempts, and of earlier ones whose value was never stored.
 
-    What later attempts write stays: a driver that was held up may have an heir by now.
+    Rows of later attempts stay: a delayed driver may have been replaced by now.
 
     Args:
         run: The run.
-        attempts: The attempts.
-        written: The rows that belong to the checkpoint from which another attempt may go on: they stay.
+        attempts: The failed attempts.
+        written: Rows to keep, because they belong to the checkpoint that the next attempt starts from.
     """
     values = store.list_names(run.path("result"))
     for number in _attempts_before(run, attempts.stop):
@@ -61,7 +61,7 @@ def _remove_all_but(run: RunDirectory, number: int, written: Written) -> None:
 
 
 def _carried(run: RunDirectory, number: int, written: Written) -> list[tuple[str, str]]:
-    """Returns table and name of each file that belongs to a checkpoint, and those of the schemas of its tables."""
+    """Returns table and name of each file that a checkpoint covers, and of the schemas of its tables."""
     files = list(_files(run, number))
     rows = [(table, file) for table, file in files if belongs(file, table, written)]
     tables = {table for table, _ in rows}
@@ -74,7 +74,7 @@ def _attempts_before(run: RunDirectory, attempt: int) -> list[int]:
 
 
 def _files(run: RunDirectory, number: int) -> Iterator[tuple[str, str]]:
-    """Table and name of each file of an attempt."""
+    """Yields table and name of each file of an attempt."""
     folder = run.path(FOLDER, folder_of(number))
     for table in store.list_names(folder):
         for file in store.list_names(store.join(folder, table)):

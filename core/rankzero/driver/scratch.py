@@ -1,4 +1,4 @@
-"""`Scratch`: a driver's directory for what is on its way to an object store."""
+"""`Scratch`: a driver's temporary directory for files on their way to an object store."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ _PREFIX = "rankzero-driver-"
 
 
 class Scratch:
-    """A directory that is locked while its process lives; those of drivers that were killed are removed with it.
+    """A temporary directory, locked while its process lives; creating one removes those of killed drivers.
 
     Attributes:
         path: The directory.
     """
 
     def __init__(self) -> None:
-        """Makes the directory. Raises OSError if there is no room, RuntimeError if there is no place for it."""
+        """Creates and locks the directory.
+
+        Raises:
+            OSError: the disk is full.
+            RuntimeError: no temporary directory is writable.
+        """
         root = scratch_root()
         remove_abandoned(root, _PREFIX)
         self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
         lock = lock_directory(self.path)
-        # An attempt that fails before its agents are there calls nothing.
+        # An attempt that fails early does not call `remove`.
         self._remove = weakref.finalize(self, _remove, self.path, lock)
 
     def remove(self) -> None:
-        """Removes the directory."""
+        """Removes the directory and its lock."""
         self._remove()
 
 

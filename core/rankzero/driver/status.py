@@ -1,4 +1,4 @@
-"""`StatusWriter`: the one thread that writes a submission's status, with a heartbeat, however long the store takes."""
+"""`StatusWriter`: the thread that writes a submission's status and its heartbeat, however slow the store is."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from rankzero.run.directory import RunDirectory, RunStatus
 logger = logging.getLogger(__name__)
 
 _FLUSH_TIME = 1.0
-"""Seconds by which a heartbeat to an object store is late, so that no two are written for one."""
+"""Seconds by which a heartbeat to an object store is delayed, so that the write of lines usually carries it."""
 
 _CERTAIN_INTERVAL = 0.25
 """Seconds between two tries to write a status whose outcome is certain."""
 
 
 class StatusWriter:
-    """Holds the status, and writes it when it has changed and with every heartbeat.
+    """Keeps the status, and writes it when it has changed and with every heartbeat.
 
-    Nobody waits for a write who does not ask to, so neither a slow store nor a large result on its way there makes a
-    live driver look dead, or deaf. One write follows the other: none overtakes a later one. What the store refuses is
-    tried again with the next heartbeat.
+    Writes are asynchronous, so neither a slow store nor a large result makes a live driver look dead or blocks it.
+    Writes are sequential, so none overtakes a later one. A refused write is repeated with the next heartbeat.
     """
 
     def __init__(self, run: RunDirectory, status: RunStatus) -> None:
-        """Nothing is written before the first `change`.
+        """Prepares the thread, which the first `change` starts.
 
         Args:
             run: The run.
@@ -47,19 +46,19 @@ class StatusWriter:
         self.superseded = False
         """True if another submission has this run now: this driver has lost the right to write."""
         self.problem: Exception | None = None
-        """Why the last write failed."""
+        """The error of the last write; None if it succeeded."""
 
     def note(self, **changes: Any) -> None:
-        """Changes the status; the next heartbeat writes it."""
+        """Changes the status, which the next heartbeat writes."""
         with self._changed:
             self.status = replace(self.status, **changes)
 
     def change(self, *, then: Callable[[], None] | None = None, **changes: Any) -> None:
-        """Changes the status, and has it written now. A final one is the last.
+        """Changes the status and writes it immediately. No write follows a final status.
 
         Args:
-            then: Called in the writer's thread when it is written.
-            changes: Fields of the status.
+            then: Called in the writer's thread once the change is written.
+            changes: New values of fields of the status.
         """
         with self._changed:
             self.status = replace(self.status, **changes)
@@ -71,7 +70,7 @@ class StatusWriter:
             self._thread.start()
 
     def stop(self, timeout: float = DRIVER_DEAD_AFTER) -> None:
-        """Writes nothing more; waits for so long for a write that is under way."""
+        """Stops writing; waits up to ``timeout`` seconds for a write that is under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -79,7 +78,7 @@ class StatusWriter:
             self._thread.join(timeout)
 
     def await_written(self, timeout: float) -> bool:
-        """True as soon as every change until now is written, or need not be any more; False if the time is up."""
+        """Waits until every change so far is written; returns False if ``timeout`` seconds did not suffice."""
         with self._changed:
             wanted = self._wanted
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
@@ -96,15 +95,15 @@ class StatusWriter:
                 self._tried = wanted = self._wanted
                 status = self.status = replace(self.status, heartbeat=time.time())
             try:
-                # By the clock that goes on while a machine sleeps.
+                # Wall-clock time, since it also advances while a machine sleeps.
                 if status.certain or not self._run.is_remote or time.time() >= next_check:
                     self._check_superseded()
-                    # A request of an object store. Nobody takes over sooner from a driver that writes.
+                    # Each check is a request to an object store, and no driver is replaced sooner while it writes.
                     next_check = time.time() + DRIVER_DEAD_AFTER
                 if not self.superseded:
                     self._run.write_status(status)
             except Exception as error:
-                # Drivers of object stores have exceptions of their own.
+                # Drivers of object stores raise exceptions of their own types.
                 if self.problem is None:
                     logger.warning("the status could not be written; trying again", exc_info=True)
                 self.problem = error
@@ -123,9 +122,9 @@ class StatusWriter:
                 return
 
     def _beat_interval(self) -> float:
-        """On an object store whoever flushes lines writes the status with them, unless that takes long."""
+        """Returns the seconds between heartbeats, longer on an object store, where writes of lines carry most."""
         return self.status.interval + (_FLUSH_TIME if self._run.is_remote else 0.0)
 
     def _check_superseded(self) -> None:
-        """Finds out whether others declared this driver dead, or gave its directory to another run, meanwhile."""
+        """Checks whether another submission or another run has the directory by now."""
         self.superseded = not owns(self._run, self.status.submission, self.status.nonce)

@@ -1,4 +1,4 @@
-"""`Storage`: rank 0's value and parts of checkpoints, from what ranks report to where they are kept."""
+"""`Storage`: stores rank 0's value and the parts of checkpoints that ranks report."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _RESULT_INTERVAL = 0.5
 
 
 class Storage:
-    """Joins what ranks report with the files that their agents sent, and has both stored.
+    """Matches the reports of ranks with the files that their agents sent, and stores both.
 
-    A file comes over the channel before the message that belongs to it, where a rank does not see the run directory.
+    A rank that does not see the run directory sends its file over the channel before the message about it.
     """
 
     def __init__(
         self, run: RunDirectory, number: int, committer: Committer, outcome: Outcome, send: Callable[[Message], None]
     ) -> None:
-        """Nothing has come yet.
+        """Creates a storage that has received no files yet.
 
         Args:
             run: The run.
-            number: Of the attempt.
-            committer: Takes parts of checkpoints, and runs in its thread what talks to an object store.
-            outcome: Learns of commits and of what cannot be stored.
+            number: Number of the attempt.
+            committer: Commits parts of checkpoints; its thread makes all requests to an object store.
+            outcome: Receives commits and errors of the store.
             send: Sends a message to the driver's thread, from any thread.
         """
         self._run = run
@@ -52,11 +52,11 @@ class Storage:
         self._uploads: dict[tuple[int, str], Message] = {}
 
     def note_upload(self, task: int, message: Message) -> None:
-        """A file of this task has come over the channel, or will not."""
+        """Records that a file of this task has arrived over the channel, or that it will not."""
         self._uploads[task, message["name"]] = message
 
     def add_part(self, rank: int, task: int, message: Message) -> None:
-        """Takes a rank's part of a checkpoint."""
+        """Adds a rank's part of a checkpoint."""
         part = {**message}
         if name := message.get("upload"):
             uploaded = self._uploads.pop((task, name), None)
@@ -69,7 +69,7 @@ class Storage:
         self._committer.add(rank, part)
 
     def commit(self, rank: int, task: int, message: Message) -> None:
-        """Takes a rank's commit. Rank 0 has committed when its value is stored: `on_stored`."""
+        """Records a rank's commit. Rank 0 has committed when its value is stored, which `on_stored` records."""
         if "result" not in message:
             self._outcome.note_committed(rank)
             return
@@ -89,33 +89,33 @@ class Storage:
             self._send({**stored, "fingerprint": fingerprint})
 
         if self._run.is_remote or "value" not in result:
-            # In the thread that talks to the store: the driver goes on looking for failures and cancels.
+            # In the committer's thread: the driver continues to check for failures and cancels.
             self._committer.do(put)
         else:
             put()
 
     def sweep(self) -> None:
-        """Has deleted what this attempt left at the store: parts of checkpoints, value, rows. It has failed now."""
+        """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
         self._outcome.give_up()
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
-        # In its thread, after what it has still committed.
+        # In the committer's thread, after its pending commits.
         self._committer.do_as_owner(lambda: remove_rows(self._run, attempts, self._committer.tables))
         if self._run.is_remote:
             self._committer.do_as_owner(lambda: remove_values(self._run, attempts))
 
     def abort_uploads(self) -> None:
-        """Has deleted what ranks of this attempt had begun to write, and began anew when the store was back."""
+        """Schedules the abort of uploads that ranks of this attempt began and repeated after an outage of the store."""
         begins = self._run.path(FOLDER, f"{self._number:04d}-"), self._run.path("result", f"value-{self._number}.")
         for begin in begins if self._run.is_remote else ():
             self._committer.do_as_owner(functools.partial(store.abort_uploads, begin))
 
     def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
-        """Rank 0's value is in its place, or the store refused it.
+        """Records that rank 0's value is stored, or that the store refused it.
 
         Args:
-            message: Of the type `RESULT_STORED`.
-            metrics: Rank 0's last ones, for the summary.
+            message: A message of the type `RESULT_STORED`.
+            metrics: Rank 0's last metrics, for the summary.
         """
         if message["error"]:
             self._outcome.refusal = verdict.not_stored(message["error"])
@@ -129,7 +129,7 @@ class Storage:
 
 
 def remove_values(run: RunDirectory, attempts: range) -> None:
-    """Deletes from an object store the values that ranks of failed attempts wrote there, and what they had begun to."""
+    """Deletes values and unfinished uploads of failed attempts from an object store."""
     begins = tuple(f"value-{attempt}." for attempt in attempts)
     for begin in begins:
         store.abort_uploads(run.path("result", begin))
@@ -139,13 +139,13 @@ def remove_values(run: RunDirectory, attempts: range) -> None:
 
 
 def _is_whole(uploaded: Message, part: Message) -> bool:
-    # Of pieces the index has the checksums, and what came is authenticated.
+    # The index of a sharded checkpoint has checksums of its own, and the channel authenticates its frames.
     is_same = part["format"] == SHARDS or uploaded.get("digest") == part["sha256"]
     return bool(is_same and uploaded.get("size") == part["size"])
 
 
 def _place(path: str, uri: str, size: int) -> str | None:
-    """Moves the result into place, unless its rank has; what went wrong, in words, if the store refused to the end."""
+    """Moves the result into place, unless its rank has done so; returns a message if the store refused it."""
 
     def place() -> None:
         if path != uri:

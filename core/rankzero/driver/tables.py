@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove_computed(job: Job) -> None:
-    """Removes the rows that were computed for a training that has succeeded: no attempt will read them again."""
+    """Removes the rows that were computed for a training that has succeeded, since no attempt reads them again."""
     if FILE not in job.files:
         return
     try:
@@ -27,12 +27,12 @@ def remove_computed(job: Job) -> None:
             if manifest.folder:
                 store.remove(manifest.folder)
     except Exception as error:
-        # The run has succeeded all the same, and its directory is removed as a whole one day.
+        # The run has succeeded nevertheless, and removing its directory removes the rows, too.
         logger.warning("the rows of run %s were not removed: %s", job.run_id, error)
 
 
 class Tables:
-    """Has the tables and queries of a job computed; a resumed training gets the rows with which it began."""
+    """Computes the tables and queries of a job; a resumed training gets the rows with which it began."""
 
     def __init__(self, run: RunDirectory, job: Job, session: EngineSession) -> None:
         self._run = run
@@ -42,13 +42,13 @@ class Tables:
         self._ended = threading.Event()
 
     def read(self, say: Callable[[str], None]) -> Job:
-        """The job with its datasets where ranks find them.
+        """Computes the datasets and returns the job with their locations.
 
         Args:
-            say: Takes lines about progress.
+            say: Receives lines about progress.
 
         Raises:
-            InvalidJobError: there is no such table, too few rows, or a column that there is no tensor of.
+            InvalidJobError: a table does not exist, has too few rows, or has a column that cannot become a tensor.
             EngineError: the engine failed.
             RunCancelledError: `stop` was called.
         """
@@ -77,7 +77,7 @@ class Tables:
         return replace(self._job, files={**self._job.files, FILE: described}, queries={})
 
     def stop(self, timeout: float) -> None:
-        """Ends `read`, in whatever thread it is; returns when it has cleaned up, or after so many seconds."""
+        """Makes `read` stop in whichever thread it runs; returns when it has, or after ``timeout`` seconds."""
         self._stopped.set()
         self._ended.wait(timeout)
 
@@ -86,22 +86,22 @@ class Tables:
             raise RunCancelledError("the run was cancelled while its datasets were computed")
 
     def _known(self) -> dict[str, Manifest]:
-        """What the submitter has made."""
+        """Returns the datasets that the submitter has made."""
         if FILE not in self._job.files:
             return {}
         return from_bytes(store.read_bytes(self._job.files[FILE]["location"]))
 
     def _before(self) -> dict[str, Manifest]:
-        """What this training has had computed before; of each dataset the last.
+        """Returns the datasets that were computed earlier for this training, the newest of each name.
 
-        By drivers of earlier submissions, and of this one where another process takes a lost driver's place.
+        Drivers of earlier submissions computed them, or an earlier driver of this one.
         """
         found: dict[str, Manifest] = {}
         for number in range(self._job.submission, -1, -1):
             try:
                 job = Job.from_json(store.read_bytes(self._run.submission_path(number, "job.json")))
             except FileNotFoundError:
-                # Whoever claimed it died before it was submitted.
+                # The process that claimed this submission died before it had submitted it.
                 continue
             if job.fresh_since != self._job.fresh_since:
                 break
@@ -120,7 +120,7 @@ class Tables:
         # By name: another submitter may know the same store by another path or URL.
         kept = {_name_of(manifest.folder) for manifest in now.values() if manifest.folder}
         manifests = [manifest for number in range(self._job.submission) for manifest in self._of(number).values()]
-        # Of drivers that died meanwhile there is no manifest.
+        # Drivers that died while they computed left no manifest.
         begun = self._run.datasets_before(self._job.submission)
         for folder in {*begun, *(manifest.folder for manifest in manifests if manifest.folder)}:
             if _name_of(folder) not in kept:

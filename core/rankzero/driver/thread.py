@@ -1,4 +1,4 @@
-"""`DriverThread`: a driver in the caller's process."""
+"""`DriverThread`: a driver that runs in a thread of the caller's process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rankzero.driver.driver import Driver
 
 
 class DriverThread(threading.Thread):
-    """A driver in a thread of the caller's process. ``error`` is what `Driver.run` raised."""
+    """A driver in a thread of the caller's process. ``error`` has the exception that `Driver.run` raised, if any."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(name="rankzero-driver", daemon=True)
         self.driver = driver
         self.error: BaseException | None = None
-        # Not join() with a timeout, nor is_alive(): before CPython 3.13 an exception of a signal handler inside of
-        # join() makes a thread that runs look ended.
+        # join() with a timeout and is_alive() are unusable: before CPython 3.13, an exception that a signal handler
+        # raises inside join() makes a running thread look finished.
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Runs the driver."""
+        """Runs the driver until the run has ended."""
         try:
             self.driver.run()
         except BaseException as error:
@@ -30,13 +30,13 @@ class DriverThread(threading.Thread):
 
     @property
     def pid(self) -> int:
-        """Of this process."""
+        """The process id of the caller's process."""
         return os.getpid()
 
     def poll(self) -> int | None:
-        """None while it lives, as a process would say."""
+        """Returns None while the driver runs, then 0, like `subprocess.Popen.poll`."""
         return 0 if self._ended.is_set() else None
 
     def await_end(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
+        """Waits until the driver has finished, for at most ``timeout`` seconds."""
         self._ended.wait(timeout)

@@ -1,4 +1,4 @@
-"""`Trackers`: calls a run's trackers, each in a thread, without being in the run's way."""
+"""`Trackers`: calls the trackers of a run, each in a thread of its own, so that none can delay the run."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from rankzero.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
-"""Seconds between two looks at the events; on an object store as its readers pace themselves. Not at once: what a
-tracker imports shall not compete with the start of the ranks."""
+"""Seconds between two polls of the events; on an object store at least as many as its readers wait. The first poll
+waits, too, so that a tracker's imports do not slow down the start of the ranks."""
 
 LONGEST_PAUSE = 60.0
-"""Seconds after which a tracker that keeps failing is called again, at most: the pause doubles."""
+"""Most seconds until a tracker that keeps failing is called again: the pause doubles with each failure."""
 
 FLUSH_TIMEOUT = 10.0
-"""Seconds that trackers have after the end of a run, all together."""
+"""Seconds that all trackers together have after the end of a run."""
 
 
 class Trackers:
-    """The trackers of one submission, as long as this process drives it."""
+    """The trackers of one submission, while this process drives it."""
 
     def __init__(self, run: RunDirectory, fresh_since: int, packed: Mapping[str, Any] | None) -> None:
-        """Starts nothing. Events count from here on; where the store does not say how far they go, from when it does.
+        """Notes the current end of the events: trackers get later ones. Starts no thread.
 
         Args:
             run: The run.
             fresh_since: `Job.fresh_since`.
-            packed: What `rankzero.submit.trackers.pack` has made; None for no trackers.
+            packed: The result of `rankzero.submit.trackers.pack`; None for no trackers.
         """
         self._ended = threading.Event()
         self._feeds = []
         if packed:
             since: Position | None = None
-            # No run ends because of its trackers.
+            # An error of a tracker must not end the run. Then events count from when the store can be read.
             with contextlib.suppress(Exception):
                 since = _end_of_events(run)
             self._feeds = [_Feed(run, pickled, fresh_since, since, self._ended) for pickled in packed["pickles"]]
 
     def start(self) -> None:
-        """Begins to call them, if it has not yet."""
+        """Starts the threads that call the trackers, if they do not run yet."""
         for feed in self._feeds:
             if not feed.ident:
                 feed.start()
 
     def end(self) -> None:
-        """The run has ended: they are called for the last time. Waits for nothing."""
+        """Has each tracker called for the last time, since the run has ended. Does not wait."""
         self._ended.set()
         self.start()
 
     def close(self) -> None:
-        """Ends them, and waits for that, `FLUSH_TIMEOUT` seconds at most."""
+        """Calls each tracker for the last time, and waits for that, at most `FLUSH_TIMEOUT` seconds."""
         self.end()
         deadline = time.monotonic() + FLUSH_TIMEOUT
         for feed in self._feeds:
@@ -75,7 +75,7 @@ class Trackers:
 
 
 class _Feed(threading.Thread):
-    """One tracker."""
+    """The thread that calls one tracker."""
 
     def __init__(
         self, run: RunDirectory, pickled: str, fresh_since: int, since: Position | None, ended: threading.Event
@@ -83,7 +83,7 @@ class _Feed(threading.Thread):
         super().__init__(name="rankzero-tracker", daemon=True)
         self._run_directory = run
         self._handle: RunHandle[Any] = RunHandle(run.directory, follows=False)
-        self._is_ours = OfTraining(fresh_since)
+        self._is_of_training = OfTraining(fresh_since)
         self._pickled = pickled
         self._position = since
         self._ended = ended
@@ -93,12 +93,12 @@ class _Feed(threading.Thread):
         self.what = "a tracker"
 
     def run(self) -> None:
-        """Looks until the run has ended, and then once more."""
+        """Polls the events until the run has ended, and then once more."""
         pause, has_ended = INTERVAL, False
         while not has_ended:
             has_ended = self._ended.wait(max(pause, self._handle.pace))
             try:
-                self._look()
+                self._poll()
                 pause = INTERVAL
             except Exception as error:
                 self._note(error)
@@ -111,13 +111,13 @@ class _Feed(threading.Thread):
         if self._failures > 1:
             logger.warning("%s has failed %d times", self.what, self._failures)
 
-    def _look(self) -> None:
-        """Passes on what is new. Raises what the tracker raises."""
+    def _poll(self) -> None:
+        """Passes new events on to the tracker. Raises the tracker's exceptions."""
         tracker = self._tracker = self._tracker or self._load()
         if self._position is None:
             self._position = _end_of_events(self._run_directory)
-            # Whatever comes now.
-            self._is_ours = OfTraining(0)
+            # From here on, events of any attempt are new.
+            self._is_of_training = OfTraining(0)
         if not self._has_begun:
             tracker.begin(self._handle)
             self._has_begun = True
@@ -127,7 +127,7 @@ class _Feed(threading.Thread):
             events, after = self._handle.read_events(before, None if status.final else status)
             if not tracker.is_idempotent:
                 self._position = after
-            tracker.add(self._handle, [event for event in events if self._is_ours(event)])
+            tracker.add(self._handle, [event for event in events if self._is_of_training(event)])
             self._position = after
             if after == before:
                 return
@@ -142,10 +142,10 @@ class _Feed(threading.Thread):
     def _note(self, error: Exception) -> None:
         self._failures += 1
         if self._failures == 1:
-            # A library may have found its address in the environment, and name it.
+            # The error of a library may contain an address with a password, which it found in the environment.
             mask = Mask(secrets_of(vars(self._tracker) if self._tracker else {}) + secrets_of(os.environ))
             text = without_credentials(mask.text(f"{type(error).__name__}: {error}"))
-            logger.warning("%s misses what happens in the run: %s", self.what, text)
+            logger.warning("%s misses events of the run: %s", self.what, text)
 
 
 def _end_of_events(run: RunDirectory) -> Position:

@@ -11,11 +11,11 @@ from rankzero.errors import EngineError, HangError, RankZeroError, ResultError, 
 
 
 def failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], directory: str) -> RankZeroError:
-    """Ranks failed: the first cause, with what it led to.
+    """Returns the error of an attempt in which ranks failed: the first cause, with its consequences.
 
     Args:
-        failures: What is known of each.
-        tail: Gives the last lines of a rank, for one that could not deliver them.
+        failures: The facts about each failed rank.
+        tail: Returns the last log lines of a rank, for a rank that could not send them itself.
         directory: The run directory.
     """
     cause = first_cause(failures)
@@ -43,15 +43,15 @@ def failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], direct
 def lost(
     task: str, ranks: range, why: str, cause: str, explained: RankZeroError | None, failures: Sequence[Failure]
 ) -> EngineError:
-    """An agent has left before it was asked to.
+    """Returns the error of an attempt whose agent exited before it was asked to.
 
     Args:
-        task: Its task and host, in words.
-        ranks: Its ranks.
-        why: What the driver saw.
-        cause: What a restart is decided by, unless the engine knows better.
-        explained: What the engine reports, if it has ended.
-        failures: What ranks reported meanwhile.
+        task: Text that names the agent's task and host.
+        ranks: The agent's ranks.
+        why: What the driver observed.
+        cause: The cause that decides about a restart, unless the engine has a better one.
+        explained: The engine's error, if it has ended.
+        failures: The failures that ranks reported meanwhile.
     """
     text = [f"{task} ({name_ranks(ranks)}) was lost: {why}"]
     if explained:
@@ -63,14 +63,14 @@ def lost(
 
 
 def hung(bound: float, stacks: Mapping[int, str], directory: str) -> HangError:
-    """No rank made progress for ``bound`` seconds; ``stacks`` tells for each where it stood."""
+    """Returns the error of a run in which no rank made progress for ``bound`` seconds, with the stack of each rank."""
     missing = policy.not_in_collective(stacks)
     message = policy.hang_message(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
     return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
 
 
 def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:
-    """Some ranks have returned, and the others wait for them in a collective; ``stacks`` has where each rank is."""
+    """Returns the error of ranks that wait in a collective for ranks that have returned, with the stack of each."""
     names = name_ranks(sorted(returned))
     others = name_ranks(sorted(set(stacks) - set(returned)))
     why = (
@@ -84,18 +84,18 @@ def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory
 def start_timeout(
     bound: float, num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]
 ) -> StartTimeoutError:
-    """The ranks had not started after ``bound`` seconds, because of these tasks, or else of these ranks."""
+    """Returns the error of ranks that did not start within ``bound`` seconds; it names the missing tasks or ranks."""
     if missing_tasks:
         missing = [f"task {task}" for task in missing_tasks]
         text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)} (are slots free there?)"
     else:
-        # Everybody is ready, and rank 0 has not opened the rendezvous.
+        # Without missing ranks, only rank 0 is missing, which opens the rendezvous.
         missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
         text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
-    what = f"the ranks did not start within start_timeout={bound} s: {text}; give more time where all is only slow"
+    what = f"the ranks did not start within start_timeout={bound} s: {text}; raise start_timeout if they are only slow"
     return StartTimeoutError(what, missing=missing)
 
 
 def not_stored(error: object) -> ResultError:
-    """The store does not take rank 0's value."""
+    """Returns the error of a run whose store refused rank 0's value."""
     return ResultError(f"rank 0 returned, but its value could not be stored: {error}")

@@ -1,4 +1,4 @@
-"""`Watch`: what may end a run from outside, whatever its attempts are doing."""
+"""`Watch`: the requests and events that end a run from outside, whatever its attempts are doing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rankzero.run.renewal import interval_of
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
-"""Seconds between two looks at deadlines and at the request to cancel."""
+"""Seconds between two checks of deadlines and of the request to cancel."""
 
 LEASE_SHARE = 0.1
-"""How often the lease is read on an object store, where that is a request, in its own time."""
+"""Share of the lease's time between two reads of it on an object store, where each is a request."""
 
 LEASE_INTERVAL = 30.0
-"""Most seconds between two of these, since it may have been shortened."""
+"""Most seconds between two of these reads, since the lease may have been shortened."""
 
 MISSED_RENEWALS = 3
 """Renewals that a follower may miss once no other try can come: half a minute, three minutes on an object store."""
@@ -33,8 +33,8 @@ DRIVER = -1
 
 INTERRUPT = "interrupt"
 
-REQUEST_PATIENCE = 1.0
-"""Seconds for which an object store is asked whether somebody requested the end that an interrupt asks for."""
+REQUEST_TIMEOUT = 1.0
+"""Seconds for an object store to answer whether the end that a signal asks for was requested by a user."""
 
 _ON_REQUEST = "the run was cancelled on request"
 
@@ -42,27 +42,28 @@ Messages = queue.SimpleQueue[tuple[int, dict[str, Any]]]
 
 
 class Inbox:
-    """What other threads report to the driver. Each attempt has a queue of its own; an interrupt is for all."""
+    """Messages of other threads to the driver. Each attempt has its own queue; an interrupt applies to all."""
 
     def __init__(self) -> None:
         self.queue: Messages = queue.SimpleQueue()
         self.interrupted: str | None = None
         self.is_retrier_gone = False
-        """The process that would start the next try has exited: only a follower that is there keeps the run alive."""
+        """True once the process that would start the next try has exited, so only a present follower keeps the run
+        alive."""
 
     def renew(self) -> Messages:
-        """A new queue, in which nothing of an earlier attempt can arrive."""
+        """Creates and returns a new queue, which messages of an earlier attempt cannot reach."""
         self.queue = queue.SimpleQueue()
         return self.queue
 
     def interrupt(self, reason: str) -> None:
-        """Asks the driver to cancel the run. From any thread, and from signal handlers."""
+        """Asks the driver to cancel the run. Threads and signal handlers may call it."""
         self.interrupted = self.interrupted or reason
         self.queue.put((DRIVER, {"type": INTERRUPT}))
 
 
 class Watch:
-    """Looks for a request to cancel, an interrupt, an abandoned lease, a newer submission."""
+    """Watches for a request to cancel, an interrupt, an abandoned lease and a newer submission."""
 
     def __init__(self, run: RunDirectory, job: Job, recorder: Recorder, inbox: Inbox, *, leased: bool) -> None:
         """Starts the lease's clock.
@@ -70,9 +71,9 @@ class Watch:
         Args:
             run: The run.
             job: Its job, for ``orphan_timeout``.
-            recorder: Knows whether another submission took over.
-            inbox: Holds the interrupt.
-            leased: False if the driver's owner is known by other means.
+            recorder: Reports whether another submission has the run.
+            inbox: Receives the interrupt.
+            leased: False if the driver watches its owner by other means.
         """
         self._run = run
         self._submission = job.submission
@@ -81,24 +82,24 @@ class Watch:
         self._orphan_timeout = job.orphan_timeout if leased else None
         self._lease = run.lease() if self._orphan_timeout else b""
         self._lease_seen = time.monotonic()
-        self._next_look = self._next_lease = 0.0
-        self._looker: threading.Thread | None = None
+        self._next_poll = self._next_lease = 0.0
+        self._poller: threading.Thread | None = None
         self._is_requested = self._is_removed = False
-        # On a disk that is cheap enough for each turn: a removed directory may be another run's soon.
+        # On a disk each check reads it, which is cheap: a removed directory may soon belong to another run.
         self._claim = b"" if run.is_remote else run.claim_text(job.submission)
         self._abandoned = ""
 
     def check(self) -> None:
-        """Raises RunCancelledError, with the reason, if the run is to end. Cheap enough for every turn of a loop."""
+        """Raises RunCancelledError, with the reason, if the run must end. Cheap enough for every pass of a loop."""
         if self._inbox.interrupted:
-            # Who cancels a run of this host wakes its driver by a signal.
-            self._look(REQUEST_PATIENCE)
+            # A cancel from this host writes the request, then wakes its driver by a signal.
+            self._poll(REQUEST_TIMEOUT)
             reason = _ON_REQUEST if self._is_requested else self._inbox.interrupted
             raise RunCancelledError(reason, requested=self._is_requested)
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + (self._recorder.status.interval if self._run.is_remote else TICK)
-            self._look()
+        if now >= self._next_poll:
+            self._next_poll = now + (self._recorder.status.interval if self._run.is_remote else TICK)
+            self._poll()
         if self._recorder.superseded or self._is_removed:
             raise RunCancelledError(
                 "the run directory belongs to another driver by now: it was removed, the run was submitted again, or "
@@ -109,15 +110,15 @@ class Watch:
         if self._abandoned:
             raise RunCancelledError(self._abandoned)
 
-    def _look(self, patience: float = 0.0) -> None:
-        """Looks into the run directory; at an object store in a thread, for which nobody waits longer than so."""
+    def _poll(self, timeout: float = 0.0) -> None:
+        """Polls the run directory; on an object store in a thread, for which it waits ``timeout`` seconds at most."""
         if not self._run.is_remote:
             self._read()
             return
-        if self._looker is None or not self._looker.is_alive():
-            self._looker = threading.Thread(target=self._read, name="rankzero-watch", daemon=True)
-            self._looker.start()
-        self._looker.join(patience)
+        if self._poller is None or not self._poller.is_alive():
+            self._poller = threading.Thread(target=self._read, name="rankzero-watch", daemon=True)
+            self._poller.start()
+        self._poller.join(timeout)
 
     def _read(self) -> None:
         try:
@@ -129,10 +130,10 @@ class Watch:
                     self._next_lease = time.monotonic() + min(self._orphan_timeout * LEASE_SHARE, LEASE_INTERVAL)
                 self._check_lease(time.monotonic(), self._orphan_timeout)
         except Exception:
-            # A store that cannot be read is no request, and its time no follower's; object stores have exceptions of
-            # their own.
+            # An unreadable store is neither a request to cancel nor an absent follower. Drivers of object stores
+            # raise exceptions of their own types.
             self._lease_seen = time.monotonic()
-            logger.warning("cannot look for a request to cancel", exc_info=True)
+            logger.warning("cannot read whether a cancel was requested", exc_info=True)
 
     def _check_lease(self, now: float, orphan_timeout: float) -> None:
         lease = self._run.lease()
@@ -143,7 +144,7 @@ class Watch:
         if lease != self._lease:
             self._lease, self._lease_seen = lease, now
         elif now - self._lease_seen > seconds:
-            who = "its last follower was absent for " if bound else "nobody followed the run for orphan_timeout="
+            who = "its last follower was absent for " if bound else "no process followed the run for orphan_timeout="
             if self._inbox.is_retrier_gone:
-                who = "the process that would have retried the step has exited, and nobody followed the run for "
+                who = "the process that would have retried the step has exited, and no process followed the run for "
             self._abandoned = f"{who}{seconds} s, so it cancelled itself"

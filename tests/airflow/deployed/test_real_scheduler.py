@@ -89,5 +89,5 @@ def test_a_run_without_a_try_that_could_come_back_ends_by_its_lease(
     os.kill(airflow.task_process("endless", run_id, "train"), signal.SIGKILL)
     assert airflow.finish("endless", run_id) == "failed"
     wait_until(lambda: run.status().final, STOP_TIMEOUT, "the end of the run")
-    assert "nobody followed the run for orphan_timeout=6" in str(run.status().error)
+    assert "no process followed the run for orphan_timeout=6" in str(run.status().error)
     wait_until(lambda: not processes_with(marker), STOP_TIMEOUT, "the end of the ranks")

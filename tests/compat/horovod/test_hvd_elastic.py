@@ -74,7 +74,7 @@ def train(slots: str, sizes: list[int]) -> Any:
 
 def test_a_commit_is_gone_on_from_by_fewer_ranks_and_by_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "WAITING_INTERVAL", 0.05)
-    monkeypatch.setattr(policy, "GROWTH_PATIENCE", 0.2)
+    monkeypatch.setattr(policy, "GROWTH_TIMEOUT", 0.2)
     slots, sizes = tmp_path / "slots", [2, 1, 2]
     slots.write_text("2")
     launcher = Launcher((1, 2), engine=SlotsEngine(str(slots)), store=tmp_path / "runs", max_restarts=2)
