@@ -56,12 +56,12 @@ class Serving:
         hosts: Any = None,
         port: int = 0,
         certificate: bytes | None = None,
-        patience: float | None = None,
+        connect_timeout: float | None = None,
         driver_lives: Callable[[], bool] = lambda: False,
     ) -> ChannelClient:
         certificate = certificate or (self.identity.certificate if self.identity else None)
         place = (hosts or [self.host], port or self.port)
-        client = ChannelClient(*place, secret or self.secret, task, patience, certificate, driver_lives)
+        client = ChannelClient(*place, secret or self.secret, task, connect_timeout, certificate, driver_lives)
         client.start()
         self.clients.append(client)
         return client

@@ -155,7 +155,7 @@ def test_silence_is_the_end_for_both_when_it_lasts(serving: Any, proxy: Any, rec
     client.queue({"type": "join"})
     serving.await_type("join")
     proxy.hole()
-    with pytest.raises(ChannelClosed, match="nothing was heard from the driver for 2 s"):
+    with pytest.raises(ChannelClosed, match="nothing was received from the driver for 2 s"):
         receive(client, lambda got: got)
     heard: list[tuple[int, Message]] = []
     while (0, LOST) not in [(task, message["type"]) for task, message in heard]:
@@ -174,7 +174,7 @@ def test_a_driver_that_is_gone_is_given_up(serving: Any, proxy: Any, receive: Re
     client.queue({"type": "join"})
     serving.await_type("join")
     proxy.close()
-    with pytest.raises(ChannelClosed, match="nothing was heard from the driver for 2 s: .*refused"):
+    with pytest.raises(ChannelClosed, match="nothing was received from the driver for 2 s: .*refused"):
         receive(client, lambda got: got)
     client.queue({"type": "to nobody"})
     client.close(5.0)

@@ -56,7 +56,7 @@ def test_who_listens_to_plain_connections_reads_all(
 
 def test_another_certificate_is_not_the_drivers(serve: Callable[..., Serving], receive: Receive) -> None:
     serving = serve(identity=make_identity())
-    client = serving.client(certificate=make_identity().certificate, patience=1.0)
+    client = serving.client(certificate=make_identity().certificate, connect_timeout=1.0)
     with pytest.raises(ChannelClosed, match="has another certificate than the run's"):
         receive(client, lambda got: False)
     assert serving.inbox.empty()
@@ -66,7 +66,7 @@ def test_a_plain_agent_is_not_taken_by_a_driver_that_encrypts(serve: Callable[..
     serving = serve(identity=make_identity())
     serving.identity = None
     with pytest.raises(ChannelClosed, match="no driver was found"):
-        receive(serving.client(patience=1.0), lambda got: False)
+        receive(serving.client(connect_timeout=1.0), lambda got: False)
     assert serving.inbox.empty()
 
 

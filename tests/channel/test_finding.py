@@ -83,8 +83,8 @@ def test_a_stranger_who_answers_is_skipped(
 
 
 def test_the_agent_says_what_it_tried(receive: Receive, fast: None) -> None:
-    # The one that nobody need look up first: a resolver may take longer than the patience.
-    client = ChannelClient(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 32, 0, patience=0.3)
+    # The address that needs no lookup comes first: a resolver may take longer than the time-out.
+    client = ChannelClient(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 32, 0, connect_timeout=0.3)
     client.start()
     with pytest.raises(ChannelClosed, match=r"no driver was found on port 1 .*127.0.0.1: .*refused; no-such-host"):
         receive(client, lambda got: got)

@@ -312,7 +312,7 @@ def test_an_agent_whose_drivers_process_lives_takes_silence_for_a_pause(
     time.sleep(limits.LOST_AFTER + 1.0)
     assert client.receive() == []
     lives.clear()
-    with pytest.raises(ChannelClosed, match="nothing was heard from the driver"):
+    with pytest.raises(ChannelClosed, match="nothing was received from the driver"):
         receive(client, lambda _: False)
 
 

@@ -265,6 +265,6 @@ def test_an_agent_that_no_longer_moves_ends_with_the_stage(on_store: Launcher, t
     agent = psutil.Process(await_pids(tmp_path)[1]).parent()
     assert agent
     agent.suspend()
-    with pytest.raises(EngineError, match="not heard of any more"):
+    with pytest.raises(EngineError, match="its connection timed out"):
         handle.result(WAIT)
     until(lambda: not agent.is_running(), WAIT, "the end of the agent")

@@ -4,8 +4,8 @@
     agent  -> driver answer    {nonce, task, session, number, received, resume, proof}
     driver -> agent  welcome   {received, proof}   or   refused {reason, proof}
 
-``received`` is how many of the other end's numbered frames have arrived in this session, ``number``
-counts the agent's tries to connect, so that an answer that was held up cannot undo a later one. A
+``received`` is how many of the other end's numbered frames have arrived in this session. ``number``
+counts the agent's tries to connect, so that a delayed answer cannot replace a later one. A
 proof covers every field beside it. Both sides derive the key for frame MACs from the secret and both
 nonces, so every connection has its own. HMAC-SHA256, RFC 2104. Standard library only: this module
 travels to executors.
@@ -28,27 +28,27 @@ _MAX_TEXT = 128
 
 
 def new_secret() -> str:
-    """A fresh secret for one run, hex."""
+    """Returns a new secret for one run, as hex."""
     return secrets.token_hex(32)
 
 
 def new_nonce() -> str:
-    """A fresh nonce for one handshake, or name of one session, hex."""
+    """Returns a new nonce for one handshake, or the name of one session, as hex."""
     return secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What an agent reports about itself in its answer."""
+    """The facts that an agent reports about itself in its answer."""
 
     task: int
-    """Its task's number."""
+    """Number of its task."""
     session: str
     """Random name of its session, the same for every connection of one client."""
     number: int
-    """How many times this client has tried to connect."""
+    """Number of times that this client has tried to connect."""
     received: int
-    """How many of the driver's numbered frames it has."""
+    """Number of the driver's frames that it has received."""
     resume: bool
     """True if the driver has welcomed this session before."""
 
@@ -80,7 +80,7 @@ class Handshake:
         return hmac.new(self._secret, json.dumps([*parts, *self._nonces]).encode(), hashlib.sha256).digest()
 
     def answer(self, hello: Hello) -> Message:
-        """What the agent sends to prove the secret."""
+        """Returns the message by which the agent proves the secret."""
         nonce = self._nonces[1]
         return {"type": "answer", **asdict(hello), "nonce": nonce, "proof": self._answer_proof(hello)}
 
@@ -92,11 +92,11 @@ class Handshake:
         return self._hmac("answer", asdict(hello)).hex()
 
     def welcome(self, received: int) -> Message:
-        """What the driver sends to prove the secret."""
+        """Returns the message by which the driver proves the secret."""
         return {"type": "welcome", "received": received, "proof": self._hmac("welcome", received).hex()}
 
     def refused(self, reason: str) -> Message:
-        """What the driver sends to an agent that it does not take."""
+        """Returns the message by which the driver refuses an agent."""
         return {"type": "refused", "reason": reason, "proof": self._hmac("refused", reason).hex()}
 
     def check_verdict(self, verdict: Message) -> None:
@@ -110,7 +110,7 @@ class Handshake:
             raise FrameError("the peer neither welcomed nor refused")
 
     def sealers(self) -> tuple[Sealer, Sealer]:
-        """(agent to driver, driver to agent) sealers of the connection."""
+        """Returns the sealers of the connection: agent to driver, driver to agent."""
         key = self._hmac("frames")
         return Sealer(key, TO_DRIVER), Sealer(key, TO_AGENT)
 

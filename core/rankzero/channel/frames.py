@@ -35,7 +35,7 @@ class FrameError(ValueError):
 
 
 class Sealer:
-    """Makes the MACs of one direction of one connection, in frame order."""
+    """Computes the MACs of one direction of one connection, in frame order."""
 
     def __init__(self, key: bytes, direction: bytes) -> None:
         self._key = key
@@ -43,7 +43,7 @@ class Sealer:
         self._count = 0
 
     def mac(self, body: bytes) -> bytes:
-        """The MAC of the next frame."""
+        """Returns the MAC of the next frame."""
         digest = hashlib.blake2b(key=self._key, digest_size=_MAC_SIZE, person=self._direction)
         digest.update(_COUNTER.pack(self._count))
         digest.update(body)
@@ -52,25 +52,25 @@ class Sealer:
 
 
 def check_size(body: bytes) -> bytes:
-    """The body itself. Raises FrameError when no peer would accept a frame of its size."""
+    """Returns the body itself. Raises FrameError if a peer would refuse a frame of its size."""
     if len(body) + _MAC_SIZE > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
     return body
 
 
 def pack(body: bytes, sealer: Sealer | None = None) -> bytes:
-    """A body, whose first byte is its type, as it goes over the wire."""
+    """Returns the bytes of a frame from its body, whose first byte is its type."""
     mac = sealer.mac(check_size(body)) if sealer else b""
     return b"".join((_LENGTH.pack(len(mac) + len(check_size(body))), mac, body))
 
 
 def dump(message: Message) -> bytes:
-    """A message as JSON, without its type byte."""
+    """Returns a message as JSON, without its type byte."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 def parse(data: bytes) -> Message:
-    """The message in JSON bytes. Raises FrameError unless it is an object with a ``type``."""
+    """Returns the message in JSON bytes. Raises FrameError unless it is an object with a ``type``."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -79,21 +79,21 @@ def parse(data: bytes) -> Message:
 
 
 def check_message(message: object) -> Message:
-    """The same object. Raises FrameError unless it is a dictionary with a ``type``."""
+    """Returns the same object. Raises FrameError unless it is a dictionary with a ``type``."""
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise FrameError("a frame is not a JSON object with a 'type'")
     return message
 
 
 def encode(frame: Message | bytes, sealer: Sealer | None = None) -> bytes:
-    """One frame as bytes: a dict becomes JSON, bytes stay as they are."""
+    """Returns the bytes of a frame: a dict becomes JSON, bytes stay unchanged."""
     return pack(b"B" + frame if isinstance(frame, bytes) else b"J" + dump(frame), sealer)
 
 
 class Decoder:
-    """Takes bytes as they arrive, in pieces of any size, and gives whole frames.
+    """Splits received bytes, in pieces of any size, into complete frames.
 
-    Iterating gives messages and bytes; `next_body` gives whole bodies for those who know more types.
+    Iteration yields messages and bytes; `next_body` returns bodies, for callers with more types.
     """
 
     def __init__(self, limit: int = MAX_HANDSHAKE_FRAME, sealer: Sealer | None = None) -> None:
@@ -102,16 +102,16 @@ class Decoder:
         self._sealer = sealer
 
     def trust(self, sealer: Sealer | None) -> None:
-        """From here on frames may be large and must carry this sealer's MAC."""
+        """Accepts large frames from now on, which must carry this sealer's MAC."""
         self._limit = MAX_FRAME
         self._sealer = sealer
 
     def feed(self, data: bytes) -> None:
-        """Adds received bytes."""
+        """Adds received bytes to the buffer."""
         self._buffer += data
 
     def next_body(self) -> bytes | None:
-        """The next frame's type byte and body, or None until more has arrived.
+        """Returns the next frame's type byte and body, or None until more bytes have arrived.
 
         Raises:
             FrameError: The length is out of bounds or the MAC is wrong.

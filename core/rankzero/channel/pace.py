@@ -1,7 +1,7 @@
-"""When messages that may wait a little leave: at the same moments in every process of a host.
+"""The moments at which messages that may wait are sent, which are the same in every process of a host.
 
-Each delivery wakes the agent, the channel and the driver; what leaves together wakes them once. What comes after a
-quiet time leaves at once, and what cannot wait takes along what does.
+Each delivery wakes the agent, the channel and the driver, so messages that are sent together wake them once. The first
+message after a quiet time is sent immediately, and an urgent message takes waiting ones along.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 
 DELIVERY_INTERVAL = 0.5
-"""Seconds between two deliveries of what may wait: metrics, and the lines of a rank that prints little."""
+"""Seconds between two deliveries of messages that may wait: metrics, and the lines of a rank that prints little."""
 
 
 def next_delivery() -> float:
-    """The next of these moments, as `time.monotonic` counts them: its clock is the host's, not the process's."""
+    """Returns the next of these moments as `time.monotonic` time, which all processes of a host share."""
     return (time.monotonic() // DELIVERY_INTERVAL + 1) * DELIVERY_INTERVAL

@@ -1,15 +1,15 @@
-"""One end of a session: what must still arrive, what has arrived, and who goes first. No I/O.
+"""`Session`: one end of a session, which numbers, orders, keeps and acknowledges frames. No I/O.
 
-A session outlives its connections. Frames get their number when they first go on the wire and are
-kept, unsealed, until the other end acknowledges them; after a cut both ends report how many they
-have, and the rest goes out again, in order. So no frame is lost, doubled or reordered within its lane.
+A session outlives its connections. Frames get their number when they are first sent and are kept,
+unsealed, until the other end acknowledges them. After a broken connection both ends report how many
+frames they have, and the rest is sent again, in order. So no frame is lost, doubled or reordered within its lane.
 
-Control messages go before bulk ones (logs, file content) that are not on the wire yet. Bulk frames
-stand in streams that take turns of `frames.CHUNK` bytes, and no more of them is in flight than the
+Control messages precede bulk messages (logs, file content) that are not sent yet. Bulk frames
+wait in streams that take turns of `frames.CHUNK` bytes, and no more of them are in flight than the
 other end gives credit for. Standard library only: this module travels to executors.
 
-Frame types: ``J`` a message, ``L`` a bulk message, ``C`` the channel's own words, ``B`` file content
-(these four are numbered), ``A`` counts of frames received and of bulk bytes accepted, which is the ping too.
+Frame types: ``J`` a message, ``L`` a bulk message, ``C`` a message of the channel itself, ``B`` file content
+(these four are numbered), ``A`` counts of frames received and of bulk bytes accepted, which also is the ping.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ LOGS = 0
 """The stream of bulk messages."""
 
 UPLOADS = 1
-"""The stream of an agent's uploads, which go one after the other; what it fetches has a stream for each file."""
+"""The stream of an agent's uploads, which are sent one after the other; each fetched file has its own stream."""
 
 LEFT = "left"
-"""Type of the message that the driver's end synthesizes for an agent's farewell: everything of it has arrived."""
+"""Type of the message that the driver's end synthesizes when an agent has disconnected and all its frames have
+arrived."""
 
 MADE_UP = frozenset({"disconnected", "reconnected", "lost", "uploaded", "fetched", LEFT})
-"""Types of messages that an end of the channel synthesizes itself; nobody can send them."""
+"""Types of messages that only the channel synthesizes; a message of such a type cannot be sent."""
 
 _ACK = struct.Struct(">QQ")
 _STREAM = struct.Struct(">I")
 
 
 def message_body(kind: bytes, message: Message) -> bytes:
-    """A message as the body of a frame. Raises FrameError if it cannot be sent."""
+    """Returns a message as the body of a frame. Raises FrameError if it cannot be sent."""
     if frames.check_message(message)["type"] in MADE_UP and kind != OWN:
         raise FrameError(f"a message of the type {message['type']!r} is synthesized by the channel, not sent")
     return frames.check_size(kind + frames.dump(message))
 
 
 def content_body(stream: int, data: bytes) -> bytes:
-    """A piece of a file as the body of a frame."""
+    """Returns a piece of a file as the body of a frame."""
     return b"".join((CONTENT, _STREAM.pack(stream), data))
 
 
 def split_content(body: bytes) -> tuple[int, memoryview]:
-    """The stream's number and the piece of the file. Raises FrameError."""
+    """Returns the stream's number and the piece of the file. Raises FrameError."""
     if len(body) <= 1 + _STREAM.size:
         raise FrameError("a piece of a file is too short")
     return _STREAM.unpack_from(body, 1)[0], memoryview(body)[1 + _STREAM.size :]
@@ -61,11 +62,11 @@ class Session:
     """Counts, keeps and orders the frames of one end. Not thread-safe."""
 
     def __init__(self, send_window: int, take_window: int) -> None:
-        """Starts with nothing sent and nothing received.
+        """Starts a session in which no frame was sent or received.
 
         Args:
-            send_window: Bytes of bulk frames that may be sent and not yet accepted by the other end.
-            take_window: The same for the other direction; more is an error of the other end.
+            send_window: Bytes of bulk frames that may be sent before the other end accepts them.
+            take_window: The same limit for received bulk frames; the other end breaks the rules if it sends more.
         """
         self._send_window = send_window
         self._take_window = take_window
@@ -97,24 +98,24 @@ class Session:
         self._streams.setdefault(stream, deque()).append(body)
 
     def wants(self, stream: int) -> bool:
-        """True if the window has room and nothing of this stream waits for it."""
+        """Returns True if the window has room and no frame of this stream is waiting."""
         return stream not in self._streams and self._has_room()
 
     def waits(self, stream: int) -> bool:
-        """True if something of this stream is not on the wire yet."""
+        """Returns True if a frame of this stream has not been sent yet."""
         return stream in self._streams
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits to be sent, for the first time or again."""
+        """True if no frame waits to be sent or sent again."""
         return not (self._control or self._streams or self._again)
 
     def ping(self) -> None:
-        """Has the counts sent next."""
+        """Sends the counts with the next frame."""
         self._ping = True
 
     def next(self) -> bytes | None:
-        """The body of the frame to send now, None if there is none or no room for it."""
+        """Returns the body of the frame to send now; None if there is none or no room for it."""
         if self._ping or self._unreported >= limits.ACK_EVERY:
             self._ping, self._unreported = False, 0
             return ACK + _ACK.pack(self.received, self._granted)
@@ -127,7 +128,7 @@ class Session:
 
     @property
     def unaccepted(self) -> int:
-        """Bytes of bulk frames that were sent, and for which the other end has given no credit yet."""
+        """Bytes of bulk frames that were sent and for which the other end has not given credit yet."""
         return self._bulk_sent - self._credit
 
     def _has_room(self) -> bool:
@@ -149,14 +150,14 @@ class Session:
         return body
 
     def can_resume(self, received: int) -> bool:
-        """True if the other end may have this many of our frames, and we have the rest."""
+        """Returns True if the other end may have received this many frames, and this end has the rest."""
         return self._acknowledged <= received <= self._acknowledged + len(self._sent)
 
     def resume(self, received: int) -> None:
-        """Starts a new connection with an other end that has this many of our frames.
+        """Continues the session on a new connection, whose other end has received this many frames.
 
         Raises:
-            FrameError: It cannot have so many, or so few.
+            FrameError: This count is impossible.
         """
         self._again.clear()
         self._acknowledge(received)
@@ -175,7 +176,7 @@ class Session:
     # -- receiving -----------------------------------------------------------------------------
 
     def take(self, body: bytes) -> bytes:
-        """Counts a received frame; acts on counts of the other end.
+        """Counts a received frame; applies the counts of the other end.
 
         Returns:
             The frame's type. Bulk frames need a `grant` of their size when they have been accepted.

@@ -1,4 +1,4 @@
-"""Sockets as the channel wants them: where one listens, and how a connected one behaves."""
+"""The sockets of the channel: how the driver listens, and the options of connected sockets."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
 def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
-    """A listening socket.
+    """Returns a listening socket.
 
     Args:
         host: Address or name, IPv4 or IPv6; ``"::"`` takes IPv4 too.
-        ports: First and last port to try, or None for one that is free.
+        ports: First and last port to try, or None for any free one.
 
     Raises:
-        OSError: No port of the range is free, or the host is not one of this machine's.
+        OSError: No port of the range is free, or the host is not an address of this machine.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            # Ports of a range are used again soon; connections that linger from the last run do not matter.
+            # Ports of a range are reused soon, and lingering connections of the last run do no harm.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -51,6 +51,6 @@ def listen(host: str, ports: Sequence[int] | None) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small frames go at once, and a dead peer is found out even when nothing is sent."""
+    """Sends small frames immediately, and detects a dead peer even when nothing is sent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

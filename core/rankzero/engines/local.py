@@ -17,7 +17,7 @@ from rankzero.job import Job
 from rankzero.task.hold import hold
 
 LOOPBACK = "127.0.0.1"
-CUT_OFF = ("nothing was heard from the driver for", "no driver was found on port")
+CUT_OFF = ("nothing was received from the driver for", "no driver was found on port")
 """What an agent says that lost its driver, or did not find it: another host, or another moment, may be better."""
 
 

@@ -1,4 +1,4 @@
-"""The agent's end of the channel: what the agent's own thread calls, none of which blocks.
+"""`ChannelClient`: the agent's interface to the channel. None of its methods but `close` blocks.
 
 Standard library only: this module travels to executors.
 """
@@ -24,7 +24,7 @@ class ChannelClient:
         >>> client = ChannelClient(["localhost", "127.0.0.1"], 40400, secret="00" * 32, task=0)
         >>> client.start()
         >>> client.queue({"type": "join"})
-        >>> client.receive()  # nothing yet: `fileno` becomes readable when there is
+        >>> client.receive()  # no message yet: `fileno` becomes readable when one has arrived
         []
         >>> client.close(timeout=0.0)
     """
@@ -35,52 +35,52 @@ class ChannelClient:
         port: int,
         secret: str,
         task: int,
-        patience: float | None = None,
+        connect_timeout: float | None = None,
         certificate: bytes | None = None,
         driver_lives: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepares the client; `start` begins to connect.
 
         Args:
-            hosts: Names and addresses under which the driver may be reached, the likeliest first.
+            hosts: Names and addresses of the driver, the likeliest first.
             port: The driver's port.
             secret: The run's secret, hex.
             task: This agent's number.
-            patience: Seconds from its start to find the driver; None for `limits.CONNECT_TIMEOUT`.
-            certificate: The driver's, as DER, if the connection is encrypted.
-            driver_lives: True while the kernel of this host says that the driver's process lives, so that its silence
-                is a pause and no loss.
+            connect_timeout: Seconds from its start to find the driver; None for `limits.CONNECT_TIMEOUT`.
+            certificate: The driver's certificate as DER, if the connection is encrypted.
+            driver_lives: Returns True while the kernel of this host reports that the driver's process lives: then a
+                driver that sends nothing is paused, not lost.
         """
         self._exchange = Exchange()
-        patience = patience or limits.CONNECT_TIMEOUT
-        keeper = Keeper(self._exchange, hosts, port, secret, task, patience, certificate, driver_lives)
+        connect_timeout = connect_timeout or limits.CONNECT_TIMEOUT
+        keeper = Keeper(self._exchange, hosts, port, secret, task, connect_timeout, certificate, driver_lives)
         self._thread = threading.Thread(target=keeper.run, name=f"rankzero-channel-{task}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which looks for the driver. Returns at once."""
+        """Starts the thread, which searches for the driver, and returns immediately."""
         self._thread.start()
 
     def fileno(self) -> int:
-        """A descriptor, always the same, that is readable whenever `receive` has something to say."""
+        """Returns a descriptor, always the same, that is readable whenever `receive` returns messages or raises."""
         return self._exchange.readable.fileno()
 
     def receive(self) -> list[Message]:
-        """All messages that have arrived, perhaps none; never blocks.
+        """Returns all messages that have arrived, perhaps none. Does not block.
 
         Raises:
-            ChannelClosed: The driver is lost for good, for the reason given, and everything that
-                arrived before has been given out.
+            ChannelClosed: The channel is closed or the driver is lost, for the reason given, and every message that
+                arrived before has been returned.
         """
         return self._exchange.collect()
 
     def queue(self, message: Message, *, bulk: bool = False) -> None:
-        """Sends a message as soon as the driver can be reached. Never blocks.
+        """Sends a message as soon as the driver can be reached. Does not block.
 
-        From any thread, but not from a signal handler: it may have interrupted this very call.
+        Any thread may call this, but no signal handler: it may have interrupted another call, which has the lock.
 
         Args:
             message: A JSON object with a ``type``.
-            bulk: True for what may wait behind other messages, such as log lines.
+            bulk: True for a message that may wait behind others, such as log lines.
 
         Raises:
             FrameError: It is too large, or its type is one that the channel synthesizes.
@@ -92,13 +92,13 @@ class ChannelClient:
         self._exchange.wake()
 
     def send_file(self, name: str, path: str, then: Message, like: str = "") -> None:
-        """Streams a file to the driver, one after the other, and then sends a message.
+        """Streams a file to the driver, after earlier files, and then sends a message.
 
         Args:
-            name: What the driver is to call it: a plain file name.
-            path: The local file. If it cannot be read, the driver hears why instead.
+            name: The name that the driver gives to the file, without a path.
+            path: The local file. If it cannot be read, the driver receives the error instead.
             then: The message that follows its last byte.
-            like: A digest (`rankzero.values.digest`), of whose algorithm the driver's shall be.
+            like: A digest (`rankzero.values.digest`) whose algorithm the driver uses for the file.
 
         Raises:
             FrameError: The message is too large, or its type is one that the channel synthesizes.
@@ -108,33 +108,33 @@ class ChannelClient:
         self._exchange.wake()
 
     def fetch(self, name: str, path: str) -> None:
-        """Asks the driver for a file that it offers.
+        """Requests a file that the driver offers.
 
-        Ends with a message ``{"type": "fetched", "name", "path"}``, or with ``"error"`` in place of
-        ``"path"``; then there is no file.
+        A message ``{"type": "fetched", "name", "path"}`` reports its end. With ``"error"`` in place of ``"path"``
+        there is no file.
 
         Args:
-            name: What the driver calls it.
-            path: Where it goes; written as it comes.
+            name: The driver's name for the file.
+            path: The path to which its content is written as it arrives.
         """
         self._exchange.add_fetch(name, path)
         self._exchange.wake()
 
     @property
     def bulk_bytes(self) -> int:
-        """Bytes of bulk messages that were queued and that the driver has not acknowledged."""
+        """Bytes of queued bulk messages that the driver has not acknowledged."""
         return self._exchange.session.bulk_bytes
 
     @property
     def unaccepted(self) -> int:
-        """Bytes of bulk messages and files that were sent, and that the driver has not accepted."""
+        """Bytes of bulk messages and files that were sent and that the driver has not accepted."""
         return self._exchange.session.unaccepted
 
     def close(self, timeout: float) -> None:
-        """Delivers what is queued, files too, and ends the thread. Never raises.
+        """Delivers queued messages and files, then ends the thread. Does not raise.
 
         Args:
-            timeout: Seconds until what the driver has not acknowledged is given up.
+            timeout: Seconds to wait for the driver's acknowledgement.
         """
         self._exchange.close_within(timeout)
         if self._thread.ident is not None:

@@ -1,4 +1,4 @@
-"""How an agent finds its driver: connects, proves the secret, has it proved.
+"""Connects an agent to its driver, with a proof of the run's secret in both directions.
 
 Standard library only: this module travels to executors.
 """
@@ -26,7 +26,7 @@ Address = tuple[int, Any]
 
 
 class RefusedError(ConnectionError):
-    """The driver has proved the secret and does not want this agent."""
+    """The driver has proved the secret and refuses this agent."""
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Link:
     decoder: Decoder
     sealer: Sealer
     received: int
-    """How many of our numbered frames the driver has."""
+    """Number of this agent's frames that the driver has received."""
 
 
 def addresses(host: str, port: int) -> list[Address]:
-    """Every address of a host, IPv4 and IPv6. Raises OSError if its name does not resolve."""
+    """Returns every address of a host, IPv4 and IPv6. Raises OSError if its name does not resolve."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -50,19 +50,19 @@ def addresses(host: str, port: int) -> list[Address]:
 
 
 def dial(address: Address, secret: str, hello: Hello, wait: Wait, certificate: bytes | None = None) -> Link:
-    """Connects to one address and does the handshake.
+    """Connects to one address and performs the handshake.
 
     Args:
-        address: Of the driver, perhaps.
+        address: An address that may be the driver's.
         secret: The run's secret, hex.
-        hello: What the agent says of itself.
+        hello: The facts that the agent reports about itself.
         wait: Waits for the socket.
-        certificate: The driver's, with which the connection is encrypted; None for a plain one.
+        certificate: The driver's certificate for an encrypted connection; None for a plain one.
 
     Raises:
-        RefusedError: The driver is there, and does not want this agent.
-        OSError: It cannot be reached in time, or closed the connection.
-        FrameError: Whoever answered is not the driver.
+        RefusedError: The driver refuses this agent.
+        OSError: The address cannot be reached in time, or the connection was closed.
+        FrameError: The process at that address is not the driver.
     """
     plain = socket.socket(address[0], socket.SOCK_STREAM)
     connection: socket.socket | TlsSocket = plain
@@ -71,7 +71,7 @@ def dial(address: Address, secret: str, hello: Hello, wait: Wait, certificate: b
         _connect(plain, address[1], wait)
         tune(plain)
         if certificate is not None:
-            # Here: loading the system's TLS library takes time that only who encrypts has.
+            # Imported here, because loading the TLS library takes time that plain connections need not spend.
             from rankzero.channel.agent_end.tls import encrypt
 
             connection = encrypt(plain, certificate, wait)
@@ -100,7 +100,7 @@ def _shake_hands(connection: socket.socket | TlsSocket, secret: str, hello: Hell
             try:
                 data = connection.recv(frames.MAX_HANDSHAKE_FRAME)
             except BlockingIOError:
-                # Part of an encrypted record.
+                # Only a part of an encrypted record has arrived.
                 continue
             if not data:
                 raise ConnectionResetError("the connection was closed during the handshake")
@@ -111,7 +111,7 @@ def _shake_hands(connection: socket.socket | TlsSocket, secret: str, hello: Hell
     if challenge["type"] != "challenge":
         raise FrameError("the peer did not send a challenge")
     handshake = Handshake(secret, challenge.get("nonce"), auth.new_nonce())
-    # A fresh socket's buffer takes a frame of this size whole.
+    # The buffer of a new socket has room for the whole frame.
     connection.sendall(frames.pack(b"J" + frames.dump(handshake.answer(hello))))
     verdict = receive()
     handshake.check_verdict(verdict)

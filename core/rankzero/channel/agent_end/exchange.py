@@ -1,4 +1,4 @@
-"""What the agent's thread and the channel's thread pass to each other, under one lock.
+"""`Exchange`: the data that the agent's thread and the channel's thread share, under one lock.
 
 Standard library only: this module travels to executors.
 """
@@ -23,7 +23,7 @@ class ChannelClosed(ConnectionError):
 
 
 class Exchange:
-    """The session, the files on their way, the messages for the agent, and a wake-up call each way."""
+    """The session, the files in transfer, the agent's messages, and a wake-up call in each direction."""
 
     def __init__(self) -> None:
         self.session = Session(limits.BULK_WINDOW, limits.FETCH_WINDOW)
@@ -43,7 +43,7 @@ class Exchange:
     # -- for the agent's thread ----------------------------------------------------------------
 
     def collect(self) -> list[Message]:
-        """What has arrived. Raises ChannelClosed when nothing more will."""
+        """Returns the messages that have arrived. Raises ChannelClosed once no more can arrive."""
         with self._lock:
             messages, self._inbox = self._inbox, []
             if self._reason is None:
@@ -63,35 +63,35 @@ class Exchange:
             self.session.queue_bulk(stream, body)
 
     def add_upload(self, name: str, path: str, then: Message, like: str) -> None:
-        """Puts a file in line."""
+        """Queues a file for upload, behind earlier ones."""
         with self._lock:
             self._streams += 1
             self._uploads.append(upload_frames(self._streams, name, path, then, like))
 
     def add_fetch(self, name: str, path: str) -> None:
-        """Asks for a file."""
+        """Requests a file from the driver."""
         with self._lock:
             self._streams += 1
             self._fetches[self._streams] = Fetch(name, path)
             self.session.queue(message_body(OWN, {"type": "fetch", "stream": self._streams, "name": name}))
 
     def close_within(self, timeout: float) -> None:
-        """Has the channel's thread end when everything has been delivered, or after ``timeout`` seconds."""
+        """Ends the channel's thread when everything has been delivered, or after ``timeout`` seconds."""
         self.give_up_at = time.monotonic() + timeout
         self.wake()
 
     def wake(self) -> None:
-        """Has the channel's thread look again."""
+        """Wakes the channel's thread, so that it checks for new work."""
         with self._lock:
             if self._is_woken:
                 return
             self._is_woken = True
-        # Closed means that it has ended.
+        # The socket is closed if that thread has ended.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
 
     def close(self) -> None:
-        """Closes the agent's ends."""
+        """Closes the agent's ends of the wake-up sockets."""
         self.readable.close()
         self._wake.close()
 
@@ -104,50 +104,50 @@ class Exchange:
 
     @property
     def is_idle(self) -> bool:
-        """True if everything has been sent."""
+        """True if every frame and file has been sent."""
         with self._lock:
             return self.session.is_idle and not self._uploads
 
     @property
     def received(self) -> int:
-        """Numbered frames that have arrived."""
+        """Number of frames that have arrived."""
         return self.session.received
 
     def woke(self) -> None:
-        """Takes the wake-up call; what comes after this needs a new one."""
+        """Clears the wake-up call, so that later work sends a new one."""
         with self._lock:
             self._is_woken = False
             _drain(self.woken)
 
     def resume(self, received: int) -> None:
-        """Starts a new connection. Raises FrameError if the driver's count is impossible."""
+        """Continues the session on a new connection. Raises FrameError if the driver's count is impossible."""
         with self._lock:
             self.session.resume(received)
 
     def ping(self) -> None:
-        """Has the counts sent next."""
+        """Sends the counts with the next frame."""
         with self._lock:
             self.session.ping()
 
     def take(self, body: bytes) -> bytes:
-        """Counts a received frame and gives its type. Raises FrameError."""
+        """Counts a received frame and returns its type. Raises FrameError."""
         with self._lock:
             return self.session.take(body)
 
     def grant(self, size: int) -> None:
-        """Gives credit for accepted bulk."""
+        """Gives the driver credit for accepted bulk bytes."""
         with self._lock:
             self.session.grant(size)
 
     def next_body(self) -> bytes | None:
-        """The body of the frame to send now.
+        """Returns the body of the frame to send now, or None.
 
-        One piece of a file waits at a time, so that files and logs take turns and none is held in memory.
+        At most one piece of a file waits, so files and logs take turns and no file is held in memory.
         """
         while True:
             with self._lock:
                 upload = self._uploads[0] if self._uploads and self.session.wants(UPLOADS) else None
-            # The disk is read outside the lock: nobody who queues a message waits for it.
+            # The disk is read outside the lock, so threads that queue messages do not wait for it.
             piece = next(upload, None) if upload else None
             with self._lock:
                 if piece is not None:
@@ -158,27 +158,27 @@ class Exchange:
                 return self.session.next()
 
     def fetch_of(self, stream: object) -> Fetch:
-        """The fetch that a stream belongs to. Raises FrameError if there is none."""
+        """Returns the fetch that a stream belongs to. Raises FrameError if there is none."""
         with self._lock:
             fetch = self._fetches.get(stream) if isinstance(stream, int) else None
         if fetch is None:
-            raise FrameError(f"a file that nobody asked for: stream {stream}")
+            raise FrameError(f"a file that was not requested: stream {stream}")
         return fetch
 
     def end_fetch(self, stream: int) -> None:
-        """Forgets a fetch."""
+        """Removes a fetch that has ended."""
         with self._lock:
             del self._fetches[stream]
 
     def deliver(self, message: Message) -> None:
-        """Gives a message to the agent."""
+        """Delivers a message to the agent."""
         with self._lock:
             if not self._inbox:
                 self._call_agent()
             self._inbox.append(message)
 
     def end(self, reason: str) -> None:
-        """Signals the agent that nothing more will come."""
+        """Reports to the agent that the channel has ended, and abandons its files."""
         with self._lock:
             self._reason = reason
             self._call_agent()

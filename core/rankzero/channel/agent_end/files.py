@@ -1,4 +1,4 @@
-"""Files on the agent's side: read for the driver as room allows, written as they come from it.
+"""Files on the agent's side: uploads are read as the window allows, fetches are written as they arrive.
 
 Standard library only: this module travels to executors.
 """
@@ -16,14 +16,14 @@ from rankzero.channel.session import OWN, content_body, message_body
 
 
 def upload_frames(stream: int, name: str, path: str, then: Message, like: str) -> Iterator[bytes]:
-    """The frames of an upload; the file is read only as they are asked for.
+    """Yields the frames of an upload, and reads the file only as they are needed.
 
     Args:
-        stream: Its number.
-        name: What the driver is to call it.
-        path: The local file. If it cannot be read to its end, the reason is sent to the driver.
-        then: The message that follows it.
-        like: A digest, of whose algorithm the driver's shall be.
+        stream: Number of the stream.
+        name: The name that the driver gives to the file.
+        path: The local file. If it cannot be read to its end, the driver receives the error.
+        then: The message that follows the file.
+        like: A digest whose algorithm the driver uses for the file.
 
     Yields:
         Bodies of frames, in order.
@@ -40,7 +40,7 @@ def upload_frames(stream: int, name: str, path: str, then: Message, like: str) -
 
 
 class Fetch:
-    """One offered file on its way from the driver to a local path."""
+    """A file on its way from the driver to a local path."""
 
     def __init__(self, name: str, path: str) -> None:
         self._name = name
@@ -49,7 +49,7 @@ class Fetch:
         self._error: str | None = None
 
     def write(self, data: memoryview) -> None:
-        """Appends a piece. After a full disk the rest is still taken off the wire: the channel must go on."""
+        """Appends a piece of the file. After a full disk the rest is discarded, so that the channel continues."""
         if self._error is not None:
             return
         try:
@@ -61,7 +61,7 @@ class Fetch:
             self._fail(f"{self._path} cannot be written: {problem}")
 
     def finish(self, error: str | None) -> Message:
-        """The message that ends the fetch; a file that is not whole is removed."""
+        """Returns the message that reports the end of the fetch; removes an incomplete file."""
         if error is not None:
             self._fail(error)
         self.write(memoryview(b""))
@@ -72,7 +72,7 @@ class Fetch:
         return {"type": "fetched", "name": self._name, "path": self._path}
 
     def abandon(self) -> None:
-        """Leaves nothing behind: the rest will not come."""
+        """Removes the incomplete file, because its rest will not arrive."""
         self._fail("the driver is lost")
 
     def _fail(self, error: str) -> None:

@@ -1,4 +1,4 @@
-"""The channel's thread of an agent: keeps its session with the driver over any number of cuts.
+"""`Keeper`: the channel's thread of an agent, which keeps its session with the driver across broken connections.
 
 Standard library only: this module travels to executors.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class _OverError(Exception):
-    """The session has ended; the text is the reason."""
+    """The session has ended; the text of the error is the reason."""
 
 
 class Keeper:
-    """Finds the driver, talks to it, and finds it again, until one of both sends a farewell or is lost."""
+    """Connects to the driver, exchanges frames, and reconnects, until an end disconnects or is lost."""
 
     def __init__(
         self,
@@ -39,35 +39,35 @@ class Keeper:
         port: int,
         secret: str,
         task: int,
-        patience: float,
+        connect_timeout: float,
         certificate: bytes | None = None,
         driver_lives: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Takes what `ChannelClient` was given."""
+        """Stores the arguments of `ChannelClient`."""
         self._exchange = exchange
         self._hosts = list(hosts)
         self._port = port
         self._secret = secret
         self._task = task
-        self._patience = patience
+        self._connect_timeout = connect_timeout
         self._certificate = certificate
         self._driver_lives = driver_lives
         self._name = auth.new_nonce()
         self._address: Address | None = None
         self._tries = 0
         self._problems: dict[str, str] = {}
-        self._heard = 0.0
-        self._farewell_said = False
+        self._received_at = 0.0
+        self._has_disconnected = False
 
     def run(self) -> None:
-        """The thread's whole life."""
+        """Runs the thread until the session has ended."""
         self._started = time.monotonic()
         try:
             self._keep_session()
         except _OverError as over:
             self._exchange.end(str(over))
         except Exception as error:
-            # Nobody would notice that the thread has ended; the agent has to.
+            # The agent must learn that this thread has ended.
             self._exchange.end(f"the channel failed: {type(error).__name__}: {error}")
 
     def _keep_session(self) -> NoReturn:
@@ -79,26 +79,26 @@ class Keeper:
             if link is None:
                 continue
             connected = time.monotonic()
-            # Whatever broke the connection, the next one goes on where this one ended.
+            # Whatever broke the connection, the session continues on the next one.
             with contextlib.closing(link.socket), contextlib.suppress(OSError):
                 self._talk(link)
             if time.monotonic() - connected > limits.BACKOFF_MAX:
                 pause = 0.0
 
     def _pause(self, seconds: float) -> None:
-        # Not all at the same moment: after a driver's pause every agent comes back.
+        # A random share of the pause, so that all agents do not reconnect in the same moment.
         until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
         with contextlib.suppress(TimeoutError):
             self._wait(None, 0, until)
 
     def _wait(self, connection: socket.socket | TlsSocket | None, event: int, deadline: float) -> None:
-        """Until the socket is ready; raises TimeoutError at the deadline, _OverError when it is time to go."""
+        """Waits until the socket is ready. Raises TimeoutError at the deadline, _OverError when the session ends."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._exchange.woken, selectors.EVENT_READ)
             if connection is not None:
                 selector.register(connection, event)
             while True:
-                self._look_at_the_end()
+                self._check_end()
                 timeout = min(deadline, self._exchange.give_up_at) - time.monotonic()
                 ready = [key.fileobj for key, _ in selector.select(max(0.0, timeout))]
                 if connection in ready:
@@ -108,19 +108,19 @@ class Keeper:
                 if time.monotonic() >= deadline:
                     raise TimeoutError("no answer in time")
 
-    def _look_at_the_end(self) -> None:
+    def _check_end(self) -> None:
         if not self._exchange.is_closing:
             return
         if time.monotonic() >= self._exchange.give_up_at:
             raise _OverError("the agent closed the channel before the driver had everything")
-        if not self._heard and self._exchange.is_idle:
+        if not self._received_at and self._exchange.is_idle:
             raise _OverError("the agent closed the channel")
 
     # -- finding the driver --------------------------------------------------------------------
 
     def _find_driver(self) -> Link | None:
         """Tries every address once. Raises _OverError when the driver is lost for good."""
-        # Once found, the driver stays where it is, and a resolver may be lost with the network.
+        # The driver does not move, and a lost network may take the name resolver with it.
         for host in self._hosts if self._address is None else [self._address[1][0]]:
             try:
                 candidates = [self._address] if self._address else dial.addresses(host, self._port)
@@ -134,29 +134,29 @@ class Keeper:
                     raise _OverError(f"the driver refused this agent: {error}") from None
                 except (OSError, FrameError) as error:
                     self._problems[address[1][0]] = str(error)
-            self._look_at_the_clock()
+            self._check_time()
         return None
 
     def _dial(self, address: Address) -> Link:
         self._tries += 1
-        hello = Hello(self._task, self._name, self._tries, self._exchange.received, self._heard > 0)
+        hello = Hello(self._task, self._name, self._tries, self._exchange.received, self._received_at > 0)
         link = dial.dial(address, self._secret, hello, self._wait, self._certificate)
         try:
             self._exchange.resume(link.received)
         except FrameError as error:
             link.socket.close()
             raise _OverError(f"the driver broke the channel's rules: {error}") from None
-        self._address, self._heard = address, time.monotonic()
+        self._address, self._received_at = address, time.monotonic()
         self._problems.clear()
         return link
 
-    def _look_at_the_clock(self) -> None:
+    def _check_time(self) -> None:
         now, problems = time.monotonic(), "; ".join(f"{host}: {what}" for host, what in self._problems.items())
-        if not self._heard and now - self._started >= self._patience:
-            text = f"no driver was found on port {self._port} within {self._patience:g} s: {problems}"
+        if not self._received_at and now - self._started >= self._connect_timeout:
+            text = f"no driver was found on port {self._port} within {self._connect_timeout:g} s: {problems}"
             raise _OverError(text)
-        if self._heard and now - self._heard >= limits.LOST_AFTER and not self._driver_lives():
-            text = f"nothing was heard from the driver for {limits.LOST_AFTER:g} s: {problems}"
+        if self._received_at and now - self._received_at >= limits.LOST_AFTER and not self._driver_lives():
+            text = f"nothing was received from the driver for {limits.LOST_AFTER:g} s: {problems}"
             raise _OverError(text)
 
     # -- one connection ------------------------------------------------------------------------
@@ -168,22 +168,24 @@ class Keeper:
         with selectors.DefaultSelector() as selector:
             selector.register(self._exchange.woken, selectors.EVENT_READ)
             key = selector.register(link.socket, selectors.EVENT_READ)
-            # What the driver sent right behind its welcome has been read with it.
+            # Frames behind the driver's welcome may have been read together with it.
             is_whole = self._take_frames(link)
             while is_whole:
                 self._send(link, unsent)
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
                 if key.events != events:
                     key = selector.modify(link.socket, events)
-                until = min(pinged + limits.PING_INTERVAL, self._heard + limits.SILENCE, self._exchange.give_up_at)
+                until = min(
+                    pinged + limits.PING_INTERVAL, self._received_at + limits.SILENCE, self._exchange.give_up_at
+                )
                 for ready, mask in selector.select(max(0.0, until - time.monotonic())):
                     if ready.fileobj is not link.socket:
                         self._exchange.woke()
                     elif mask & selectors.EVENT_READ:
                         is_whole = self._receive(link)
-                self._look_at_the_end()
+                self._check_end()
                 now = time.monotonic()
-                if now - self._heard >= limits.SILENCE:
+                if now - self._received_at >= limits.SILENCE:
                     return
                 if now - pinged >= limits.PING_INTERVAL:
                     pinged = now
@@ -202,26 +204,26 @@ class Keeper:
 
     def _next_body(self) -> bytes | None:
         body = self._exchange.next_body()
-        if body is None and self._exchange.is_closing and not self._farewell_said and self._exchange.is_idle:
-            self._farewell_said = True
+        if body is None and self._exchange.is_closing and not self._has_disconnected and self._exchange.is_idle:
+            self._has_disconnected = True
             self._exchange.queue(message_body(OWN, {"type": "farewell"}))
             body = self._exchange.next_body()
         return body
 
     def _receive(self, link: Link) -> bool:
-        """Takes one read's worth; False at the end of the connection."""
+        """Reads once from the socket; returns False at the end of the connection."""
         try:
             data = link.socket.recv(limits.READ_SIZE)
         except BlockingIOError:
             return True
         if not data:
             return False
-        self._heard = time.monotonic()
+        self._received_at = time.monotonic()
         link.decoder.feed(data)
         return self._take_frames(link)
 
     def _take_frames(self, link: Link) -> bool:
-        """Acts on every whole frame; False if somebody has tampered with the connection."""
+        """Handles every complete frame; returns False if the connection was tampered with."""
         while True:
             try:
                 body = link.decoder.next_body()
@@ -249,7 +251,9 @@ class Keeper:
 
     def _take_own(self, message: Message) -> None:
         if message["type"] == "farewell":
-            raise _OverError("the agent closed the channel" if self._farewell_said else "the driver closed the channel")
+            raise _OverError(
+                "the agent closed the channel" if self._has_disconnected else "the driver closed the channel"
+            )
         if message["type"] == "fetch-end":
             fetch = self._exchange.fetch_of(message.get("stream"))
             self._exchange.end_fetch(message["stream"])

@@ -1,4 +1,4 @@
-"""TLS as an agent speaks it: to the very certificate that its run was given, and to no other.
+"""The agent's side of TLS, which trusts only the certificate of its run.
 
 Standard library only: this module travels to executors.
 """
@@ -16,20 +16,20 @@ from rankzero.channel.sockets import Wait
 
 
 class TlsSocket:
-    """An encrypted connection, used like a plain socket that does not block."""
+    """An encrypted connection with the interface of a non-blocking socket."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
 
     def fileno(self) -> int:
-        """The descriptor to wait for."""
+        """Returns the descriptor to wait for."""
         return self._connection.fileno()
 
     def recv(self, size: int) -> bytes:
-        """What has arrived, whole records, so that nothing is left where no selector looks.
+        """Returns the bytes that have arrived, in whole records: a selector does not see buffered bytes of a record.
 
         Raises:
-            BlockingIOError: nothing has.
+            BlockingIOError: no bytes have arrived.
         """
         pieces: list[bytes] = []
         left = size
@@ -47,34 +47,34 @@ class TlsSocket:
         return b"".join(pieces)
 
     def send(self, data: bytes | bytearray) -> int:
-        """As a socket's. After BlockingIOError the next call must begin with the same bytes."""
+        """Sends like a socket. After BlockingIOError the next call must begin with the same bytes."""
         try:
             return self._connection.send(data)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
 
     def sendall(self, data: bytes) -> None:
-        """For what a fresh connection's buffer takes whole."""
+        """Sends bytes that fit into the buffer of a new connection."""
         self._connection.sendall(data)
 
     def close(self) -> None:
-        """Closes at once."""
+        """Closes the connection immediately."""
         self._connection.close()
 
 
 def encrypt(connection: socket.socket, certificate: bytes, wait: Wait) -> TlsSocket:
-    """The connection, encrypted, once its other end has shown this certificate and that it has its key.
+    """Returns the connection, encrypted, after its other end has shown this certificate and proved its key.
 
-    The certificate is its own proof: neither a name nor a clock counts.
+    Only the certificate itself is compared; its names and its dates are ignored.
 
     Args:
-        connection: Connected, and without blocking. Belongs to the result; closed if this raises.
-        certificate: DER.
+        connection: A connected, non-blocking socket. The result owns it; it is closed if this raises.
+        certificate: The driver's certificate as DER.
         wait: Waits for the socket.
 
     Raises:
-        FrameError: another certificate.
-        OSError: no handshake in time.
+        FrameError: the other end has another certificate.
+        OSError: the handshake did not end in time.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -92,7 +92,7 @@ def encrypt(connection: socket.socket, certificate: bytes, wait: Wait) -> TlsSoc
             except ssl.SSLWantWriteError:
                 wait(encrypted, selectors.EVENT_WRITE, deadline)
         if encrypted.getpeercert(binary_form=True) != certificate:
-            raise FrameError("whoever answered has another certificate than the run's")
+            raise FrameError("the process at this address has another certificate than the run's")
     except BaseException:
         encrypted.close()
         raise

@@ -1,4 +1,4 @@
-"""One socket of the server: a handshake that a stranger cannot pass, then sealed frames for a peer."""
+"""`Connection`: one socket of the server, with a handshake first, then sealed frames for a peer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 class Reception(Protocol):
-    """What a connection needs of the server."""
+    """The methods of the server that a connection calls."""
 
     def on_made(self, connection: Connection) -> None:
-        """Takes note of a connection that has proved nothing yet."""
+        """Registers a new connection, which has not proved the secret."""
 
     def admit(self, connection: Connection, hello: Hello) -> Peer | str:
-        """Gives a connection that has proved the secret to its agent, or sends the reason why not."""
+        """Assigns a connection that has proved the secret to its agent, or returns the reason for a refusal."""
 
     def lose(self, peer: Peer, reason: str) -> None:
-        """Gives an agent up for good."""
+        """Gives an agent up as lost."""
 
     def on_end(self, connection: Connection) -> None:
-        """Takes note of a closed connection."""
+        """Removes a closed connection."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection that belongs to nobody until it has proved the secret."""
+    """A connection that belongs to no agent until it has proved the secret."""
 
     def __init__(self, server: Reception, secret: str, identity: Identity | None = None) -> None:
         self._server = server
@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         self.reason = "the connection ended"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the challenge."""
+        """Sends the challenge to the other end."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=limits.WRITE_AHEAD)
         with contextlib.suppress(OSError):
@@ -61,9 +61,9 @@ class Connection(asyncio.Protocol):
         self._write(frames.pack(b"J" + frames.dump({"type": "challenge", "nonce": self._nonce})))
 
     def data_received(self, data: bytes) -> None:
-        """Acts on every whole frame, then answers."""
+        """Handles every complete frame, then sends what is due."""
         if self.peer is not None:
-            self.peer.heard = time.monotonic()
+            self.peer.received_at = time.monotonic()
         try:
             self._decoder.feed(self._opened(data))
         except FrameError as error:
@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
             try:
                 self.peer.take(body)
             except FrameError as error:
-                # The agent itself sent it, and would send it again on the next connection.
+                # The agent itself sent this frame, and would send it again on the next connection.
                 self._server.lose(self.peer, f"agent {self.peer.task} broke the channel's rules: {error}")
                 return
         if self.peer is not None:
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         self.peer = verdict
 
     def send(self, session: Session) -> None:
-        """Seals and writes what the session has to send, as far as the socket takes it."""
+        """Seals and writes the session's next frames, as far as the socket takes them."""
         while self._sealer is not None and not (self._is_full or self._is_closed):
             batch, size = [], 0
             while size < limits.WRITE_AHEAD and (body := session.next()) is not None:
@@ -132,32 +132,32 @@ class Connection(asyncio.Protocol):
             self._write(b"".join(batch))
 
     def pause_writing(self) -> None:
-        """The socket is full."""
+        """Stops writing, because the socket is full."""
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """The socket has room again."""
+        """Continues to write, because the socket has room again."""
         self._is_full = False
         if self.peer is not None:
             self.peer.pump()
 
     def eof_received(self) -> None:
-        """The other end has closed; so does this one."""
+        """Closes the connection, because the other end has closed it."""
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The socket is closed, by whichever end."""
+        """Records that the socket is closed, by either end."""
         self._is_closed = True
         if error is not None:
             self.reason = str(error)
         self._server.on_end(self)
 
     def close(self) -> None:
-        """Closes when what was written has been sent."""
+        """Closes the socket after all written bytes have been sent."""
         self._is_closed = True
         self._transport.close()
 
     def drop(self, reason: str) -> None:
-        """Closes at once."""
+        """Closes the socket immediately."""
         level = logging.WARNING if self.peer is None else logging.DEBUG
         logger.log(level, "channel: dropped a connection: %s", reason)
         self.reason = reason

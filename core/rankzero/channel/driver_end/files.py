@@ -17,22 +17,22 @@ from rankzero.values.digest import BLOCKS, SUMS, Digest
 
 
 class Uploads:
-    """What one agent uploads, on its way to a directory, one file after the other.
+    """Writes the uploads of one agent to a directory, one file after the other.
 
-    A file lands beside its final name; the driver renames it when it commits. After a full disk the
-    rest is still taken off the wire: the channel must go on.
+    A file is written beside its final name, and the driver renames it when it commits. After a full disk the rest is
+    read and discarded, so that the channel continues.
     """
 
     def __init__(
         self, directory: str, task: int, deliver: Callable[[Message], None], grant: Callable[[int], None]
     ) -> None:
-        """Prepares to receive.
+        """Prepares to receive files; nothing is written yet.
 
         Args:
-            directory: Where the files go, as ``.upload-{task}-{name}``.
-            task: The agent's number.
-            deliver: Receives the message ``uploaded`` of each file, and the one that follows it.
-            grant: Takes the sizes of the frames whose content is on disk.
+            directory: Directory of the files, which are called ``.upload-{task}-{name}``.
+            task: Number of the agent.
+            deliver: Receives the message ``uploaded`` of each file, and the message that follows the file.
+            grant: Receives the sizes of the frames whose content is on disk.
         """
         self._directory = directory
         self._task = task
@@ -47,7 +47,7 @@ class Uploads:
         self._problem: str | None = None
 
     def begin(self, message: Message) -> None:
-        """Takes the announcement of a file. Raises FrameError if it breaks the rules."""
+        """Handles the announcement of a file. Raises FrameError if it is malformed."""
         stream, name, like = message.get("stream"), message.get("name"), message.get("like")
         if self._stream is not None or type(stream) is not int or not (isinstance(name, str) and isinstance(like, str)):
             raise FrameError("a malformed announcement of an upload")
@@ -55,13 +55,13 @@ class Uploads:
         self._add(partial(self._open, name, SUMS if like.startswith(f"{SUMS}:") else BLOCKS))
 
     def content(self, stream: int, data: memoryview, size: int) -> None:
-        """Takes a piece of the file that was announced. Raises FrameError if it breaks the rules."""
+        """Handles a piece of the announced file. Raises FrameError if it belongs to another."""
         if stream != self._stream:
             raise FrameError("file content that was not announced")
         self._add(partial(self._write, data, size))
 
     def end(self, message: Message) -> None:
-        """Takes the end of the file. Raises FrameError if it breaks the rules."""
+        """Handles the end of the file. Raises FrameError if it is malformed."""
         error, then = message.get("error"), frames.check_message(message.get("then"))
         if self._stream is None or message.get("stream") != self._stream or not isinstance(error, str | None):
             raise FrameError("a malformed end of an upload")
@@ -76,7 +76,7 @@ class Uploads:
             self._when_idle = act
 
     def abandon(self) -> None:
-        """Leaves no unfinished file behind: the rest will not come."""
+        """Removes the incomplete file, because its rest will not arrive."""
         if self._stream is not None:
             self._add(self._discard)
 
@@ -94,7 +94,7 @@ class Uploads:
 
     async def _open(self, name: str, algorithm: str) -> None:
         self._name, self._problem, self._file = name, None, None
-        # Each piece comes in a thread of its own.
+        # Each piece is hashed in a worker thread already.
         self._digest = Digest(algorithm, threads=False)
         self._path = os.path.join(self._directory, f".upload-{self._task}-{name}")
         if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
@@ -145,10 +145,10 @@ async def read_offered(location: str | None, put: Callable[[bytes], Awaitable[No
 
     Args:
         location: Its path or URL; None if there is no such file.
-        put: Takes each piece and returns when there is room for the next.
+        put: Receives each piece and returns when there is room for the next.
 
     Returns:
-        None, or why it could not be read to its end.
+        None, or the reason why the file could not be read to its end.
     """
     if location is None:
         return "no such file is offered"
@@ -161,7 +161,7 @@ async def read_offered(location: str | None, put: Callable[[bytes], Awaitable[No
                 await put(chunk)
         finally:
             await asyncio.shield(asyncio.to_thread(file.close))
-    # Object stores raise errors of their own; the agent hears of any, and the channel goes on.
+    # Drivers of object stores raise exceptions of their own types. The agent receives any of them as text.
     except Exception as error:
         return f"{location}: {error or type(error).__name__}"
     return None if left == 0 else f"{location}: it changed while it was read"

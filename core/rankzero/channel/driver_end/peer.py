@@ -1,4 +1,4 @@
-"""The driver's side of one agent's session, and the connection that it may have at the moment."""
+"""`Peer`: the driver's side of one agent's session, with its current connection, if any."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ OnMessage = Callable[[int, Message], None]
 
 
 class Line(Protocol):
-    """What a peer needs of its connection."""
+    """The methods of a connection that a peer calls."""
 
     reason: str
 
     def send(self, session: Session) -> None:
-        """Writes what the session has to send, as far as the socket takes it."""
+        """Writes the session's next frames, as far as the socket takes them."""
 
     def drop(self, reason: str) -> None:
-        """Closes at once."""
+        """Closes the connection immediately."""
 
 
 class Peer:
-    """One agent: its session, its files, and whether it is there."""
+    """An agent: its session, its files, and whether it is connected."""
 
     def __init__(
         self,
@@ -53,22 +53,22 @@ class Peer:
         upload_directory: str,
         grant: Callable[[Peer, int], None],
     ) -> None:
-        """Starts a session.
+        """Starts a session without a connection.
 
         Args:
             task: The agent's number.
             name: The random name of its session.
-            on_message: Receives what the agent sends.
-            served: Name to location of the files it may fetch.
-            upload_directory: Where its uploads go.
-            grant: Decides when it gets credit for bulk bytes that were accepted.
+            on_message: Receives the messages of the agent.
+            served: Locations of the files that the agent may fetch, by name.
+            upload_directory: Directory of its uploads.
+            grant: Decides when the agent gets credit for accepted bulk bytes.
         """
         self.task = task
         self.name = name
         self.session = Session(limits.FETCH_WINDOW, limits.BULK_WINDOW)
         self.connection: Line | None = None
         self.number = -1
-        self.heard = self.pinged = time.monotonic()
+        self.received_at = self.pinged = time.monotonic()
         self.has_left = False
         self.is_lost = False
         self.withheld = 0
@@ -81,36 +81,36 @@ class Peer:
 
     @property
     def is_live(self) -> bool:
-        """True while messages for it make sense."""
+        """True until the agent has disconnected or is lost."""
         return not (self.is_lost or self.has_left)
 
     def deliver(self, message: Message) -> None:
-        """Delivers a message of the agent, or a synthetic one of the channel."""
+        """Delivers a message of the agent, or one that the channel synthesizes, to the driver."""
         try:
             self._on_message(self.task, message)
         except Exception:
             logger.exception("channel: the driver failed on a message %r of agent %d", message["type"], self.task)
 
     def queue(self, body: bytes) -> None:
-        """Sends a control frame, now or when the agent is back."""
+        """Sends a control frame, now or when the agent is connected again."""
         self.session.queue(body)
         self.pump()
 
     def pump(self) -> None:
-        """Sends what may be sent."""
+        """Sends the frames that may be sent now."""
         if self.connection is not None:
             self.connection.send(self.session)
             self._moved.set()
 
     def take(self, body: bytes) -> None:
-        """Acts on a frame. Raises FrameError if the agent broke the rules."""
+        """Handles a frame. Raises FrameError if the agent broke the rules."""
         kind = self.session.take(body)
         if kind == CONTROL:
             self._take_message(body)
         elif kind == BULK:
             self._take_message(body)
             self._grant(self, len(body))
-            # With the next pump: an agent that has ended waits for nothing else.
+            # The next pump acknowledges it: an agent that is closing waits for exactly that.
             self.session.ping()
         elif kind == CONTENT:
             self._uploads.content(*split_content(body), len(body))
@@ -139,16 +139,16 @@ class Peer:
             self._begin_fetch(message.get("stream"), message.get("name"))
         elif kind == "farewell":
             self.has_left = True
-            self._uploads.when_idle(self._take_leave)
+            self._uploads.when_idle(self._on_farewell)
         else:
-            raise FrameError(f"unknown word {kind!r} of the channel")
+            raise FrameError(f"unknown message {kind!r} of the channel")
 
-    def _take_leave(self) -> None:
+    def _on_farewell(self) -> None:
         self.deliver({"type": LEFT})
         self.say_farewell()
 
     def say_farewell(self) -> None:
-        """Confirms to the agent that the session has ended well, and that everything has arrived."""
+        """Confirms to the agent that the session has ended and everything has arrived."""
         self.session.ping()
         self.queue(message_body(OWN, {"type": "farewell"}))
 
@@ -172,7 +172,7 @@ class Peer:
         self.pump()
 
     def end(self) -> None:
-        """Lets go of its files."""
+        """Stops the transfers of its files."""
         for fetch in self._fetches.values():
             fetch.cancel()
         self._fetches.clear()

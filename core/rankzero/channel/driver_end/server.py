@@ -1,8 +1,8 @@
-"""The driver's end of the channel: one thread, one asyncio loop, any number of agents.
+"""`ChannelServer`: the driver's end of the channel, with one thread, one asyncio loop and any number of agents.
 
-A peer that does not prove the secret in time is dropped and has no effect on the others. An agent's
-session outlives its connections: what is sent while it is away arrives when it is back. One sweep
-looks after the liveness of all.
+A peer that does not prove the secret in time is dropped, without any effect on others. An agent's session outlives its
+connections: messages to a disconnected agent arrive when it is connected again. One periodic sweep checks the liveness
+of all.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rankzero.channel.session import CONTROL, message_body
 logger = logging.getLogger(__name__)
 
 DISCONNECTED = "disconnected"
-"""Type of the message that the server synthesizes when an agent's connection ends or goes silent."""
+"""Type of the message that the server synthesizes when an agent's connection ends or times out."""
 
 RECONNECTED = "reconnected"
-"""Type of the message that the server synthesizes when a disconnected agent is back."""
+"""Type of the message that the server synthesizes when a disconnected agent is connected again."""
 
 LOST = "lost"
-"""Type of the message that the server synthesizes when an agent is lost for good without a farewell."""
+"""Type of the message that the server synthesizes when an agent is lost without having disconnected."""
 
 
 class ChannelServer:
@@ -50,16 +50,16 @@ class ChannelServer:
         can_take: Callable[[], bool] = lambda: True,
         identity: Identity | None = None,
     ) -> None:
-        """Prepares the server.
+        """Prepares the server; `start` runs it.
 
         Args:
             secret: The run's secret, hex.
             on_message: Called in the server's thread for every message of an agent, in order.
-            served: Name to location of the files that agents may fetch.
+            served: Locations of the files that agents may fetch, by name.
             upload_directory: Local directory that receives uploads.
-            can_take: While it gives False, agents may send no further bulk (logs, uploads) than
-                `limits.BULK_WINDOW`; other messages are not held up.
-            identity: With what it encrypts; None for plain connections.
+            can_take: While it returns False, agents may send no more bulk (logs, uploads) than `limits.BULK_WINDOW`;
+                other messages are not delayed.
+            identity: Certificate and key for encrypted connections; None for plain ones.
         """
         self._secret = secret
         self._on_message = on_message
@@ -79,10 +79,10 @@ class ChannelServer:
         self._swept = time.monotonic()
 
     def start(self, listener: socket.socket) -> int:
-        """Starts the thread, which takes whoever calls there; returns the port.
+        """Starts the thread, which accepts connections; returns the port.
 
         Args:
-            listener: As `listen` makes it. Closed in the end.
+            listener: A socket that `listen` made. The server closes it at its end.
         """
         self._listener = listener
         port = int(listener.getsockname()[1])
@@ -90,17 +90,17 @@ class ChannelServer:
         return port
 
     def send(self, task: int, message: Message) -> None:
-        """Queues a message for one agent, who may be disconnected; a lost one is ignored. From any thread."""
+        """Queues a message for one agent, which may be disconnected; ignores a lost one. Any thread may call it."""
         body = message_body(CONTROL, message)
         self._call(lambda: self._queue([peer] if (peer := self._peers.get(task)) else [], body))
 
     def broadcast(self, message: Message) -> None:
-        """Queues a message for every agent that has joined, also for disconnected ones. From any thread."""
+        """Queues a message for every agent that has joined, including disconnected ones. Any thread may call it."""
         body = message_body(CONTROL, message)
         self._call(lambda: self._queue(list(self._peers.values()), body))
 
     def close(self) -> None:
-        """Sends a farewell to every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
+        """Disconnects every agent and ends the thread, within `limits.CLOSE_TIMEOUT`."""
         if not self._thread.ident:
             return
         self._call(self._begin_close)
@@ -108,7 +108,7 @@ class ChannelServer:
             self._stopped.wait(limits.CLOSE_TIMEOUT)
 
     def _call(self, act: Callable[[], None]) -> None:
-        # After the end there is no receiver.
+        # The loop is closed after the end of the thread.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(act)
 
@@ -165,12 +165,12 @@ class ChannelServer:
             while len(self._unproved) >= limits.MAX_UNPROVED:
                 await self._make_room()
             await self._await_caller()
-            # Many agents start at once: as many of them as are there.
+            # Many agents connect in the same moment: accept all that are waiting.
             while len(self._unproved) < limits.MAX_UNPROVED and await self._accept_one():
                 pass
 
     async def _accept_one(self) -> bool:
-        """Takes the next caller; False if there is none."""
+        """Accepts the next connection; returns False if none is waiting."""
         try:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
@@ -187,7 +187,7 @@ class ChannelServer:
         return True
 
     async def _await_caller(self) -> None:
-        # loop.sock_accept loses a connection that comes at the moment of its cancellation.
+        # loop.sock_accept loses a connection that arrives at the moment of its cancellation.
         called = asyncio.Event()
         self._loop.add_reader(self._listener, called.set)
         try:
@@ -219,39 +219,39 @@ class ChannelServer:
                 connection.drop("it did not prove the secret in time")
         for peer in list(self._peers.values()):
             if peer.connection is not None:
-                if now - peer.heard >= limits.SILENCE:
+                if now - peer.received_at >= limits.SILENCE:
                     peer.connection.drop(f"agent {peer.task} was silent for {limits.SILENCE:g} s")
                 elif now - peer.pinged >= limits.PING_INTERVAL:
                     peer.pinged = now
                     peer.session.ping()
                     peer.pump()
-            elif peer.is_live and now - peer.heard >= limits.LOST_AFTER:
-                self.lose(peer, f"nothing was heard from agent {peer.task} for {limits.LOST_AFTER:g} s")
+            elif peer.is_live and now - peer.received_at >= limits.LOST_AFTER:
+                self.lose(peer, f"nothing was received from agent {peer.task} for {limits.LOST_AFTER:g} s")
 
     def _forgive(self, pause: float) -> None:
-        """Counts no silence while this process itself stood still: stopped, or without the interpreter's lock."""
+        """Extends all time-outs by a pause of this process itself, which was stopped or did not get the GIL."""
         if pause < limits.PING_INTERVAL:
             return
         now = time.monotonic()
         for connection in self._unproved:
             connection.made = min(now, connection.made + pause)
         for peer in self._peers.values():
-            peer.heard = min(now, peer.heard + pause)
+            peer.received_at = min(now, peer.received_at + pause)
 
     # -- what connections and peers need -------------------------------------------------------
 
     def on_made(self, connection: Connection) -> None:
-        """Takes note of a connection that has proved nothing yet."""
+        """Registers a new connection, which has not proved the secret."""
         self._unproved[connection] = None
 
     def admit(self, connection: Connection, hello: Hello) -> Peer | str:
-        """Gives a connection that has proved the secret to its agent.
+        """Assigns a connection that has proved the secret to its agent.
 
         Returns:
-            The agent, or the words with which it is refused.
+            The agent, or the reason why it is refused.
 
         Raises:
-            FrameError: The answer is older than one that has been taken.
+            FrameError: The answer is older than one that was accepted.
         """
         peer = self._peers.get(hello.task)
         if peer is None or peer.name != hello.session:
@@ -271,7 +271,7 @@ class ChannelServer:
             peer.connection.drop(f"agent {peer.task} made a new connection")
             self._disconnect(peer, peer.connection)
         is_back = peer.number >= 0
-        peer.number, peer.connection, peer.heard = hello.number, connection, time.monotonic()
+        peer.number, peer.connection, peer.received_at = hello.number, connection, time.monotonic()
         peer.session.resume(hello.received)
         self._forget_unproved(connection)
         if is_back and peer.is_live and not self._is_closing:
@@ -282,7 +282,7 @@ class ChannelServer:
         return Peer(hello.task, hello.session, self._on_message, self._served, self._upload_directory, self._grant)
 
     def lose(self, peer: Peer, reason: str) -> None:
-        """Gives an agent up for good."""
+        """Gives an agent up as lost."""
         was_live, peer.is_lost = peer.is_live, True
         if peer.connection is not None:
             peer.connection.drop(reason)
@@ -293,7 +293,7 @@ class ChannelServer:
             peer.deliver({"type": LOST, "reason": reason})
 
     def on_end(self, connection: Connection) -> None:
-        """Takes note of a closed connection."""
+        """Removes a closed connection."""
         self._forget_unproved(connection)
         if connection.peer is not None:
             self._disconnect(connection.peer, connection)

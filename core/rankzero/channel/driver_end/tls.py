@@ -1,7 +1,8 @@
-"""TLS as the driver speaks it: a certificate made for one attempt, and records without a socket.
+"""The driver's side of TLS: a certificate made for one attempt, and records without a socket.
 
-The standard library makes no certificates, and TLS with pre-shared keys needs Python 3.13: the ``openssl`` command
-makes one in a hundredth of a second. Agents are given it with the secret, by which they in turn prove themselves.
+The ``openssl`` command makes the certificate in a hundredth of a second, because the standard library makes none, and
+TLS with pre-shared keys needs Python 3.13. Agents get the certificate together with the secret, by which they in turn
+prove themselves.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Identity:
     """A certificate and its key.
 
     Attributes:
-        certificate: DER, for the agents.
-        context: Of the connections that show it.
+        certificate: The certificate as DER, for the agents.
+        context: Context of the connections that show it.
     """
 
     certificate: bytes
@@ -36,14 +37,14 @@ class Identity:
 
 
 def make_identity() -> Identity:
-    """A fresh key, which is in no file that has a name for longer than this call, and its self-signed certificate.
+    """Returns a new key with a self-signed certificate. The key's file exists only during this call.
 
     Raises:
-        EngineError: there is no openssl command here, or it fails.
+        EngineError: the openssl command is missing or fails.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix="rankzero-") as key:
-            # It and its directory are this user's alone.
+            # Only this user can read the file of the key.
             made = subprocess.run(
                 [*_COMMAND, "-keyout", key.name],
                 capture_output=True,
@@ -60,19 +61,19 @@ def make_identity() -> Identity:
     except FileNotFoundError:
         raise EngineError(
             "encrypt needs the openssl command where the driver runs, to make the run's certificate: install openssl, "
-            "or give encrypt=False on a network that is yours"
+            "or pass encrypt=False on a network that you trust"
         ) from None
     except (subprocess.SubprocessError, ValueError, OSError) as error:
         words = getattr(error, "stderr", b"") or str(error).encode()
         raise EngineError(f"openssl made no certificate: {words.decode(errors='replace').strip()[-300:]}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Nobody resumes a TLS session: each connection is a handshake.
+    # Agents do not resume TLS sessions: each connection has its own handshake.
     context.num_tickets = 0
     return Identity(certificate, context)
 
 
 class Records:
-    """Between a transport and a connection: records on the one side, their content on the other. No I/O."""
+    """Translates between TLS records and their content, without I/O."""
 
     def __init__(self, identity: Identity) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -81,10 +82,10 @@ class Records:
         self._is_open = False
 
     def feed(self, data: bytes) -> bytes:
-        """Takes what has arrived; gives its content. What `outgoing` has then must be sent.
+        """Returns the content of received records. The caller must then send `outgoing`.
 
         Raises:
-            FrameError: this is no TLS, or somebody has tampered with it.
+            FrameError: the bytes are no TLS, or were tampered with.
         """
         self._incoming.write(data)
         pieces: list[bytes] = []
@@ -104,12 +105,12 @@ class Records:
         return b"".join(pieces)
 
     def write(self, data: bytes) -> None:
-        """Encrypts; before the handshake it waits for that."""
+        """Encrypts data; before the end of the handshake it only stores them."""
         if self._is_open:
             self._tls.write(data)
         else:
             self._waiting += data
 
     def outgoing(self) -> bytes:
-        """What is to be sent."""
+        """Returns the bytes that must be sent now."""
         return self._outgoing.read()
