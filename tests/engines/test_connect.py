@@ -181,7 +181,9 @@ def test_a_session_of_a_jvm_of_our_own_beside_one_of_spark_connect(launcher: Lau
 
 
 def test_more_ranks_than_slots_are_refused(on_connect: Launcher) -> None:
-    with pytest.raises(InsufficientSlotsError, match="needs 5 task slots at once, but the cluster behind sc://"):
+    with pytest.raises(
+        InsufficientSlotsError, match="needs 5 task slots at the same time, but the cluster behind sc://"
+    ):
         on_connect.options(num_processes=5).run(reduce, 1.0)
 
 
@@ -257,7 +259,7 @@ def test_a_server_of_a_spark_without_barrier_stages_is_refused(launcher: Launche
     "url", ["head:15002", "sc://", "sc://head:0", "sc://head:99999", "sc://head/path", "http://head", 3]
 )
 def test_what_is_no_url_is_refused(url: Any) -> None:
-    with pytest.raises(InvalidJobError, match="is no Spark Connect server"):
+    with pytest.raises(InvalidJobError, match="is no Spark Connect URL"):
         SparkConnectEngine(url)
 
 
@@ -287,7 +289,7 @@ def test_ranks_get_cores_of_their_own_where_the_cluster_has_profiles(launcher: L
     with connect_server(tmp_path, "local-cluster[2,2,1024]") as cluster:
         on_cluster = launcher.options(engine=SparkConnectEngine(cluster.url), cpus_per_process=2)
         assert on_cluster.run(threads) == "2"
-        with pytest.raises(InsufficientSlotsError, match="needs 3 task slots at once"):
+        with pytest.raises(InsufficientSlotsError, match="needs 3 task slots at the same time"):
             on_cluster.options(num_processes=3).run(threads)
 
 

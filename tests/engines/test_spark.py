@@ -212,7 +212,7 @@ def test_cancelling_the_spark_job_ends_the_run_with_that_cause(on_session: Launc
         (
             {"num_processes": 5},
             InsufficientSlotsError,
-            "needs 5 task slots at once, but the cluster at 'local.4.' has 4",
+            "needs 5 task slots at the same time, but the cluster at 'local.4.' has 4",
         ),
         ({"use_gpu": True}, InsufficientSlotsError, "needs 2 GPUs"),
     ],

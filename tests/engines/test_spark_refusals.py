@@ -44,7 +44,7 @@ def test_an_unknown_master(master: object) -> None:
 )
 def test_more_processes_than_slots(master: str, conf: dict[str, str], slots: int) -> None:
     text = refusal(InsufficientSlotsError, {"master": master, "conf": conf})
-    assert f"needs 2 task slots at once, but master {master!r} has {slots}" in text
+    assert f"needs 2 task slots at the same time, but master {master!r} has {slots}" in text
 
 
 def test_dynamic_allocation() -> None:
@@ -79,7 +79,7 @@ def test_gpu_conf_missing_or_too_small(conf: dict[str, str], message: str) -> No
 )
 def test_a_conf_that_proves_the_cluster_too_small(master: str, conf: dict[str, str], slots: int) -> None:
     text = refusal(InsufficientSlotsError, {"master": master, "conf": conf})
-    assert f"needs 2 task slots at once, but master {master!r} has {slots}" in text
+    assert f"needs 2 task slots at the same time, but master {master!r} has {slots}" in text
 
 
 GPUS = {"spark.task.resource.gpu.amount": "1", "spark.executor.resource.gpu.amount": "2"}

@@ -293,7 +293,7 @@ class Attempt:
         elif kind == "join":
             self._on_join(task, message)
         elif kind == LEFT:
-            self._group.note_farewell(task)
+            self._group.note_disconnect(task)
         elif member := self._roster.get(task):
             if "local_rank" in message:
                 self._handle_rank(self._roster.rank(member, message["local_rank"]), member, message)
@@ -467,7 +467,7 @@ class Attempt:
                 self._report_at = now + policy.WAITING_INTERVAL
                 self._report_waiting()
             return
-        group.hold_on()
+        group.tolerate_outage()
         self._check_hangs(now)
 
     def _check_hangs(self, now: float) -> None:

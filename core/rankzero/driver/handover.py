@@ -125,7 +125,7 @@ class Handover:
         try:
             self._await_driver(group, deadline)
             self._let_go()
-            group.hold_on()
+            group.tolerate_outage()
             self._follow(group)
         except DrivenElsewhere:
             raise

@@ -30,7 +30,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def check(self, job: Job) -> None:
-        """Refuses what can be known to fail before anything starts.
+        """Refuses a job that is known to fail, before anything starts.
 
         Raises:
             InvalidJobError, InsufficientSlotsError, EngineError
@@ -41,7 +41,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The engine as JSON: what may be shown, and what must stay private."""
+        """Returns the engine as JSON, in two parts: one that may be shown, and one that must stay private."""
 
     @property
     @abc.abstractmethod
@@ -51,80 +51,80 @@ class Engine(abc.ABC):
     @property
     @abc.abstractmethod
     def prefers_own_process(self) -> bool:
-        """True if opening it would change the caller's process."""
+        """True if opening the engine would change the caller's process."""
 
     @property
     def has_tables(self) -> bool:
-        """True if a session of this engine can compute tables and queries: `EngineSession.read_table`."""
+        """True if a session of this engine can compute tables and queries (`EngineSession.read_table`)."""
         return False
 
     @property
     def drives_elsewhere(self) -> bool:
-        """True if `start_driver` starts the driver of a run, in a place that outlives this machine's part in it."""
+        """True if `start_driver` starts the driver on a cluster, so that it outlives the submitting machine."""
         return False
 
     def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
-        """Starts the driver of the run's current submission where the engine has a place for it.
+        """Starts the driver of the run's current submission on the engine's cluster.
 
         Args:
-            run: What it drives. Its status has no driver yet.
-            private: What may hold secrets: for the driver, and for no file or command line.
+            run: The run to drive. Its status has no driver yet.
+            private: Data that may hold secrets: for the driver only, and for no file or command line.
 
         Raises:
-            EngineError: the place does not take it; nothing was started.
+            EngineError: the cluster refuses the driver; nothing was started.
         """
         raise NotImplementedError
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
-        """Ranks for ``num_processes="auto"``: as many as there are places; None where nothing says how many.
+        """Returns the ranks for ``num_processes="auto"``, one for each slot; None if the number of slots is unknown.
 
         Raises:
-            InsufficientSlotsError: there is no place for one.
+            InsufficientSlotsError: there is no slot for a single task.
         """
         return None
 
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:  # noqa: B027
-        """Starts what need not wait for `open`, such as loading torch. Nothing depends on it, and it does not fail.
+        """Starts work that need not wait for `open`, such as loading torch. It is optional, and never raises.
 
         Args:
-            job: What will run.
+            job: The job that will run.
             env: The user's environment for the ranks.
         """
 
     @abc.abstractmethod
     def open(self, job: Job) -> EngineSession:
-        """Connects to the engine and checks what only it can tell. Raises EngineError."""
+        """Connects to the engine and checks the job against it. Raises EngineError."""
 
 
 class EngineSession(abc.ABC):
-    """An open engine: places the agents of one attempt at a time."""
+    """An open engine, which places the agents of one attempt at a time."""
 
     @property
     @abc.abstractmethod
     def place(self) -> str:
-        """Where it is, in words."""
+        """Display name of the cluster or machine."""
 
     @property
     def notes(self) -> list[str]:
-        """What it was asked for beyond what the user said, for people."""
+        """Display messages about settings that the engine added to those of the user."""
         return []
 
     @abc.abstractmethod
     def slots(self) -> int:
-        """Tasks of the job that can run at once here now."""
+        """Returns the number of the job's tasks that can run at the same time now."""
 
     @property
     def most_slots(self) -> int | None:
-        """More of them there can never be, as its configuration proves; None if that proves nothing."""
+        """Most task slots that the engine can ever have, by its configuration; None if that does not limit them."""
         return None
 
     def slots_by_host(self) -> dict[str, int]:
-        """How many of them each host has at most; empty if there is only one host."""
+        """Returns the most task slots of each host; empty if there is only one host."""
         return {}
 
     @abc.abstractmethod
     def num_agents(self, num_tasks: int) -> int:
-        """Agents that so many tasks of the job are placed as."""
+        """Returns the number of agents that run this many tasks of the job."""
 
     @property
     @abc.abstractmethod
@@ -132,19 +132,19 @@ class EngineSession(abc.ABC):
         """Address on which the driver's channel listens."""
 
     def listen(self, ports: Sequence[int] | None) -> socket.socket:
-        """A socket on which the driver's channel listens for the agents of an attempt.
+        """Returns a socket on which the driver's channel listens for the agents of an attempt.
 
         Args:
-            ports: First and last that may be; None for any.
+            ports: First and last port that may be used; None for any.
 
         Raises:
-            OSError: none is free.
+            OSError: no port is free.
         """
         return listen(self.bind_host, ports)
 
     def identity(self) -> Identity:
-        """With what the connections of an attempt are encrypted. Raises EngineError."""
-        # Here: who only describes an engine need not load TLS.
+        """Returns the certificate and key that encrypt the connections of an attempt. Raises EngineError."""
+        # Imported here, so that processes that only describe an engine do not load TLS.
         from rankzero.channel.driver_end.tls import make_identity
 
         return make_identity()
@@ -156,40 +156,40 @@ class EngineSession(abc.ABC):
 
     @property
     def driver_hosts(self) -> list[str]:
-        """All of them, best first: an agent takes the first that proves the run's secret."""
+        """All addresses of the driver, preferred first; an agent takes the first that proves the run's secret."""
         return [self.driver_host]
 
     @property
     def url(self) -> str | None:
-        """Where people can look at the engine, if it shows itself."""
+        """URL of the engine's web page; None if it has none."""
         return None
 
     @property
     def encrypts(self) -> bool:
-        """True if the engine encrypts its own connections, as those of the run then shall be."""
+        """True if the engine encrypts its own connections, so that those of the run are encrypted by default, too."""
         return False
 
     @property
     def can_host_driver(self) -> bool:
-        """True if the run may be driven from within: `launch` takes a ``"stage"`` for its tasks."""
+        """True if the driver of the run may run inside a stage: `launch` then takes a ``"stage"`` for its tasks."""
         return False
 
     def secret(self, attempt: int) -> str:
-        """Of the channel of an attempt."""
+        """Returns the secret that authenticates the channel of one attempt."""
         return new_secret()
 
     def reserve(self, num_tasks: int) -> bool:
-        """Sees to it that nobody else takes the places of the next attempt; False if somebody was faster."""
+        """Reserves the slots of the next attempt; returns False if another run took them first."""
         return True
 
     @abc.abstractmethod
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
-        """Starts the agents of so many tasks, all at once.
+        """Starts the agents of this many tasks, all together.
 
         Args:
-            num_tasks: How many; `reserve` has said yes to as many.
-            config: What is the same for all agents.
-            on_end: Called once, from another thread, when all have ended.
+            num_tasks: Number of tasks, which `reserve` has granted.
+            config: The configuration that all agents share.
+            on_end: Called once, from another thread, when all agents have ended.
         """
 
     def read_table(
@@ -200,23 +200,23 @@ class EngineSession(abc.ABC):
         Args:
             query: Name of the table, or the query.
             folder: A new directory of the run's store.
-            name: Of the dataset.
-            say: Takes lines about progress.
-            check: Called now and then; what it raises ends the work.
+            name: Name of the dataset.
+            say: Receives lines about progress.
+            check: Called periodically; an exception that it raises ends the work.
 
         Raises:
-            InvalidJobError: there is no such table, or a column that there is no tensor of.
+            InvalidJobError: the table does not exist, or a column has no tensor type.
             EngineError: the engine failed, or has no tables.
         """
         raise EngineError(f"dataset {name!r} is {query!r}: {self.place} has no tables; give a path")
 
     def is_usable(self) -> bool:
-        """False if another attempt needs a new session. Asked between two attempts."""
+        """Returns False if the next attempt needs a new session. Called between two attempts."""
         return True
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends what `Engine.open` started, and only that."""
+        """Stops whatever `Engine.open` started, and nothing else."""
 
 
 class AgentGroup(abc.ABC):
@@ -226,42 +226,42 @@ class AgentGroup(abc.ABC):
         self._ended = threading.Event()
 
     def wait(self, timeout: float) -> bool:
-        """True if all agents ended within ``timeout`` seconds."""
+        """Waits for the agents; returns True if all have ended within ``timeout`` seconds."""
         return self._ended.wait(timeout)
 
-    def hold_on(self) -> None:  # noqa: B027 - most engines have no connection that may break and come back
-        """Sees to it that a connection to the engine that breaks for a while ends nothing.
+    def tolerate_outage(self) -> None:  # noqa: B027 - most engines have no connection that may break for a while
+        """Keeps the agents running if the connection to the engine breaks for a while.
 
-        From now on the agents, or the driver beside them, are heard of without the engine.
+        From now on the driver receives messages from the agents, or heartbeats, without the engine.
         """
 
-    def note_farewell(self, task: int) -> None:  # noqa: B027 - most engines hear of the end at once
-        """An agent has said farewell: nothing of it is left, and it is about to exit."""
+    def note_disconnect(self, task: int) -> None:  # noqa: B027 - most engines report the end immediately
+        """Records that an agent has finished its work and is about to exit."""
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Ends the agents without their help."""
+        """Ends the agents without their cooperation."""
 
     @abc.abstractmethod
     def explain(self, error: BaseException) -> RankZeroError:
-        """The typed error for what ended the agents early."""
+        """Returns the typed error for the engine's error that ended the agents early."""
 
 
 WORDS_TIMEOUT = 10.0
-"""Seconds for an engine's error to say what it is."""
+"""Seconds to get the text of an engine's error."""
 
 
 def words_of(error: BaseException) -> str:
-    """What an engine's error says. One of py4j asks the JVM for it, which may have none left to answer."""
+    """Returns the text of an engine's error. An error of py4j gets it from the JVM, which may be too dead to answer."""
     words: list[str] = []
     within(WORDS_TIMEOUT, lambda: words.append(str(error)))
-    return words[0] if words else f"{type(error).__name__}, of which nothing more is known: see driver.log"
+    return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
 
 
 def within(seconds: float, action: Callable[[], None]) -> bool:
-    """Runs an engine's action in a thread and gives it up after a bound; False if it took longer.
+    """Runs an engine's action in a thread for limited time; returns False if it took longer.
 
-    A call into a JVM that was stopped never comes back.
+    A call into a JVM that was stopped never returns.
     """
     done = threading.Event()
 

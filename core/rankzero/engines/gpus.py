@@ -1,4 +1,4 @@
-"""GPUs of this machine: which there are, and which of them no other run of this machine holds."""
+"""GPUs of this machine: which exist, and which no other run of this machine uses."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ LISTING_TIMEOUT = 60.0
 """Seconds for ``nvidia-smi``, or for torch in an interpreter of its own, to list the GPUs."""
 
 CLAIMS = "/tmp/rankzero-gpus"
-"""A file for each GPU of this machine; whoever holds its lock has the GPU. One place for all users, whatever their
-``TMPDIR`` is."""
+"""Directory with a lock file for each GPU of this machine; the process that holds the lock has the GPU. All users share
+it, whatever their ``TMPDIR`` is."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables that limit the GPUs of a process: of NVIDIA's and AMD's driver, of AMD's, of Intel's."""
+"""Variables that limit the GPUs of a process, by NVIDIA's and AMD's driver, by AMD's, and by Intel's."""
 
 DEVICES = ("/dev/kfd", "/dev/dri", "/dev/dxg")
-"""Where the GPUs of AMD and Intel are on Linux: without any of them torch is not asked, which takes seconds."""
+"""Device files of AMD's and Intel's GPUs on Linux. Without any of them torch is not loaded to count, which takes
+seconds."""
 
-# In an interpreter of its own: the driver of a GPU stays in the process that asked it.
+# Runs in an interpreter of its own, because the driver of a GPU stays loaded in the process that queries it.
 _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
 
 
 def local_gpus() -> list[str]:
-    """Ids of the GPUs this process may use: what a variable of `VISIBLE` lists, else the driver, else torch."""
+    """Returns ids of the GPUs this process may use: from a variable of `VISIBLE`, else the driver, else torch."""
     for name in VISIBLE:
         if (visible := os.environ.get(name)) is not None:
-            # As CUDA reads it: nothing counts after the first that is no device.
+            # CUDA ignores everything after the first entry that is no device.
             listed = [gpu.strip() for gpu in visible.split(",")]
             return list(itertools.takewhile(lambda gpu: gpu and not gpu.startswith("-"), listed))
     if shutil.which("nvidia-smi"):
@@ -63,7 +64,7 @@ def _output(*command: str) -> str:
 
 
 def require_local_gpus(needed: int) -> None:
-    """Raises InsufficientSlotsError unless this machine offers so many GPUs."""
+    """Raises InsufficientSlotsError unless this machine has this many GPUs."""
     gpus = local_gpus()
     if len(gpus) < needed:
         limits = " ".join(f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ)
@@ -77,18 +78,18 @@ def require_local_gpus(needed: int) -> None:
 
 
 class GpuClaims:
-    """The GPUs that one run of this machine holds; they are free again when its driver ends, however it ends."""
+    """The GPUs that one run of this machine has locked; they are free again when its driver ends, however it ends."""
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
     @property
     def held(self) -> list[str]:
-        """Ids of the GPUs that this run holds."""
+        """Ids of the GPUs that this run has locked."""
         return list(self._held)
 
     def free(self, gpus: Sequence[str]) -> list[str]:
-        """Those of the GPUs that this run holds, or that nobody does."""
+        """Returns those of the GPUs that no other run has locked."""
         found = []
         for gpu in gpus:
             lock = None if gpu in self._held else _lock(gpu)
@@ -99,7 +100,7 @@ class GpuClaims:
         return found
 
     def take(self, gpus: Sequence[str], count: int) -> bool:
-        """Holds so many of the GPUs, and no other; False, and none, if there are not as many."""
+        """Locks exactly this many of the GPUs; returns False, and locks none, if fewer are free."""
         self.release()
         for gpu in gpus:
             if len(self._held) == count:
@@ -111,22 +112,22 @@ class GpuClaims:
         return len(self._held) == count
 
     def release(self) -> None:
-        """Gives all of them back."""
+        """Unlocks all GPUs of this run."""
         for lock in self._held.values():
             _unlock(lock)
         self._held.clear()
 
 
 def _lock(gpu: str) -> int | None:
-    """A descriptor that holds the GPU; None if another run does."""
+    """Returns a descriptor that locks the GPU; None if another run has locked it."""
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(CLAIMS)
             os.chmod(CLAIMS, 0o1777)
         lock = _open_claim(os.path.join(CLAIMS, hashlib.sha256(gpu.encode()).hexdigest()[:16]))
     except OSError as error:
-        # Better two runs on one GPU than none.
-        logger.warning("cannot see whether another run holds GPU %s: %s", gpu, error)
+        # Two runs on one GPU are better than none.
+        logger.warning("cannot check whether another run uses GPU %s: %s", gpu, error)
         return os.open(os.devnull, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +138,7 @@ def _lock(gpu: str) -> int | None:
 
 
 def _open_claim(path: str) -> int:
-    """The file of a GPU. Another user's can be opened and locked; `O_CREAT` would be refused (protected_regular)."""
+    """Opens the lock file of a GPU. `O_CREAT` alone would be refused for another user's file (protected_regular)."""
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with contextlib.suppress(FileExistsError):
@@ -148,7 +149,7 @@ def _open_claim(path: str) -> int:
 
 
 def _unlock(lock: int) -> None:
-    # Not only closed: a child that was forked meanwhile has the descriptor, too.
+    # Closing is not enough: a child that was forked meanwhile has the descriptor, too.
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)

@@ -1,4 +1,4 @@
-"""`LocalEngine`: one agent and its workers as processes of this machine. No JVM."""
+"""`LocalEngine`: one agent and its workers as processes of this machine, without a JVM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankzero.task.hold import hold
 
 LOOPBACK = "127.0.0.1"
 CUT_OFF = ("nothing was received from the driver for", "no driver was found on port")
-"""What an agent says that lost its driver, or did not find it: another host, or another moment, may be better."""
+"""Texts of the errors of an agent that lost or did not find its driver, after which a restart may succeed."""
 
 
 @dataclass(frozen=True)
@@ -31,34 +31,34 @@ class LocalEngine(Engine):
             require_local_gpus(job.least_processes)
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int:
-        """A rank for each GPU or core of this machine."""
+        """Returns one rank for each GPU or core of this machine."""
         if use_gpu:
             require_local_gpus(processes_per_task)
         places = len(local_gpus()) if use_gpu else available_cores()
         return places // processes_per_task * processes_per_task or processes_per_task
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``{"kind": "local"}``; nothing is private."""
+        """Returns ``{"kind": "local"}``; no part is private."""
         return {"kind": "local"}, {}
 
     @property
     def can_detach(self) -> bool:
-        """Always: any process of this machine will do."""
+        """True, since any process of this machine can drive the run."""
         return True
 
     @property
     def prefers_own_process(self) -> bool:
-        """No: nothing of the caller changes."""
+        """False, since the caller's process does not change."""
         return False
 
     def open(self, job: Job) -> LocalSession:
-        """A session on this machine."""
+        """Returns a session on this machine."""
         self.check(job)
         return LocalSession(job)
 
 
 class LocalSession(EngineSession):
-    """Places one agent that owns all workers."""
+    """Places one agent, which starts all ranks."""
 
     bind_host = LOOPBACK
     driver_host = LOOPBACK
@@ -70,31 +70,31 @@ class LocalSession(EngineSession):
 
     @property
     def place(self) -> str:
-        """With what limits the number of ranks here."""
-        return "this machine's GPUs, of which other runs hold some" if self._job.use_gpu else "this machine"
+        """Display name of the resource that limits the number of ranks."""
+        return "this machine's GPUs, some of which other runs use" if self._job.use_gpu else "this machine"
 
     @property
     def most_slots(self) -> int | None:
-        """What the GPUs allow; processes without one are as many as the job wants."""
+        """Task slots that the GPUs allow; None without GPUs, since processes are not limited."""
         return len(self._gpus) // self._job.processes_per_task if self._job.use_gpu else None
 
     def slots(self) -> int:
-        """The GPUs that no other run holds; without GPUs there is room for the whole job."""
+        """Returns the tasks for which other runs leave GPUs; without GPUs, all tasks of the job."""
         if not self._job.use_gpu:
             return self._job.num_tasks
         return len(self._claims.free(self._gpus)) // self._job.processes_per_task
 
     def num_agents(self, num_tasks: int) -> int:
-        """One."""
+        """Returns 1, since one agent starts all ranks."""
         return 1
 
     def reserve(self, num_tasks: int) -> bool:
-        """Holds a GPU for each rank."""
+        """Locks a GPU for each rank."""
         count = num_tasks * self._job.processes_per_task
         return not self._job.use_gpu or self._claims.take(self._gpus, count)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> LocalGroup:
-        """Starts the agent, held by a thread of this process."""
+        """Starts the agent, which a thread of this process watches."""
         workers = num_tasks * self._job.processes_per_task
         return LocalGroup(
             {
@@ -111,7 +111,7 @@ class LocalSession(EngineSession):
         )
 
     def close(self) -> None:
-        """Gives the GPUs back."""
+        """Unlocks the GPUs of this run."""
         self._claims.release()
 
 
@@ -141,13 +141,13 @@ class LocalGroup(AgentGroup):
             agent.kill()
 
     def cancel(self) -> None:
-        """Kills the agent, also one that is still to come; its workers die with it, `hold` ends what they started."""
+        """Kills the agent, even one that is not started yet; its ranks die with it, and `hold` ends their children."""
         self._cancelled = True
         if self._agent:
             self._agent.kill()
 
     def explain(self, error: BaseException) -> RankZeroError:
-        """The agent's own words; lost if something killed it or cut it off from the driver."""
+        """Returns the agent's error; its cause is a loss if the agent was killed or lost its driver."""
         text = str(error)
         is_lost = "ended by signal" in text or any(words in text for words in CUT_OFF)
         return EngineError(text, cause=LOST if is_lost else None)

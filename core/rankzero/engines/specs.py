@@ -1,4 +1,4 @@
-"""From a specification in the run directory, or from a session, to the engine."""
+"""Creates the engine from its specification in the run directory, or from a session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rankzero.errors import InvalidJobError
 
 
 def engine_from_spec(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
-    """The engine that `Engine.to_spec` described. Raises InvalidJobError for an unknown kind."""
+    """Returns the engine that `Engine.to_spec` described. Raises InvalidJobError for an unknown kind."""
     if spec["kind"] == "local":
         from rankzero.engines.local import LocalEngine
 
@@ -26,7 +26,7 @@ def engine_from_spec(spec: dict[str, Any], private: dict[str, Any]) -> Engine:
 
 
 def engine_of_session(session: Any) -> Engine:
-    """The engine that uses a SparkSession of this process, classic or of Spark Connect."""
+    """Returns the engine that uses a SparkSession of this process, classic or of Spark Connect."""
     from rankzero.engines.connect.engine import SparkConnectEngine, is_connect_session
 
     if is_connect_session(session):

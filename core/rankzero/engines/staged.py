@@ -1,4 +1,4 @@
-"""The engine of a driver that is in the stage itself: the tasks are there, and start what they are told in a folder."""
+"""The engine of a driver inside its own stage: the tasks are running, and start agents that a folder announces."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StageEngine(Engine):
     """The tasks of one running stage.
 
     Attributes:
-        folder: Where driver and tasks meet; of this host.
-        num_tasks: How many there are.
-        host: The address of this task's executor, as Spark has it.
-        stage_secret: Known to the tasks.
-        place: Where the stage runs, in words.
-        listener: On which agents of all attempts find the driver.
-        own_identity: With what their connections are encrypted, if they are.
+        folder: Directory of this host through which the driver and the tasks communicate.
+        num_tasks: Number of tasks.
+        host: Address of this task's executor, as Spark knows it.
+        stage_secret: A secret that the tasks share.
+        place: Display name of the cluster.
+        listener: Socket on which the agents of all attempts reach the driver.
+        own_identity: Certificate and key of encrypted connections; None for plain ones.
     """
 
     folder: str
@@ -47,111 +47,111 @@ class StageEngine(Engine):
     prefers_own_process = False
 
     @staticmethod
-    def listen(told: dict[str, Any]) -> StageEngine:
-        """The engine of a driver that was told this by its task.
+    def listen(stage: dict[str, Any]) -> StageEngine:
+        """Returns the engine of a driver from the description of the stage that its task sent.
 
         Raises:
             OSError: no port is free.
             EngineError: no certificate can be made.
         """
-        identity = make_identity() if told["encrypts"] else None
-        listener = listen(bind_address(told["host"]), told["ports"])
+        identity = make_identity() if stage["encrypts"] else None
+        listener = listen(bind_address(stage["host"]), stage["ports"])
         return StageEngine(
-            told["tasks"], told["num_tasks"], told["host"], told["secret"], told["place"], listener, identity
+            stage["tasks"], stage["num_tasks"], stage["host"], stage["secret"], stage["place"], listener, identity
         )
 
     def announce(self, number: int) -> None:
-        """Has the tasks start their agents of an attempt, which wait for its driver at the listener."""
+        """Makes the tasks start their agents of an attempt, which connect to the driver's listener."""
         certificate = self.own_identity and base64.b64encode(self.own_identity.certificate).decode()
         where = {"driver": [self.hosts, self.listener.getsockname()[1]], "certificate": certificate}
         staged.put(self.folder, f"{staged.ATTEMPT}{number}", json.dumps(where))
 
     @property
     def hosts(self) -> list[str]:
-        """The address by which Spark knows this executor, and the others of its host."""
+        """The address by which Spark knows this executor, then the other addresses of its host."""
         if self.host == LOOPBACK:
             return [LOOPBACK]
         return list(dict.fromkeys([self.host, *own_addresses(), socket.gethostname()]))
 
     def check(self, job: Job) -> None:
-        """Nothing: the stage runs."""
+        """Does nothing, since the stage is running already."""
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Nobody makes it again."""
+        """Returns a specification without details, since no other process opens this engine."""
         return {"kind": "staged"}, {}
 
     def open(self, job: Job) -> StageSession:
-        """The tasks, which are there."""
+        """Returns a session with the running tasks."""
         return StageSession(self)
 
 
 class StageSession(EngineSession):
-    """The tasks of the stage."""
+    """A session whose tasks are those of the stage."""
 
     def __init__(self, engine: StageEngine) -> None:
         self._engine = engine
 
     @property
     def place(self) -> str:
-        """As whoever submitted the stage calls it."""
+        """Display name of the cluster, as the submitter gave it."""
         return self._engine.place
 
     def slots(self) -> int:
-        """One for each task."""
+        """Returns the number of tasks in the stage."""
         return self._engine.num_tasks
 
     @property
     def most_slots(self) -> int | None:
-        """No more ever."""
+        """The number of tasks in the stage, which is fixed."""
         return self._engine.num_tasks
 
     def num_agents(self, num_tasks: int) -> int:
-        """One for each task."""
+        """Returns one agent for each task."""
         return num_tasks
 
     @property
     def driver_host(self) -> str:
-        """As Spark knows this executor."""
+        """The address by which Spark knows this executor."""
         return self._engine.host
 
     @property
     def driver_hosts(self) -> list[str]:
-        """That, and the other addresses of its host."""
+        """The addresses of the driver, the one by which Spark knows this executor first."""
         return self._engine.hosts
 
     @property
     def bind_host(self) -> str:
-        """Where it listens already: loopback where all tasks are of this host; else any address."""
+        """The address of the listening socket: loopback if all tasks run on this host, else any address."""
         return str(self._engine.listener.getsockname()[0])
 
     def listen(self, ports: Sequence[int] | None) -> socket.socket:
-        """There."""
+        """Returns the socket that the stage's driver already listens on."""
         return self._engine.listener.dup()
 
     @property
     def encrypts(self) -> bool:
-        """As whoever submitted the stage has decided."""
+        """True if the submitter chose encrypted connections for the stage."""
         return self._engine.own_identity is not None
 
     def identity(self) -> Identity:
-        """That which the agents know."""
+        """Returns the certificate that `StageEngine.announce` sends to the agents, with its key."""
         assert self._engine.own_identity
         return self._engine.own_identity
 
     def secret(self, attempt: int) -> str:
-        """As the tasks compute it."""
+        """Returns the secret of one attempt, which the tasks compute from that of the stage."""
         return staged.attempt_secret(self._engine.stage_secret, attempt)
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> StageGroup:
-        """Tells the tasks where this driver is."""
+        """Announces the attempt to the tasks, which start their agents."""
         return StageGroup(self._engine, config["attempt"], on_end)
 
     def close(self) -> None:
-        """Nothing: the stage ends when this driver says so."""
+        """Does nothing: the stage ends when the driver writes its final status."""
 
 
 class StageGroup(AgentGroup):
-    """The agents of one attempt."""
+    """The agents of one attempt in the stage."""
 
     def __init__(self, engine: StageEngine, number: int, on_end: OnEnd) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class StageGroup(AgentGroup):
     def _follow(self) -> None:
         names = {f"{staged.ENDED}{self._number}-{task}" for task in range(self._engine.num_tasks)}
         tick = threading.Event()
-        # As long as this process, which ends with its task.
+        # Without a time limit, since this process ends with its task.
         while not names <= set(os.listdir(self._engine.folder)):
             if self._ended.is_set():
                 return
@@ -178,17 +178,17 @@ class StageGroup(AgentGroup):
         self._ended.set()
         self._on_end(RuntimeError(errors[0]) if errors else None)
 
-    def note_farewell(self, task: int) -> None:
-        """Sooner heard of than its task's report, for which Spark may take a second."""
+    def note_disconnect(self, task: int) -> None:
+        """Records that an agent has finished, which arrives before its task's report: Spark may take a second."""
         self._left.add(task)
         if len(self._left) == self._engine.num_tasks and not self._ended.is_set():
             self._ended.set()
             self._on_end(None)
 
     def cancel(self) -> None:
-        """Has the tasks kill their agents."""
+        """Makes the tasks kill their agents."""
         staged.put(self._engine.folder, f"{staged.CANCEL}{self._number}", "")
 
     def explain(self, error: BaseException) -> RankZeroError:
-        """The agent's own words."""
+        """Returns the typed error for an agent's error text."""
         return explain(str(error))

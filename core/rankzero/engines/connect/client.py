@@ -1,4 +1,4 @@
-"""A client of a Spark Connect server: the one of pyspark, in a session that other launches have warmed."""
+"""The client of a Spark Connect server: pyspark's own, in a session that earlier launches have warmed."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ logger = logging.getLogger(__name__)
 REACH_TIMEOUT = 10.0
 """Seconds for a server to accept a TCP connection."""
 
-SERVER_LOOK = 0.5
-"""Seconds between two looks whether a server is there again."""
+SERVER_POLL = 0.5
+"""Seconds between two tries to reach a server that is starting."""
 
 FIRST_RETRIES = 3
-"""Retries of the first request: 1 s, for a server that has just accepted a connection."""
+"""Retries of the first request, which take 1 s, for a server that has just started to accept connections."""
 
 RETRIES = 8
 MAX_BACKOFF = 2000
-"""Milliseconds between two of the `RETRIES` of a request: 11 s in all, less than agents wait for their driver (15 s).
-pyspark itself would wait for a dead server for ten minutes."""
+"""Most milliseconds between two of the `RETRIES` of a request. They take 11 s in all, less than agents wait for their
+driver (15 s). By default, pyspark retries a dead server for ten minutes."""
 
-PATIENT_RETRIES = 210
-"""Of a stage whose agents are heard of in other ways: 7 minutes, as long as a server keeps one without its client."""
+STAGE_RETRIES = 210
+"""Retries for a stage whose agents report to the driver directly: 7 minutes, as long as a server keeps a stage without
+its client."""
 
 OLDEST = (3, 5)
-"""The first Spark whose server runs barrier stages."""
+"""The first version of Spark whose Connect server runs barrier stages."""
 
 _PACKAGES = ("pyspark", "grpc", "grpc_status", "google.rpc", "pandas", "pyarrow")
-# A session that the server has ended cannot be had again under its id.
+# The id of a session that the server has ended cannot be used again.
 _ENDED = ("SESSION_CLOSED", "SESSION_CHANGED")
 
 
@@ -56,30 +57,31 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def require_server(url: ServerUrl, patience: float = 0.0) -> None:
-    """Raises EngineError if nothing listens there, for so many seconds."""
-    deadline = time.monotonic() + patience
+def require_server(url: ServerUrl, timeout: float = 0.0) -> None:
+    """Raises EngineError if no server accepts a connection within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
     while not first_reachable([url.host], url.port, REACH_TIMEOUT):
         if time.monotonic() >= deadline:
             raise EngineError(
-                f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or mend host and port",
+                f"no Spark Connect server answers at {url}: start it (start-connect-server.sh), or correct the host "
+                "and port",
                 cause=LOST,
             )
-        time.sleep(SERVER_LOOK)
+        time.sleep(SERVER_POLL)
 
 
-def connect(url: ServerUrl, patience: float) -> Any:
-    """A session of the server; its ``client`` is to be closed, which leaves the session to the next launch.
+def connect(url: ServerUrl, timeout: float) -> Any:
+    """Returns a session of the server. Closing its ``client`` leaves the session to the next launch.
 
     Args:
-        url: Of the server.
-        patience: Seconds for it to be there: one that answered when the run was submitted may be starting again.
+        url: The address of the server.
+        timeout: Seconds to wait for the server, which may have been restarted since the run was submitted.
 
     Raises:
-        EngineError: no server, another kind of server, one that is too old, or one that refuses this user.
+        EngineError: there is no server, it is of another kind or too old, or it refuses this user.
     """
     require_client()
-    require_server(url, patience)
+    require_server(url, timeout)
     from pyspark.sql.connect.session import SparkSession
 
     for session_id in (url.shared_session(), str(uuid.uuid4())):
@@ -110,13 +112,13 @@ def require_version(version: str, place: str) -> None:
 
 
 def limit_retries(client: Any, count: int) -> None:
-    """Has each request tried again so often when the connection breaks, those under way too."""
-    # Spark 3.5 has its policy for good when the client is made.
+    """Limits the retries of each request after a broken connection, including requests under way."""
+    # In Spark 3.5 the policy is fixed once the client exists.
     for policy in client.get_retry_policies() if hasattr(client, "get_retry_policies") else ():
         policy.max_retries, policy.max_backoff = count, MAX_BACKOFF
 
 
 def settings_of(session: Any, names: list[str]) -> dict[str, str]:
-    """Those of the settings that the server has, in one request."""
+    """Returns those of the settings that the server has, with one request."""
     found = session.client.get_config_with_defaults(*((name, None) for name in names))
     return {name: value for name, value in zip(names, found, strict=True) if value is not None}

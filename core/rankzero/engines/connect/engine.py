@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class SparkConnectEngine(Engine):
     """Runs the ranks as one barrier stage of the cluster behind a Spark Connect server. Needs no Java on this machine.
 
-    The launches of one user share a session of the server, so all but the first find its Python processes, and the
-    executors' warm servers, ready.
+    The launches of one user share a session of the server, so all but the first find Python processes and warm
+    servers running on the executors.
 
     Attributes:
-        url: ``sc://host:port``, with what a client needs beside that: ``sc://host:443/;use_ssl=true;token=...``.
-        session: A SparkSession of Spark Connect in this process, to be used instead and left running.
+        url: ``sc://host:port``, with the parameters that a client needs: ``sc://host:443/;use_ssl=true;token=...``.
+        session: A SparkSession of Spark Connect in this process, which is used instead and left running.
 
     Raises:
-        InvalidJobError: neither or both, a URL of another form, a session of another kind.
+        InvalidJobError: both or none were given, the URL has another form, or the session is of another kind.
 
     Example:
         >>> from rankzero import SparkConnectEngine
@@ -61,36 +61,36 @@ class SparkConnectEngine(Engine):
         return ServerUrl.parse(self.url)
 
     def check(self, job: Job) -> None:
-        """Refuses a server that nothing listens for, and a client without its packages."""
+        """Refuses a URL at which no server listens, and a client without its packages."""
         require_client()
         if self.url is not None:
             require_server(self._server)
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Host and port may be shown; the parameters of the URL may hold a token."""
+        """Returns host and port, which may be shown, and the whole URL, whose parameters may hold a token."""
         private = {"url": self.url, "conf": dict(self._server.parameters) if self.url else {}}
         return {"kind": "spark-connect", "server": str(self._server)}, private
 
     @property
     def has_tables(self) -> bool:
-        """Always."""
+        """True, since Spark can compute tables."""
         return True
 
     @property
     def can_detach(self) -> bool:
-        """Not with a session of the caller's process."""
+        """True unless the session belongs to the caller's process."""
         return self.session is None
 
     @property
     def prefers_own_process(self) -> bool:
-        """The threads of gRPC do not go well with forks of the caller."""
+        """True unless the caller gave a session: gRPC's threads make forks of the caller unsafe."""
         return self.session is None
 
     def open(self, job: Job) -> ConnectSession:
-        """Connects, and checks what the server says about slots and resources."""
+        """Connects, and checks the server's slots and resources."""
         session = self.session
         if session is None:
-            # Its own error says more than that the engine did not answer in time.
+            # Gives up before the driver does, whose error would have no details.
             session = connect(self._server, max(0.0, job.start_timeout - REACH_TIMEOUT))
         else:
             require_version(str(session.version), str(self._server))
@@ -104,6 +104,6 @@ class SparkConnectEngine(Engine):
 
 
 def is_connect_session(session: Any) -> bool:
-    """True for a SparkSession of Spark Connect. Imports nothing."""
-    # In this order: a session of the other kind raises what is no AttributeError when it is asked for a client.
+    """Returns True for a SparkSession of Spark Connect. Imports no package."""
+    # In this order: the attribute ``client`` of a classic session raises an error other than AttributeError.
     return not hasattr(session, "_jsparkSession") and hasattr(session, "client")

@@ -1,4 +1,4 @@
-"""What the errors of a Spark Connect server mean, in words and types of ours."""
+"""Translates errors of a Spark Connect server into rankzero's typed errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INTERRUPTED = r"OPERATION_CANCELED|OPERATION_CANCELLED"
 
 
 def explain(text: str, server: str) -> RankZeroError:
-    """The typed error for the text of an exception of a client of Spark Connect."""
+    """Returns the typed error for the text of an exception of a Spark Connect client."""
     if re.search(_INTERRUPTED, text):
         return EngineError(f"the stage was interrupted at {server} from outside of rankzero: {spark.first_lines(text)}")
     if UNREACHED in text:
         found = spark.explain(text)
         return EngineError(
-            f"{found}. Executors must reach this host by TCP (ports= for a firewall), or see the run directory: then a "
-            "submitted run, and that of a pipeline's step, is driven in its stage",
+            f"{found}. Executors must reach this host by TCP (ports= for a firewall), or see the run directory: then "
+            "the driver of a submitted run, or of a pipeline's step, runs inside the stage",
             cause=LOST,
         )
     if is_server_lost(text):
@@ -37,5 +37,5 @@ def explain(text: str, server: str) -> RankZeroError:
 
 
 def is_server_lost(text: str) -> bool:
-    """True if an exception says that the server, or the session there, is not the one that there was."""
+    """Returns True for an exception that shows that the server, or its session, ended or was replaced."""
     return re.search(_SERVER_LOST, text) is not None and "rankzero agent" not in text

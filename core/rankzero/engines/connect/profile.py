@@ -1,4 +1,4 @@
-"""What a task of a stage is given, where the server's settings say something else: Spark's ``TaskResourceProfile``."""
+"""Resources of a task that differ from the server's settings, as Spark's ``TaskResourceProfile``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from rankzero.engines.spark.resources import TaskResources
 
 FIRST_WITH_PROFILES = 4
-"""The major version of Spark from which on a stage of Spark Connect may have one."""
+"""The first major version of Spark in which a stage of Spark Connect may have a profile."""
 
 
 def can_have_profiles(session: Any) -> bool:
-    """True if both ends know of them."""
+    """Returns True if both client and server support profiles."""
     import pyspark
 
     versions = (pyspark.__version__, str(session.version))
@@ -20,9 +20,9 @@ def can_have_profiles(session: Any) -> bool:
 
 
 def create_profile(session: Any, resources: TaskResources) -> Any:
-    """A profile that the server knows: what `mapInArrow` takes as one.
+    """Creates a profile on the server and returns an object that `mapInArrow` accepts for it.
 
-    pyspark's own class takes the active session of the process for the server's, which this one need not be.
+    pyspark's own class would use the active session of the process, which may belong to another server.
     """
     from pyspark.sql.connect import proto
 

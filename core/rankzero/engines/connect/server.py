@@ -15,16 +15,16 @@ from rankzero.host.network import without_brackets
 DEFAULT_PORT = 15002
 
 SESSION_WINDOW = 1800.0
-"""Seconds for which launches share a session of the server: less than it keeps one that nobody uses (an hour)."""
+"""Seconds for which launches share a session of the server: less than the hour for which it keeps an unused one."""
 
-# No further than any part begins that may hold a token.
+# Matches up to the first part that may hold a token.
 _HARMLESS = re.compile(r"(\w+://)?[^:;?@/\s]*(:\d{1,5}(?![^/;?]))?")
 _URL = re.compile(r"sc://(\[[0-9A-Fa-f:.%]+\]|[^\s:/;\[\]]+)(?::(\d{1,5}))?/?((?:;[^;=\s]+=[^;]*)*);?")
 
 
 @dataclass(frozen=True)
 class ServerUrl:
-    """``sc://host:port/;name=value;...``, as every client of Spark Connect reads it.
+    """The URL ``sc://host:port/;name=value;...``, as every client of Spark Connect parses it.
 
     Attributes:
         host: Name or address, without brackets.
@@ -38,17 +38,17 @@ class ServerUrl:
 
     @staticmethod
     def parse(url: object) -> ServerUrl:
-        """Reads a URL. Raises InvalidJobError, which shows no parameter."""
+        """Parses a URL. Raises InvalidJobError, which shows no parameter."""
         found = _URL.fullmatch(url) if isinstance(url, str) else None
         port = int(found[2] or DEFAULT_PORT) if found else 0
         if not found or not 0 < port < 1 << 16:
             shown = _HARMLESS.match(url)[0] if isinstance(url, str) else url  # type: ignore[index]
-            raise InvalidJobError(f"{shown!r} is no Spark Connect server: use sc://host:port/;name=value;...")
+            raise InvalidJobError(f"{shown!r} is no Spark Connect URL: use sc://host:port/;name=value;...")
         pairs = [pair.split("=", 1) for pair in found[3].split(";") if pair]
         return ServerUrl(without_brackets(found[1]), port, tuple((name, unquote(value)) for name, value in pairs))
 
     def __str__(self) -> str:
-        """Without parameters: for people."""
+        """Returns the URL without parameters, for display."""
         return f"sc://{self._bracketed}:{self.port}"
 
     @property
@@ -56,15 +56,15 @@ class ServerUrl:
         return f"[{self.host}]" if ":" in self.host else self.host
 
     def in_session(self, session_id: str) -> str:
-        """The whole URL, of one session of the server; a session that the user named stays."""
+        """Returns the whole URL with the id of a session; an id that the user gave stays."""
         chosen = {"session_id": session_id, **dict(self.parameters)}
         return f"{self}/" + "".join(f";{name}={quote(value)}" for name, value in chosen.items())
 
     def shared_session(self) -> str:
-        """The session that all launches of one user use for a while, from whatever process or host.
+        """Returns the id of the session that all launches of one user share for a while, on any host.
 
-        In a new session the first job starts a Python daemon on every executor, which imports what Spark needs, and
-        stays there: a second, where a session that has run a job takes a fifth of one.
+        In a new session the first job starts a Python daemon on every executor, which takes a second. Later jobs
+        reuse the daemon, and take a fifth of that.
         """
         user = os.environ.get("SPARK_USER") or os.environ.get("USER")
         known = (str(self), self.parameters, user, int(time.time() // SESSION_WINDOW))

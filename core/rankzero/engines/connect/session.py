@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
-from rankzero.engines.connect.client import PATIENT_RETRIES, RETRIES, limit_retries, require_server, settings_of
+from rankzero.engines.connect.client import STAGE_RETRIES, RETRIES, limit_retries, require_server, settings_of
 from rankzero.engines.connect.errors import explain, is_server_lost
 from rankzero.engines.connect.profile import can_have_profiles, create_profile
 from rankzero.engines.connect.server import ServerUrl
@@ -47,8 +47,8 @@ from rankzero.job import Job
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 20.0
-"""Seconds for an agent to reach the driver, which is up before any of them: unlike a classic driver's host, that of a
-client may be one that no executor can ever reach."""
+"""Seconds for an agent to reach the driver, which runs before any agent. Less than for a classic driver, because
+executors may have no route to a client's host at all."""
 
 _SETTINGS = [
     MASTER,
@@ -65,7 +65,7 @@ _SETTINGS = [
 
 
 class ConnectSession(EngineSession):
-    """A session of a Spark Connect server."""
+    """A session of a Spark Connect server that places agents."""
 
     def __init__(self, session: Any, server: ServerUrl, job: Job, *, owned: bool) -> None:
         self._session = session
@@ -84,7 +84,7 @@ class ConnectSession(EngineSession):
 
     @functools.cached_property
     def _settings(self) -> dict[str, str]:
-        """Those of the server, as they are for the tasks of this job."""
+        """The server's settings, as they apply to the tasks of this job."""
         return {**self._own_settings, **(self._resources.settings if self._resources else {})}
 
     @property
@@ -94,11 +94,11 @@ class ConnectSession(EngineSession):
 
     @property
     def place(self) -> str:
-        """The cluster, by its server."""
+        """Display name of the cluster, by the URL of its server."""
         return f"the cluster behind {self._server}"
 
     def check(self) -> None:
-        """Raises EngineError, InvalidJobError or InsufficientSlotsError for what Spark would refuse or hang on."""
+        """Raises EngineError, InvalidJobError or InsufficientSlotsError if Spark would refuse the job or hang on it."""
         refuse_dynamic_allocation(self._settings.get(DYNAMIC_ALLOCATION))
         if self._resources and not can_have_profiles(self._session):
             require_task_cpus(self._job, self._own_settings.get(TASK_CPUS, "1"))
@@ -110,15 +110,15 @@ class ConnectSession(EngineSession):
 
     @property
     def most_slots(self) -> int | None:
-        """What the server's settings prove."""
+        """Most task slots that the cluster can have, by the server's settings; None if they do not limit them."""
         return most_slots(self._settings.get(MASTER, ""), self._settings)
 
     def slots(self) -> int:
-        """What the settings prove; where they prove nothing, Spark itself waits for the slots of the stage."""
+        """Returns the slots that the settings prove, else those that the job needs, for which Spark itself waits."""
         return self._job.num_tasks if self.most_slots is None else self.most_slots
 
     def num_agents(self, num_tasks: int) -> int:
-        """One for each task."""
+        """Returns one agent for each task."""
         return num_tasks
 
     @property
@@ -128,7 +128,9 @@ class ConnectSession(EngineSession):
 
     @functools.cached_property
     def driver_hosts(self) -> list[str]:
-        """That one, then all others of this host: executors may lie in another network than the server."""
+        """All addresses of this host, the one towards the server first: executors may be in another network than the
+        server.
+        """
         towards = address_towards([self._server.host], self._server.port) or socket.gethostname()
         if self._is_local and is_loopback(towards):
             return [LOOPBACK]
@@ -136,17 +138,17 @@ class ConnectSession(EngineSession):
 
     @property
     def bind_host(self) -> str:
-        """All addresses, since nobody knows which of them executors reach; loopback where they are on this host."""
+        """Any address, since the one that executors reach is unknown; loopback if they run on this host."""
         return bind_address(self.driver_hosts[0])
 
     @property
     def encrypts(self) -> bool:
-        """True where the cluster encrypts its own connections."""
+        """True if the cluster encrypts its own connections."""
         return not self._is_local and any(self._settings.get(name) == "true" for name in ENCRYPTION)
 
     @property
     def can_host_driver(self) -> bool:
-        """Yes: no process of this host need outlive the launch."""
+        """True, so that no process of this host need outlive the launch."""
         return True
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> ConnectGroup:
@@ -156,39 +158,39 @@ class ConnectSession(EngineSession):
             config = {**config, "connect_timeout": min(config["connect_timeout"], CONNECT_TIMEOUT)}
         task = make_task(
             task_config(config, cores, self._job.processes_per_task, threads_set=THREADS in self._settings),
-            # As a part of the task's function, which Spark sends to each executor once for all tasks there.
+            # A part of the task's function, which Spark sends to each executor once for all its tasks.
             SimpleNamespace(value=agent_code()),
             None,
             LOOPBACK if self._is_local else None,
         )
         self._limit_retries(RETRIES)
         profile = create_profile(self._session, self._resources) if self._resources else None
-        patiently = functools.partial(self._limit_retries, PATIENT_RETRIES)
+        retry_longer = functools.partial(self._limit_retries, STAGE_RETRIES)
 
         def ended(error: BaseException | None) -> None:
             self._is_lost = self._is_lost or is_server_lost(str(error))
             on_end(error)
 
-        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, ended, patiently, profile)
+        return ConnectGroup(self._session, self._server, self._job, num_tasks, task, ended, retry_longer, profile)
 
     def _limit_retries(self, count: int) -> None:
-        # A caller's session has the patience that its user gave it.
+        # A caller's session keeps the retries that its user set.
         if self._owned:
             limit_retries(self._session.client, count)
 
     def read_table(
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
     ) -> Manifest:
-        """By this session; see `EngineSession.read_table`."""
+        """Computes a table with this session, as `EngineSession.read_table` describes."""
         return materialize(open_query(self._session, query), folder, name, say, check)
 
     def is_usable(self) -> bool:
-        """False if the server has ended the session, or has itself ended."""
+        """Returns False if the server has ended, or has ended the session."""
         try:
             if self._is_lost:
                 return False
             if self._owned:
-                # A request would be tried again for as long as the stage is.
+                # A request would be retried for as long as the stage is.
                 require_server(self._server)
             return bool(self._session.version)
         except Exception:
@@ -202,7 +204,7 @@ class ConnectSession(EngineSession):
 
 
 class ConnectGroup(AgentGroup):
-    """The running barrier stage."""
+    """The barrier stage of one attempt, while it runs."""
 
     def __init__(
         self,
@@ -212,7 +214,7 @@ class ConnectGroup(AgentGroup):
         num_tasks: int,
         task: Callable[[Any], Any],
         on_end: OnEnd,
-        patiently: Callable[[], None],
+        retry_longer: Callable[[], None],
         profile: Any,
     ) -> None:
         super().__init__()
@@ -221,16 +223,16 @@ class ConnectGroup(AgentGroup):
         self._num_tasks = num_tasks
         self._task = task
         self._on_end = on_end
-        self._patiently = patiently
+        self._retry_longer = retry_longer
         self._profile = profile
-        # Others run in this session, too.
+        # Other runs use this session, too.
         self._tag = f"rankzero-{job.run_id}-{secrets.token_hex(4)}"
         threading.Thread(target=self._collect, name="rankzero-stage", daemon=True).start()
 
     def _collect(self) -> None:
         error: BaseException | None = None
         try:
-            # Of this thread alone.
+            # The tag applies to this thread alone.
             self._session.addTag(self._tag)
             tasks = self._session.range(self._num_tasks, numPartitions=self._num_tasks)
             with_profile = {"profile": self._profile} if self._profile else {}
@@ -240,15 +242,15 @@ class ConnectGroup(AgentGroup):
         self._ended.set()
         self._on_end(error)
 
-    def hold_on(self) -> None:
-        """A client that gives its stage up has the server end it as soon as that can be reached again."""
-        self._patiently()
+    def tolerate_outage(self) -> None:
+        """Retries for longer: a client that gives up ends its stage as soon as the server is reachable again."""
+        self._retry_longer()
 
     def cancel(self) -> None:
-        """Interrupts the stage; Spark kills the tasks, and with them go agents and ranks."""
+        """Interrupts the stage; Spark kills the tasks, and agents and ranks end with them."""
         with contextlib.suppress(Exception):
             self._session.interruptTag(self._tag)
 
     def explain(self, error: BaseException) -> RankZeroError:
-        """What the server's error means."""
+        """Returns the typed error for an error of the server."""
         return explain(str(error), str(self._server))

@@ -1,4 +1,4 @@
-"""An action of Spark on a DataFrame: with progress, an end whenever its caller ends, and errors that say what to do."""
+"""An action of Spark on a DataFrame, with progress, cancellation and translated errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rankzero.errors import EngineError
 PROGRESS_INTERVAL = 10.0
 """Seconds between two lines about a DataFrame that Spark is computing."""
 
-_LOOK = 0.1
+_POLL = 0.1
 
 _FULL = ("No space left on device", "Disk quota exceeded")
 
 
 def context_of(frame: Any) -> Any:
-    """The SparkContext of a DataFrame; None of Spark Connect's, which has none."""
+    """Returns the SparkContext of a DataFrame; None for one of Spark Connect, which has none."""
     return frame.sparkSession.sparkContext if hasattr(frame, "_jdf") else None
 
 
@@ -33,16 +33,16 @@ def action(
     say: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The result of an action of Spark, which ends with this call, however that ends.
+    """Returns the result of an action of Spark, which ends with this call, however that ends.
 
-    In a thread: py4j cannot be interrupted while it waits.
+    The action runs in a thread, because py4j cannot be interrupted while it waits.
 
     Args:
         run: The action.
         frame: The DataFrame.
-        where: What it is, for people.
-        say: Takes lines about progress.
-        check: Called now and then; what it raises ends Spark's work.
+        where: Display name of the DataFrame.
+        say: Receives lines about progress.
+        check: Called periodically; an exception that it raises ends Spark's work.
 
     Raises:
         EngineError: Spark failed.
@@ -65,14 +65,14 @@ def action(
     try:
         begun = time.monotonic()
         say_at = begun + PROGRESS_INTERVAL
-        while not done.wait(_LOOK):
+        while not done.wait(_POLL):
             check()
             now = time.monotonic()
             if now >= say_at:
                 say_at = now + PROGRESS_INTERVAL
                 say(f"Spark computes {where}: {_progress(frame)}, {now - begun:.0f} s")
     except BaseException:
-        # Again and again: what Spark has not begun by now it would begin afterwards, and nobody would end it.
+        # Repeated, because a single cancel would not reach a job that Spark has not started yet.
         threading.Thread(target=_cancel_until, args=(done, frame, tag), name="rankzero-cancel", daemon=True).start()
         done.wait(PROGRESS_INTERVAL)
         raise
@@ -87,8 +87,8 @@ def _explained(error: BaseException, where: str) -> Exception:
         return EngineError(f"Spark's executors have no pyarrow, which {where} needs: install it there")
     if f"/{part.TOKEN}" in text or part.ELSEWHERE in text:
         return EngineError(
-            f"Spark's executors do not see the store that {where} was to be written to, or may not write there: "
-            f"give a store that they and this process see: {first_lines(text)}"
+            f"Spark's executors do not see the store for {where}, or may not write there: "
+            f"choose a store that they and this process see: {first_lines(text)}"
         )
     if full := next((line.strip() for line in text.splitlines() if any(word in line for word in _FULL)), None):
         return EngineError(f"there is no room where Spark writes {where}, or on its local disks: {full}")
@@ -97,9 +97,9 @@ def _explained(error: BaseException, where: str) -> Exception:
 
 @contextlib.contextmanager
 def _tagged(frame: Any, tag: str) -> Iterator[None]:
-    """Names the jobs of this thread, so that they can be ended."""
+    """Marks the jobs of this thread, so that they can be cancelled."""
     if context := context_of(frame):
-        # Not by a tag, which interrupts no task: one that waits for its Python would be left to Spark's own patience.
+        # A job group and not a tag: a tag does not interrupt tasks, which may wait for their Python for minutes.
         context.setJobGroup(tag, "rankzero: dataset", interruptOnCancel=True)
         yield
         return
@@ -113,7 +113,7 @@ def _tagged(frame: Any, tag: str) -> Iterator[None]:
 def _cancel_until(done: threading.Event, frame: Any, tag: str) -> None:
     while not done.is_set():
         _cancel(frame, tag)
-        done.wait(_LOOK)
+        done.wait(_POLL)
 
 
 def _cancel(frame: Any, tag: str) -> None:
@@ -125,10 +125,10 @@ def _cancel(frame: Any, tag: str) -> None:
 
 
 def _progress(frame: Any) -> str:
-    """How many tasks have ended, where this Spark tells."""
+    """Returns how many tasks have ended, if this Spark reports it."""
     with contextlib.suppress(Exception):
         tracker = context_of(frame).statusTracker()
         stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
         done = sum(stage.numCompletedTasks for stage in stages if stage)
         return f"{done} of {sum(stage.numTasks for stage in stages if stage)} tasks"
-    return "at work"
+    return "running"

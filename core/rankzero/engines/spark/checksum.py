@@ -1,4 +1,4 @@
-"""What a DataFrame's rows are: a checksum of each, and one of all of them in whatever order they come."""
+"""Checksums of a DataFrame: one for each row, and one for all rows in any order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _WORD = 1 << 64
 
 
 def row_hash(frame: Any) -> Any:
-    """A column with a checksum of each row.
+    """Returns a column with a checksum of each row.
 
-    Spark's hash knows the words that a value is made of, one after the other: neither where a null is nor where an
-    array ends. So nulls are a part of it, at every depth, and each array is hashed by itself.
+    Spark's own hash ignores the positions of nulls and the ends of arrays. So this one also hashes where nulls are, at
+    every depth, and hashes each array by itself.
     """
     from pyspark.sql import functions as F
 
@@ -22,13 +22,13 @@ def row_hash(frame: Any) -> Any:
 
 
 def digest_of(total: int, rows: int, frame: Any) -> str:
-    """The checksum of a DataFrame from the sum of its rows' and their number."""
+    """Returns the checksum of a DataFrame from the sum of its rows' checksums and their number."""
     facts = (total % _WORD, rows, frame.schema.simpleString())
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def stored(kind: Any) -> Any:
-    """Of a type of the user's own, what Spark keeps of it."""
+    """Returns the type in which Spark stores a user-defined type; other types stay unchanged."""
     return kind.sqlType() if hasattr(kind, "sqlType") else kind
 
 
@@ -38,13 +38,13 @@ def _parts(column: Any, kind: Any) -> list[Any]:
 
     parts = [F.isnull(column)]
     if isinstance(kind, types.StructType):
-        # Spark finds no field by its name if another one differs from it in case only.
+        # Spark cannot resolve a field by name if the name of another one differs in case only.
         kind = types.StructType([types.StructField(f"f{at}", field.dataType) for at, field in enumerate(kind)])
         column = column.cast(kind)
         fields = ((column.getField(field.name), field.dataType) for field in kind)
         return parts + [part for field in fields for part in _parts(*field)]
     if stored(kind) is not kind:
-        # A vector begins with what it is; of others Spark opens the fields in its JSON alone.
+        # The first field of a vector is its kind. For other types, only Spark's JSON exposes the fields.
         is_vector = getattr(stored(kind), "names", None) == list(VECTOR)
         return [*parts, F.xxhash64(column if is_vector else F.to_json(F.struct(column)))]
     if not isinstance(kind, types.ArrayType):

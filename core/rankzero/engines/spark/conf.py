@@ -1,4 +1,4 @@
-"""What a master's name and Spark's configuration alone say about a job, before and after a JVM is there."""
+"""Checks of a job against the name of a master and Spark's configuration, before and after a JVM exists."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ EXECUTOR_CORES = "spark.executor.cores"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 CORES_MAX = "spark.cores.max"
 ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled", "spark.ssl.enabled")
-"""Of Spark's connections between driver and executors, any of them."""
+"""Settings, any of which encrypts Spark's connections between driver and executors."""
 
 THREADS = "spark.executorEnv.OMP_NUM_THREADS"
 
 
 def is_master(master: object) -> bool:
-    """True for a master that this engine knows how to use."""
+    """Returns True for a master that this engine supports."""
     if not isinstance(master, str):
         return False
     return any(pattern.fullmatch(master) for pattern in (LOCAL, _LOCAL_CLUSTER, _REMOTE))
 
 
 def is_standalone(master: str) -> bool:
-    """True for a Spark standalone cluster."""
+    """Returns True for a Spark standalone cluster."""
     return master.startswith("spark://")
 
 
 def is_kubernetes(master: str) -> bool:
-    """True for a Kubernetes cluster."""
+    """Returns True for a Kubernetes cluster."""
     return master.startswith("k8s://")
 
 
 def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
-    """Task slots, where the master's name tells."""
+    """Returns the task slots of a local master; None for a cluster."""
     cpus = int(conf.get(TASK_CPUS, "1"))
     if found := LOCAL.fullmatch(master):
-        # As the JVM counts, too: what this process may use, not what the machine has.
+        # The cores that this process may use, as the JVM counts them, too.
         cores = available_cores() if found[1] == "*" else int(found[1] or 1)
         return cores // cpus
     if found := _LOCAL_CLUSTER.fullmatch(master):
@@ -61,7 +61,7 @@ def known_slots(master: str, conf: Mapping[str, str]) -> int | None:
 
 
 def most_slots(master: str, conf: Mapping[str, str]) -> int | None:
-    """More task slots than these a cluster can never have, as master and conf prove; None if they prove nothing."""
+    """Returns the most task slots a cluster can ever have, as master and conf prove; None if they prove none."""
     if (slots := known_slots(master, conf)) is not None:
         return slots
     if not has_fixed_executors(master):
@@ -72,12 +72,12 @@ def most_slots(master: str, conf: Mapping[str, str]) -> int | None:
 
 
 def has_fixed_executors(master: str) -> bool:
-    """True where Spark starts as many executors as it was asked for; a standalone cluster gives what it has."""
+    """Returns True if Spark starts the configured number of executors; a standalone cluster starts what fits."""
     return master == "yarn" or is_kubernetes(master)
 
 
 def slots_of_executor(conf: Mapping[str, str]) -> int:
-    """Tasks that one executor of a YARN or Kubernetes cluster runs at once."""
+    """Returns the number of tasks that one executor of a YARN or Kubernetes cluster runs in parallel."""
     slots = int(conf.get(EXECUTOR_CORES, "1")) // int(conf.get(TASK_CPUS, "1"))
     with contextlib.suppress(KeyError, ValueError, ZeroDivisionError):
         slots = min(slots, int(conf[EXECUTOR_GPUS]) // int(conf[TASK_GPUS]))
@@ -85,13 +85,13 @@ def slots_of_executor(conf: Mapping[str, str]) -> int:
 
 
 def conf_for(job: Job, master: str, given: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """What a session of our own asks its cluster for, beyond what the user said.
+    """Returns the settings that a session of the engine requests from its cluster, in addition to the user's.
 
     Args:
-        job: Its largest world.
+        job: The job, with its largest world.
         master: The cluster.
-        given: The user's conf for this run, which is left alone.
-        defaults: What spark-defaults.conf says for every run of the host.
+        given: The user's conf for this run, which is not changed.
+        defaults: The settings of spark-defaults.conf, for every run of the host.
     """
     asked = {DYNAMIC_ALLOCATION: "false"} if defaults.get(DYNAMIC_ALLOCATION, "").lower() == "true" else {}
     known = {**defaults, **given}
@@ -103,7 +103,7 @@ def conf_for(job: Job, master: str, given: Mapping[str, str], defaults: Mapping[
         cpus = known.get(TASK_CPUS, "1")
         if EXECUTOR_CORES not in known and cpus != "1":
             asked[EXECUTOR_CORES] = known[EXECUTOR_CORES] = cpus
-        # An executor too small for a task is Spark's to refuse, which says it well.
+        # Spark itself refuses an executor that is too small for a task, with a clear message.
         needed = math.ceil(job.num_tasks / max(1, slots_of_executor(known)))
         if needed > int(known.get(INSTANCES, "0")):
             asked[INSTANCES] = str(needed)
@@ -111,10 +111,10 @@ def conf_for(job: Job, master: str, given: Mapping[str, str], defaults: Mapping[
 
 
 def require_slots(job: Job, slots: int, where: str) -> None:
-    """Raises InsufficientSlotsError if the tasks cannot all run at once."""
+    """Raises InsufficientSlotsError if the tasks cannot all run in parallel."""
     if slots < job.least_tasks:
         raise InsufficientSlotsError(
-            f"num_processes={job.world} needs {job.least_tasks} task slots at once, but {where} has "
+            f"num_processes={job.world} needs {job.least_tasks} task slots at the same time, but {where} has "
             f"{slots}: lower num_processes, raise processes_per_task, or add executors",
             needed=job.least_tasks,
             available=slots,
@@ -122,7 +122,7 @@ def require_slots(job: Job, slots: int, where: str) -> None:
 
 
 def require_task_cpus(job: Job, cpus: str | None) -> None:
-    """Raises InvalidJobError if conf and job say two things about the cores of a task."""
+    """Raises InvalidJobError if conf and job contradict each other about the cores of a task."""
     needed = (job.cpus_per_process or 0) * job.processes_per_task
     if needed and cpus is not None and int(cpus) != needed:
         raise InvalidJobError(
@@ -132,13 +132,13 @@ def require_task_cpus(job: Job, cpus: str | None) -> None:
 
 
 def refuse_dynamic_allocation(value: str | None) -> None:
-    """Raises InvalidJobError if the setting's value is true."""
+    """Raises InvalidJobError if the value of the setting is true."""
     if value is not None and value.lower() == "true":
         raise dynamic_allocation_error()
 
 
 def dynamic_allocation_error() -> InvalidJobError:
-    """What Spark says too late, and in other words."""
+    """Returns the error for dynamic allocation, which Spark itself reports late and less clearly."""
     return InvalidJobError(
         f"{DYNAMIC_ALLOCATION} is true; Spark runs no barrier stage with dynamic allocation (SPARK-24942): "
         "set it to false and fix the number of executors"
@@ -146,7 +146,7 @@ def dynamic_allocation_error() -> InvalidJobError:
 
 
 def whole_gpus(amount: str | None) -> int:
-    """GPUs of a task by the setting's value. Raises InvalidJobError for none, or a share of one."""
+    """Returns the GPUs of a task from the setting's value. Raises InvalidJobError for none, or a share of one."""
     if amount is None:
         raise InvalidJobError(
             f"use_gpu=True, but {TASK_GPUS} is not set, so Spark gives tasks no GPU: "
@@ -162,7 +162,7 @@ def whole_gpus(amount: str | None) -> int:
 
 
 def require_task_gpus(job: Job, amount: str | None) -> None:
-    """Raises InvalidJobError if a task's ranks would not get a GPU each."""
+    """Raises InvalidJobError if a task would not get a GPU for each of its ranks."""
     whole = whole_gpus(amount)
     if whole < job.processes_per_task:
         raise InvalidJobError(
@@ -172,7 +172,7 @@ def require_task_gpus(job: Job, amount: str | None) -> None:
 
 
 def spark_home() -> str:
-    """``SPARK_HOME``, else the folder of the installed pyspark."""
+    """Returns ``SPARK_HOME``, else the folder of the installed pyspark."""
     if home := os.environ.get("SPARK_HOME"):
         return home
     found = importlib.util.find_spec("pyspark")
@@ -180,7 +180,7 @@ def spark_home() -> str:
 
 
 def spark_defaults() -> dict[str, str]:
-    """What spark-defaults.conf of this host says: settings that a session has and its conf does not show."""
+    """Returns the settings of this host's spark-defaults.conf, which apply to a session but are not in its conf."""
     place = os.environ.get("SPARK_CONF_DIR") or os.path.join(spark_home(), "conf")
     with contextlib.suppress(OSError), open(os.path.join(place, "spark-defaults.conf"), errors="replace") as file:
         return dict(filter(None, map(_setting, file)))
@@ -188,6 +188,6 @@ def spark_defaults() -> dict[str, str]:
 
 
 def _setting(line: str) -> tuple[str, str] | None:
-    """Name and value of a line, as Java reads it: ``name value``, ``name=value`` or ``name: value``."""
+    """Returns name and value of a line, as Java parses it: ``name value``, ``name=value`` or ``name: value``."""
     found = re.fullmatch(r"\s*([^#!\s=:][^\s=:]*)\s*[=:]?\s*(.*?)\s*", line)
     return (found[1], found[2]) if found else None

@@ -1,4 +1,4 @@
-"""What is asked of a SparkContext, and put there, once: every question is a call into the JVM."""
+"""Values that are queried from a SparkContext, or put there, only once, because each query is a call into the JVM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRIVER = "driver"
 
 
 class KnownContext:
-    """A SparkContext's settings and slots, and rankzero's code there."""
+    """The cached settings and slots of a SparkContext, and rankzero's code in it."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -29,15 +29,15 @@ class KnownContext:
 
     @functools.cached_property
     def url(self) -> str | None:
-        """Of the Spark UI; None where it is switched off."""
+        """URL of the Spark UI; None if it is switched off."""
         found: str | None = self._context.uiWebUrl
         return found
 
     def code(self, *, zipped: bool = True) -> Any:
-        """Broadcast of `agent_code`, which so goes to every executor once, and not with every task.
+        """Returns a broadcast of `agent_code`, which reaches every executor once instead of with every task.
 
-        It stays with the SparkContext. Tasks of a local master read the file that pyspark made of it, which who cleans
-        the temporary directory may have removed.
+        The SparkContext keeps it. Tasks of a local master read a file that pyspark made of it; a cleaner of the
+        temporary directory may have removed that file, and then it is made again.
         """
         code = self._codes.get(zipped)
         if code is None or not os.path.exists(getattr(code, "_path", None) or os.curdir):
@@ -45,32 +45,32 @@ class KnownContext:
         return code
 
     def setting(self, key: str) -> str | None:
-        """One setting; a SparkContext's do not change."""
+        """Returns one setting, or None; the settings of a SparkContext do not change."""
         if key not in self._settings:
             self._settings[key] = str(self._conf.get(key)) if self._conf.contains(key) else None
         return self._settings[key]
 
     def profile(self, resources: TaskResources | None) -> Any:
-        """Spark's name of what a task is given; None stands for the session's own settings."""
+        """Returns Spark's resource profile for these resources; None for the session's own settings."""
         if resources is not None and resources not in self._profiles:
             package = self._context._jvm.org.apache.spark.resource
             requests = package.TaskResourceRequests().cpus(resources.cpus)
             if resources.gpus:
                 requests = requests.resource("gpu", float(resources.gpus))
             profile = package.ResourceProfileBuilder().require(requests).build()
-            # Else Spark knows it when the first stage with it comes, and counts no places before.
+            # Otherwise Spark registers it with the first stage that uses it, and counts no slots before.
             self._scala.resourceProfileManager().addResourceProfile(profile)
             self._profiles[resources] = profile
         return None if resources is None else self._profiles[resources]
 
     def slots(self, resources: TaskResources | None = None) -> int:
-        """Tasks that can run at once now, each with these resources."""
+        """Returns the number of tasks with these resources that can run in parallel now."""
         return int(self._scala.maxNumConcurrentTasks(self.profile(resources) or self._default_profile))
 
     def slots_by_host(self, resources: TaskResources | None = None) -> dict[str, int]:
-        """Tasks that can run at once on each host, as far as cores tell; a host by each of its addresses.
+        """Returns the number of tasks that each host's cores can run in parallel, by each of the host's addresses.
 
-        A barrier task knows its host by address, an executor may know it by name.
+        A barrier task has the address of its host; an executor may have its name.
         """
         executors = self._scala.statusStore().executorList(True)
         found = [executors.apply(index) for index in range(executors.length())]
@@ -83,12 +83,12 @@ class KnownContext:
         return slots
 
     def is_stopped(self) -> bool:
-        """True if nothing runs there any more. Raises a Py4JError if the JVM has exited."""
+        """Returns True if the SparkContext was stopped. Raises a Py4JError if the JVM has exited."""
         return bool(self._scala.isStopped())
 
 
 def known(context: Any) -> KnownContext:
-    """What is known of a SparkContext; kept with it, and so no longer than it is."""
+    """Returns the cached values of a SparkContext, which live as long as the context."""
     attributes = vars(context)
     if _KNOWN not in attributes:
         attributes[_KNOWN] = KnownContext(context)
@@ -97,17 +97,17 @@ def known(context: Any) -> KnownContext:
 
 
 _TRAVELS = (".py", ".html", ".css", ".js")
-"""Endings of the files that a driver in a cluster needs: its code, and the page of a run."""
+"""File endings of the code, and of the web pages, that a driver in a cluster needs."""
 
 
 @functools.cache
 def agent_code(*, zipped: bool = True) -> bytes:
-    """A pickle of the function `run_task`, and of a zip of the rankzero and cloudpickle packages.
+    """Returns a pickle of the function `run_task` and of a zip of the rankzero and cloudpickle packages.
 
-    Executors need nothing of rankzero installed: the one is pickled by value, and from the other agents import.
+    rankzero does not need to be installed on executors: the function is pickled by value, and agents import the zip.
 
     Args:
-        zipped: False leaves the zip out, for agents that find the packages where this process has them.
+        zipped: False leaves out the zip, for agents that can import the packages from this process's paths.
     """
     from pyspark import cloudpickle
 
@@ -119,7 +119,7 @@ def agent_code(*, zipped: bool = True) -> bytes:
 
 
 def zipped_packages() -> bytes:
-    """The rankzero and cloudpickle packages as a zip that Python can import from."""
+    """Returns the rankzero and cloudpickle packages as a zip that Python can import."""
     import zipfile
     import zipimport
 
@@ -128,7 +128,7 @@ def zipped_packages() -> bytes:
     import rankzero
 
     if isinstance(rankzero.__loader__, zipimport.zipimporter):
-        # A driver in a cluster, which has them from such a zip itself.
+        # A driver in a cluster has itself been imported from such a zip.
         with open(rankzero.__loader__.archive, "rb") as file:
             return file.read()
     buffer = io.BytesIO()

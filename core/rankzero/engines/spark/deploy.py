@@ -1,8 +1,8 @@
-"""How each kind of cluster is given a driver: the command, its configuration, its environment. Pure functions.
+"""The command, configuration and environment with which each kind of cluster starts a driver. Pure functions.
 
-A Python application in cluster mode is refused by ``spark-submit`` for a standalone master, so there the main class is
-Spark's own `PythonRunner`, whose "jar" is the zip of rankzero (SPARK standalone `DriverWrapper` fetches it, and starts
-the class). On YARN Spark uploads both files. On Kubernetes they come with the run's Secret.
+``spark-submit`` refuses a Python application in cluster mode for a standalone master. So there the main class is
+Spark's own `PythonRunner`, whose "jar" is the zip of rankzero: Spark's `DriverWrapper` fetches it, and starts the
+class. On YARN Spark uploads both files. On Kubernetes they are in the run's Secret.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from rankzero.errors import InvalidJobError
 from rankzero.masking import is_secret
 
 PROGRAM, CODE, PRIVATE = "driver.py", "rankzero.jar", "private"
-"""Names of the three things that a driver in a cluster is given: its main program, rankzero itself, what is secret.
+"""Names of the three files that a driver in a cluster gets: its main program, rankzero itself, the secrets.
 
-The code is a zip that Python imports from; Spark wants the "jar" of a driver to be called one.
-"""
+The code is a zip that Python imports; Spark requires a "jar" of a driver to have this ending."""
 
 SECRET_DIRECTORY = "/opt/rankzero"
-"""Where a driver on Kubernetes finds them."""
+"""Directory in which a driver on Kubernetes finds them."""
 
 PRIVATE_VARIABLE = "SPARK_RANKZERO_PRIVATE"
-"""Of a driver's process on a standalone cluster. Spark passes no variable on that is called otherwise."""
+"""Variable of a driver's process on a standalone cluster. Spark passes on only variables with such a name."""
 
 PRIVATE_SETTING = "spark.rankzero.secret"
-"""On YARN. Spark shows the value of no setting that has this word in its name (``spark.redaction.regex``)."""
+"""Setting with the secrets on YARN. Spark masks settings that have this word in their name
+(``spark.redaction.regex``)."""
 
 LONGEST_VARIABLE = 128 << 10
-"""Bytes that Linux lets one variable have."""
+"""Most bytes of one environment variable on Linux."""
 
 ARCHIVES = "spark.archives"
 DRIVER_PYTHON = "spark.pyspark.driver.python"
 
-# Read when a SparkContext starts, which the driver does with the whole configuration.
+# These settings are read when a SparkContext starts. The driver starts it with the whole configuration.
 _LATE = ("spark.hadoop.", "spark.executorEnv.")
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What ``spark-submit`` is given.
+    """The input of ``spark-submit``.
 
     Attributes:
-        arguments: Behind its own options.
-        conf: For its file of properties.
-        env: Variables of its process; those of this process come first unless ``bare``.
-        bare: It gets no other variables: a standalone cluster would pass them on to the driver.
+        arguments: Arguments behind its own options.
+        conf: Settings for its file of properties.
+        env: Variables of its process, in addition to those of this process unless ``bare``.
+        bare: True if its process gets no other variables, which a standalone cluster would pass on to the driver.
     """
 
     arguments: list[str]
@@ -62,12 +62,12 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Submitted:
-    """What is to be driven.
+    """The submission that a cluster's driver drives.
 
     Attributes:
         directory: The run directory.
-        submission: Which submission of it.
-        name: Of the Spark application.
+        submission: Number of the submission.
+        name: Name of the Spark application.
     """
 
     directory: str
@@ -76,12 +76,12 @@ class Submitted:
 
 
 def pack(private: Mapping[str, Any]) -> str:
-    """What is private as one word of ASCII."""
+    """Returns the private data as one word of ASCII."""
     return base64.b64encode(json.dumps(private).encode()).decode()
 
 
 def unpack(word: str) -> dict[str, Any]:
-    """What `pack` has packed."""
+    """Returns the private data from the word that `pack` made."""
     private: dict[str, Any] = json.loads(base64.b64decode(word))
     return private
 
@@ -89,18 +89,18 @@ def unpack(word: str) -> dict[str, Any]:
 def deployment(
     master: str, conf: Mapping[str, str], what: Submitted, files: str, private: str, name: str = ""
 ) -> Deployment:
-    """What ``spark-submit`` is given for a kind of cluster.
+    """Returns the input of ``spark-submit`` for a kind of cluster.
 
     Args:
         master: The cluster.
-        conf: The user's, on top of spark-defaults.conf.
+        conf: The user's settings, together with those of spark-defaults.conf.
         what: The run.
-        files: Directory with `PROGRAM` and `CODE`: one that every worker sees, for a standalone cluster.
-        private: What is secret, packed.
-        name: Of the Secret and the driver's pod, on Kubernetes.
+        files: Directory with `PROGRAM` and `CODE`; for a standalone cluster, one that every worker sees.
+        private: The secrets, packed.
+        name: Name of the Secret and the driver's pod, on Kubernetes.
 
     Raises:
-        InvalidJobError: it is too much for a variable.
+        InvalidJobError: the secrets are too long for a variable.
     """
     if is_standalone(master):
         return _standalone(conf, what, files, private)
@@ -110,7 +110,7 @@ def deployment(
 
 
 def refuse_paths_of_executors(conf: Mapping[str, str]) -> None:
-    """For a standalone cluster, which runs its driver in a directory of its own, and unpacks no archive there.
+    """Refuses relative paths for a standalone cluster, which starts its driver in a directory without the archives.
 
     Raises:
         InvalidJobError: the driver would not find its Python, or an archive.
@@ -133,25 +133,25 @@ def _standalone(conf: Mapping[str, str], what: Submitted, files: str, private: s
     if len(PRIVATE_VARIABLE) + len(private) + 2 > LONGEST_VARIABLE:
         raise InvalidJobError(
             f"env and conf take {len(private)} bytes, and a standalone cluster takes no more than {LONGEST_VARIABLE} "
-            "of what is private: put what is large into a file that the ranks read"
+            "bytes of private data: put large values into a file that the ranks read"
         )
     program, code = f"{files}/{PROGRAM}", f"{files}/{CODE}"
     arguments = ["--class", "org.apache.spark.deploy.PythonRunner", f"file://{code}", program, code]
-    # Its settings are on the command line of the driver, but for the cluster's own secret.
+    # The driver gets its settings on its command line, except the cluster's own secret.
     secret = conf.get("spark.authenticate.secret")
     env = {PRIVATE_VARIABLE: private, **({"_SPARK_AUTH_SECRET": secret} if secret else {})}
     return Deployment([*arguments, *driver_arguments(what, f"env:{PRIVATE_VARIABLE}")], shown(conf), env, bare=True)
 
 
 def _yarn(conf: Mapping[str, str], what: Submitted, files: str, private: str) -> Deployment:
-    # Configuration lies in the staging directory, which is the user's alone, as it always does on YARN.
+    # YARN keeps the configuration in the staging directory, which only this user can read.
     settings = {"spark.yarn.submit.waitAppCompletion": "false", **conf, PRIVATE_SETTING: private}
     arguments = ["--py-files", f"{files}/{CODE}", f"{files}/{PROGRAM}"]
     return Deployment([*arguments, *driver_arguments(what, f"conf:{PRIVATE_SETTING}")], settings)
 
 
 def _kubernetes(conf: Mapping[str, str], what: Submitted, name: str) -> Deployment:
-    # What is Kubernetes' own is for spark-submit to read: names of Secrets, and the token that it submits with.
+    # spark-submit reads the settings of Kubernetes itself: names of Secrets, and the token that it submits with.
     own = {key: value for key, value in conf.items() if key.startswith("spark.kubernetes.")}
     settings = {
         "spark.kubernetes.submission.waitAppCompletion": "false",
@@ -166,10 +166,10 @@ def _kubernetes(conf: Mapping[str, str], what: Submitted, name: str) -> Deployme
 
 
 def driver_arguments(what: Submitted, private: str) -> list[str]:
-    """Of the program; ``private`` says where it finds what is secret."""
+    """Returns the arguments of the driver's program; ``private`` is the location of the secrets."""
     return [what.directory, "--submission", str(what.submission), "--private", private]
 
 
 def shown(conf: Mapping[str, str]) -> dict[str, str]:
-    """Without what may hold credentials, which the driver's SparkContext gets from what is private."""
+    """Returns the settings without credentials; the driver's SparkContext gets those from the secrets."""
     return {name: value for name, value in conf.items() if not (name.startswith(_LATE) or is_secret(name))}

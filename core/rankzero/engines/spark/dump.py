@@ -1,7 +1,7 @@
 """The process that makes an archive of Spark's classes.
 
-``python -m rankzero.engines.spark.dump`` makes one for an image or a set-up. Else a run that found none starts it in
-the background, when it has ended. One at a time works on it, for a bounded time.
+``python -m rankzero.engines.spark.dump`` makes one for an image or a set-up. Otherwise a run that found none starts
+this process in the background, when the run has ended. Only one process works at a time, and only for a limited time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rankzero.engines.spark.jvm import DRIVER_JAVA_OPTIONS, find_java, short_liv
 from rankzero.host import descendants
 
 TIMEOUT = 180.0
-"""Seconds for an archive to be made, on a machine that has other things to do."""
+"""Seconds for an archive to be made, on a machine that is busy."""
 
 KEPT = 3
-"""Archives that stay, the last used ones; each is about 70 MB."""
+"""Number of archives that stay, the most recently used ones; each has about 70 MB."""
 
 UNFINISHED = ".tmp"
 
 
 def main() -> None:
-    """Makes the archive, unless it is there or somebody else is at it; with ``--idle`` when nobody wants the cores."""
+    """Makes the archive, unless it exists or another process is making it; with ``--idle`` only on idle cores."""
     java = find_java()
     if java is None:
         sys.exit("an archive of Spark's classes needs a Java, and none was found (JAVA_HOME, PATH)")
@@ -54,7 +54,7 @@ def main() -> None:
     unfinished = f"{path}.{os.getpid()}{UNFINISHED}"
     try:
         _dump(unfinished)
-        # A Java that makes none is not asked again.
+        # An empty file marks a Java that cannot make an archive, which is not tried again.
         open(unfinished, "ab").close()
         os.replace(unfinished, path)
     finally:
@@ -74,7 +74,7 @@ def _end_in_time() -> None:
 
 
 def _superfluous(place: str) -> list[str]:
-    """What killed makers left, and the archives that were not used for longest. For who holds the lock."""
+    """Returns files of killed makers and the least recently used archives. The caller holds the lock."""
     names = os.listdir(place)
     archives = [os.path.join(place, name) for name in names if name.endswith(archive.SUFFIX)]
     unfinished = [os.path.join(place, name) for name in names if name.endswith(UNFINISHED)]
@@ -88,7 +88,7 @@ def _remove(paths: Iterable[str]) -> None:
 
 
 def _dump(path: str) -> None:
-    """Has a JVM do what one of ours does for a run, and write its classes down as it ends."""
+    """Runs a JVM through what it does for a run, and has it archive its classes as it ends."""
     from pyspark import SparkContext
 
     dumping = f"{short_lived({})} -XX:ArchiveClassesAtExit={path} {archive.QUIET}"

@@ -1,4 +1,4 @@
-"""A Spark of our own that runs its tasks in this very machine and Python: what need not be found out, nor travel."""
+"""`Embedded`: a local Spark that the engine starts and whose tasks use this machine and this Python."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _EXECUTOR_ENV = "spark.executorEnv."
 
 @dataclass(frozen=True)
 class Embedded:
-    """Settings of such a Spark, which are those of this process and of its conf."""
+    """The settings of such a Spark, from this process and from its conf."""
 
     conf: Mapping[str, str]
 
     @staticmethod
     def of(master: str, conf: Mapping[str, str]) -> Embedded | None:
-        """None for a cluster, and where the user chose another Python for the ranks."""
+        """Returns the settings; None for a cluster, or if the user chose another Python for the ranks."""
         known = {**spark_defaults(), **conf}
         return Embedded(known) if LOCAL.fullmatch(master) and own_python(known) == sys.executable else None
 
     @property
     def cores(self) -> int:
-        """Of one task."""
+        """Cores of one task."""
         return int(self.conf.get(TASK_CPUS, "1"))
 
     def config(self, job: Job, env: Mapping[str, str]) -> dict[str, Any]:
-        """What the configuration of an agent holds beyond that of one elsewhere.
+        """Returns the part of an agent's configuration that only an embedded Spark has.
 
-        This process owns the warm server, and says with which variables it loads torch: so it can start before there is
-        a task, and the tasks find it.
+        This process owns the warm server, and determines the variables with which it loads torch. So the server can
+        start before the tasks do, which then find it.
 
         Args:
-            job: What runs.
+            job: The job that runs.
             env: The user's environment for the ranks.
         """
         import rankzero
 
-        # As Spark has it in its Python workers.
+        # Spark sets this variable in its Python workers, too.
         spark = {"PYTHONHASHSEED": "0", **os.environ, **self._executor_env()}
         config = task_config({"env": env}, self.cores, job.processes_per_task, threads_set=THREADS in self.conf)
         return {

@@ -1,7 +1,7 @@
 """`SparkEngine`: agents as the tasks of one barrier stage.
 
 With ``master=`` the session lives in the driver's own process and ends with the run, so the
-caller's process stays as it was; with ``session=`` the caller's session is used and left alone.
+caller's process does not change; with ``session=`` the caller's session is used and left running.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SparkEngine(Engine):
         master: ``local[N]``, ``local-cluster[...]``, ``spark://host:port``, ``yarn`` or ``k8s://...``.
             None, without a session, is an embedded ``local[N]`` with as many slots as tasks.
         conf: Spark configuration for a session that the engine starts.
-        session: A SparkSession of this process, to be used instead and left running.
+        session: A SparkSession of this process, which is used instead and left running.
 
     Raises:
         InvalidJobError: both master and session, an unknown master, or conf that is not strings.
@@ -92,7 +92,9 @@ class SparkEngine(Engine):
             )
 
     def num_processes(self, processes_per_task: int, *, use_gpu: bool) -> int | None:
-        """A task in each slot that master and conf tell; without a master, and with GPUs here, as `LocalEngine`."""
+        """Returns the ranks of all slots that master and conf prove; without a master, or with local GPUs, as
+        `LocalEngine`.
+        """
         if self.session is not None:
             context = self.session.sparkContext
             master, conf = str(context.master), dict(context.getConf().getAll())
@@ -105,7 +107,7 @@ class SparkEngine(Engine):
         return slots * processes_per_task if slots else None
 
     def check(self, job: Job) -> None:
-        """Refuses what master and conf alone show to be impossible."""
+        """Refuses a job that is impossible by master and conf alone."""
         if self.session is not None:
             return
         master, defaults = self._master(job), spark_defaults()
@@ -126,26 +128,26 @@ class SparkEngine(Engine):
             )
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The master may be shown; the conf may hold credentials."""
+        """Returns the master, which may be shown, and the conf, which may hold credentials."""
         return {"kind": "spark", "master": self.master}, {"conf": dict(self.conf)}
 
     @property
     def has_tables(self) -> bool:
-        """Always."""
+        """True, since Spark can compute tables."""
         return True
 
     @property
     def can_detach(self) -> bool:
-        """Not with a session of the caller's process."""
+        """True unless the session belongs to the caller's process."""
         return self.session is None
 
     @property
     def prefers_own_process(self) -> bool:
-        """A session of our own is started where it cannot disturb the caller."""
+        """True unless the caller gave a session: a new one starts where it cannot disturb the caller."""
         return self.session is None
 
     def open(self, job: Job) -> SparkEngineSession:
-        """Starts or takes the session, and checks slots and resources there."""
+        """Starts or takes the session, and checks its slots and resources."""
         asked = {} if self.session else conf_for(job, self._master(job), self.conf, spark_defaults())
         if self.session is not None:
             opened = SparkEngineSession(self.session.sparkContext, job)
@@ -160,7 +162,7 @@ class SparkEngine(Engine):
         return opened
 
     def start_ahead(self, job: Job, env: Mapping[str, str]) -> None:
-        """Where the ranks will run in this very Python, torch is loaded while the JVM starts."""
+        """Loads torch while the JVM starts, if the ranks will run on this machine with this Python."""
         if job.warm_start and (embedded := self._embedded(job)):
             start_ahead({"env": dict(env), **embedded.config(job, env)})
 
@@ -198,17 +200,17 @@ class SparkEngineSession(EngineSession):
 
     @property
     def place(self) -> str:
-        """The cluster, by its master."""
+        """Display name of the cluster, by its master."""
         return f"the cluster at {self._master!r}"
 
     @property
     def notes(self) -> list[str]:
-        """The settings that a session of our own was given for this run."""
+        """Display message about the settings that a new session was given for this run."""
         settings = " ".join(f"{name}={value}" for name, value in sorted(self._asked.items()))
         return [f"asked {self.place} for {settings}, which this run needs"] if settings else []
 
     def slots(self) -> int:
-        """What the executors that have registered offer; of a machine's own GPUs, those that no other run holds."""
+        """Returns the slots of the registered executors; with local GPUs, at most those that other runs leave."""
         slots = self._known.slots(self._resources)
         if self._gpus is None:
             return slots
@@ -216,12 +218,12 @@ class SparkEngineSession(EngineSession):
 
     @property
     def most_slots(self) -> int | None:
-        """What master and settings prove."""
+        """Most task slots that the cluster can have, by master and settings; None if they do not limit them."""
         most = most_slots(self._master, self._settings)
         return most if self._gpus is None else min(most or 0, len(self._gpus) // self._job.processes_per_task)
 
     def slots_by_host(self) -> dict[str, int]:
-        """By the addresses under which barrier tasks know their hosts; empty if this Spark does not tell."""
+        """Returns the slots of each host, by the address that barrier tasks have of it; empty if Spark lists none."""
         try:
             return self._known.slots_by_host(self._resources)
         except Exception as error:
@@ -229,11 +231,11 @@ class SparkEngineSession(EngineSession):
             return {}
 
     def num_agents(self, num_tasks: int) -> int:
-        """One for each task."""
+        """Returns one agent for each task."""
         return num_tasks
 
     def reserve(self, num_tasks: int) -> bool:
-        """Holds the GPUs of this machine, where the ranks run on it; Spark reserves those of a cluster."""
+        """Locks local GPUs for ranks that run on this machine; Spark reserves those of a cluster."""
         count = num_tasks * self._job.processes_per_task
         return self._gpus is None or self._claims.take(self._gpus, count)
 
@@ -251,7 +253,7 @@ class SparkEngineSession(EngineSession):
 
     @property
     def _settings(self) -> dict[str, str]:
-        """Those that places depend on, as they are for the tasks of this job."""
+        """The settings on which slots depend, as they apply to the tasks of this job."""
         return {**self._own_settings(), **(self._resources.settings if self._resources else {})}
 
     @property
@@ -263,7 +265,7 @@ class SparkEngineSession(EngineSession):
 
     @property
     def driver_hosts(self) -> list[str]:
-        """That one, then what this host's name and its way to the master stand for."""
+        """The addresses of the driver: Spark's own, then the one of this host towards the master."""
         if self._master.startswith("local"):
             return [LOOPBACK]
         found = [self.driver_host]
@@ -280,22 +282,22 @@ class SparkEngineSession(EngineSession):
 
     @property
     def encrypts(self) -> bool:
-        """True where executors reach Spark's own driver by encrypted connections."""
+        """True if executors reach Spark's own driver by encrypted connections."""
         return not self._master.startswith("local") and any(self._known.setting(name) == "true" for name in ENCRYPTION)
 
     @property
     def url(self) -> str | None:
-        """The Spark UI; None where it is switched off, as in an embedded Spark."""
+        """URL of the Spark UI; None if it is switched off, as in an embedded Spark."""
         return self._known.url
 
     def check(self) -> None:
-        """Raises EngineError or InsufficientSlotsError for what Spark would refuse, hang on or ignore."""
+        """Raises EngineError or InsufficientSlotsError for a job that Spark would refuse, hang on or ignore."""
         if self._context._jsc is None or self._known.is_stopped():
             if not self._owned:
-                raise EngineError("the SparkContext of this session was stopped: give a session that lives")
+                raise EngineError("the SparkContext of this session was stopped: pass a session that is running")
             # Spark gives up after a minute, and stops the context that it has just made.
-            what = f"no Spark master answers at {self._master!r}, or it took no application"
-            raise EngineError(f"{what}: start it, or mend host and port")
+            what = f"no Spark master answers at {self._master!r}, or it refused the application"
+            raise EngineError(f"{what}: start it, or correct the host and port")
         refuse_dynamic_allocation(self._known.setting(DYNAMIC_ALLOCATION))
         if self._job.use_gpu and LOCAL.fullmatch(self._master):
             require_local_gpus(self._job.least_processes)
@@ -305,7 +307,7 @@ class SparkEngineSession(EngineSession):
         most = self.most_slots
         if most is not None and self._known.slots(self._resources) < self._job.least_tasks:
             require_slots(self._job, most, self.place)
-        # Here, where somebody watches the clock.
+        # The broadcast is made here, because `open` has a time limit.
         _ = self._code
 
     def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> SparkGroup:
@@ -326,7 +328,7 @@ class SparkEngineSession(EngineSession):
     def read_table(
         self, query: str, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None]
     ) -> Manifest:
-        """By a session of this context; see `EngineSession.read_table`."""
+        """Computes a table with a session of this context, as `EngineSession.read_table` describes."""
         from pyspark.sql import SparkSession
 
         session = SparkSession.builder.getOrCreate()
@@ -337,14 +339,14 @@ class SparkEngineSession(EngineSession):
         return self._known.code(zipped=self._embedded is None)
 
     def is_usable(self) -> bool:
-        """False if the JVM has exited or the SparkContext was stopped."""
+        """Returns False if the JVM has exited or the SparkContext was stopped."""
         try:
             return not self._known.is_stopped()
         except Exception:
             return False
 
     def close(self) -> None:
-        """Stops the SparkContext if the engine started it, and gives the GPUs back."""
+        """Stops the SparkContext if the engine started it, and unlocks the GPUs."""
         self._claims.release()
         if not self._owned:
             return
@@ -358,7 +360,7 @@ class SparkEngineSession(EngineSession):
 
 
 def gpus_per_task(session: SparkSession) -> int:
-    """GPUs that one task of this session gets. Raises InvalidJobError if the conf says none."""
+    """Returns the GPUs that one task of this session gets. Raises InvalidJobError if the conf gives none."""
     amount = session.sparkContext.getConf().get(TASK_GPUS)
     master = str(session.sparkContext.master)
     if amount is None and LOCAL.fullmatch(master):

@@ -1,4 +1,4 @@
-"""What Spark's exceptions mean, in words and types of ours."""
+"""Translates Spark's exceptions into rankzero's typed errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rankzero.engines.spark.conf import dynamic_allocation_error
 from rankzero.errors import LOST, PREEMPTED, EngineError, InsufficientSlotsError, RankZeroError
 
 ERROR_LIMIT = 2000
-"""Characters of Spark's own text that an error quotes."""
+"""Most characters of Spark's own text that an error quotes."""
 
 
 def explain(text: str) -> RankZeroError:
-    """The typed error for the text of an exception of Spark."""
+    """Returns the typed error for the text of an exception of Spark."""
     if "PYTHON_VERSION_MISMATCH" in text:
         found = re.search(r"different version:? (\S+|\(.+?\)) than that in driver:? ([\d.]+)", text)
-        # Spark 3.5 has (3, 12).
+        # Spark 3.5 writes the version as (3, 12).
         versions = f" (executor {'.'.join(re.findall(r'[0-9]+', found[1]))}, driver {found[2]})" if found else ""
         return EngineError(
             f"driver and executors run different Python minor versions{versions}: "
@@ -34,7 +34,7 @@ def explain(text: str) -> RankZeroError:
     if re.search(_PREEMPTED, text, re.IGNORECASE):
         return EngineError(f"the cluster took an executor back: {first_lines(text)}", cause=PREEMPTED)
     if found := re.search(_EXECUTOR_LOST, text):
-        # The line that says which executor, and why; the Java text before it says neither.
+        # Only this line names the executor and the reason, and not the Java text before it.
         line = text[text.rfind("\n", 0, found.start()) + 1 :]
         return EngineError(f"Spark lost an executor: {first_lines(line)}", cause=LOST)
     if re.search(_SESSION_LOST, text):
@@ -55,6 +55,6 @@ _SESSION_LOST = (
 
 
 def first_lines(text: str) -> str:
-    """The part of a Java exception that a person needs: what failed, without the stacks."""
+    """Returns the readable part of a Java exception: what failed, without the stacks."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
     return "\n".join(lines)[:ERROR_LIMIT]

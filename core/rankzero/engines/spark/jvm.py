@@ -1,4 +1,4 @@
-"""A JVM of our own, with the SparkContext of one run: started for a short life, and forgotten when it died."""
+"""Starts a JVM with the SparkContext of one run, tuned for a short life, and discards it when it has died."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankzero.engines.spark.conf import LOCAL, spark_defaults
 from rankzero.engines.spark.errors import first_lines
 from rankzero.errors import EngineError
 
-# Spark's default retries an unready barrier stage every 15 s; a session of our own looks each second.
+# Spark retries a barrier stage that lacks slots every 15 s; a session of the engine retries each second.
 _OWN_DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
@@ -27,21 +27,21 @@ _OWN_LOCAL_DEFAULTS = {
     "spark.ui.enabled": "false",
 }
 PYTHON = "spark.pyspark.python"
-# Spark puts these before what the user gives as extraJavaOptions.
+# Spark puts these options before the user's extraJavaOptions.
 DRIVER_JAVA_OPTIONS = "spark.driver.defaultJavaOptions"
 _USERS_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
-# A JVM that lives for one launch: what it would gain by compiling better, or collecting in parallel, it never earns
-# back. Half the processor time of its start.
+# Simple compilation and collection halve the processor time of a JVM's start. A JVM that lives for one launch is too
+# short-lived to profit from better ones.
 SHORT_LIVED = "-XX:TieredStopAtLevel=1"
 _SIMPLE_COLLECTOR = "-XX:+UseSerialGC"
-# A JVM that is told of two collectors does not start.
+# A JVM with options for two collectors does not start.
 _OTHER_JAVA_OPTIONS = ("JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "SPARK_SUBMIT_OPTS")
 
 _CONNECT_MODE = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 
 
 def find_java() -> str | None:
-    """The home of a Java: ``JAVA_HOME``, else the one on the PATH. Its version is Spark's to check."""
+    """Returns the home of a Java: ``JAVA_HOME``, else the one on the PATH. Spark itself checks its version."""
     home = os.environ.get("JAVA_HOME")
     if home and os.access(os.path.join(home, "bin", "java"), os.X_OK):
         return home
@@ -50,18 +50,18 @@ def find_java() -> str | None:
 
 
 def own_python(conf: Mapping[str, str]) -> str:
-    """The Python of the executors of a SparkContext of our own."""
+    """Returns the Python of the executors of a SparkContext that the engine starts."""
     return conf.get(PYTHON, os.environ.get("PYSPARK_PYTHON", sys.executable))
 
 
 def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mapping[str, str]) -> Any:
-    """A SparkContext, without the SQL session around it, which no barrier stage needs.
+    """Starts a SparkContext, without an SQL session around it, which no barrier stage needs.
 
     Args:
         master: The cluster.
-        name: Of the application.
-        conf: The user's; what it says comes first.
-        asked: What the run needs.
+        name: Name of the application.
+        conf: The user's settings, which come first.
+        asked: Settings that the run needs.
 
     Raises:
         EngineError: Spark does not start, or does not reach the master.
@@ -70,7 +70,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
 
     java, is_local = find_java(), master.startswith("local")
     for variable in _CONNECT_MODE:
-        # Of a process above us that uses Spark Connect; with them pyspark starts no JVM of its own.
+        # A parent process that uses Spark Connect may have set them; with them pyspark starts no JVM.
         os.environ.pop(variable, None)
     if java:
         os.environ.setdefault("JAVA_HOME", java)
@@ -85,7 +85,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
     said = {**spark_defaults(), **conf}
     if DRIVER_JAVA_OPTIONS not in said and (options := java_options(master, said, java)):
         ours[DRIVER_JAVA_OPTIONS] = options
-    # In a driver that spark-submit has started this has what was said there.
+    # In a driver that spark-submit has started, SparkConf has the settings that were submitted.
     spark_conf = SparkConf().setMaster(master).setAppName(f"rankzero {name}")
     for key, value in ours.items():
         spark_conf.setIfMissing(key, value)
@@ -96,7 +96,7 @@ def start_context(master: str, name: str, conf: Mapping[str, str], asked: Mappin
 
 
 def java_options(master: str, conf: Mapping[str, str], java: str | None) -> str:
-    """Options of a driver's JVM: of one that runs all tasks itself, and ends with its run, those of a short life."""
+    """Returns options of a driver's JVM: the archive of classes, and fast start-up if the JVM runs all tasks itself."""
     options = [short_lived(conf)] if LOCAL.fullmatch(master) else []
     if java and (options_of_archive := archive.options(java)):
         options.append(options_of_archive)
@@ -104,14 +104,14 @@ def java_options(master: str, conf: Mapping[str, str], java: str | None) -> str:
 
 
 def short_lived(conf: Mapping[str, str]) -> str:
-    """Options of a JVM that lives for one launch, beside those that the user gave it."""
+    """Returns options of a JVM that lives for one launch; options that the user gave it take precedence."""
     said = [os.environ.get(name, "") for name in _OTHER_JAVA_OPTIONS]
     said += [conf.get(_USERS_JAVA_OPTIONS, ""), conf.get(DRIVER_JAVA_OPTIONS, "")]
     return SHORT_LIVED if "GC" in " ".join(said) else f"{SHORT_LIVED} {_SIMPLE_COLLECTOR}"
 
 
 def forget() -> None:
-    """Makes pyspark start a new JVM: it keeps the gateway to the one that died. For a process of our own only."""
+    """Makes pyspark start a new JVM, since it keeps the gateway to the dead one. Not for a caller's process."""
     from pyspark import SparkContext
 
     gateway = SparkContext._gateway

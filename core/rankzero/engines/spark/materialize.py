@@ -1,11 +1,11 @@
 """A DataFrame as Arrow files of the run's store, written by Spark's own Python workers.
 
-Each task writes what it reads, 64 MiB at a time, into one file, and gives Spark a row about it. So the rows that Spark
-returns name the files that count; what a task that failed, or ran twice, has left is in no manifest. Nothing passes
-through the JVM's file systems: the executors need pyarrow, and for an object store the right to it.
+Each task writes its rows, 64 MiB at a time, into one file, and returns a row about it to Spark. Only the files that
+these rows name are in the manifest, so files of tasks that failed or ran twice do not count. The JVM's file systems are
+not used: the executors need pyarrow and, for an object store, access to it.
 
-Arrow and not Parquet: ranks map uncompressed files as they are, so there is nothing to decode in any epoch, and this
-takes no longer than Spark's own writer (20 million rows of nine columns, two cores: 13 to 15 s, and 9 to 15 s).
+The format is Arrow and not Parquet, because ranks map uncompressed Arrow files without decoding them in every epoch.
+Writing takes as long as Spark's own writer does (20 million rows of nine columns, two cores: 13 to 15 s, and 9 to 15).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _HASH = "__rankzero_hash__"
 
 
 def open_query(session: Any, query: str) -> Any:
-    """The DataFrame of a table's name or a query. Raises InvalidJobError if there is none."""
+    """Returns the DataFrame of a table or a query. Raises InvalidJobError if Spark cannot resolve it."""
     text = query.strip().rstrip(";")
     is_query = any(character.isspace() for character in text)
     try:
         frame = session.sql(text) if is_query else session.table(text)
-        # Spark Connect asks for nothing before.
+        # Spark Connect sends no request before the schema is needed.
         _ = frame.schema
     except Exception as error:
         why = str(error).strip().splitlines()[0]
@@ -48,7 +48,7 @@ def open_query(session: Any, query: str) -> Any:
 
 
 def content_of(frame: Any) -> str:
-    """A checksum of a DataFrame's rows, in whatever order they come; Spark computes it, and nothing is written."""
+    """Returns a checksum of a DataFrame's rows, in any order, which Spark computes without writing them."""
     from pyspark.sql import functions as F
 
     check_frame(frame, "the dataset")
@@ -61,17 +61,17 @@ def content_of(frame: Any) -> str:
 def materialize(
     frame: Any, folder: str, name: str, say: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> Manifest:
-    """Has Spark compute a DataFrame and write its rows.
+    """Makes Spark compute a DataFrame and write its rows.
 
     Args:
         frame: The DataFrame.
         folder: A new directory of the run's store. It is removed again if this raises.
-        name: Of the dataset.
-        say: Takes lines about progress.
-        check: Called now and then; what it raises ends Spark's work.
+        name: Name of the dataset.
+        say: Receives lines about progress.
+        check: Called periodically; an exception that it raises ends Spark's work.
 
     Raises:
-        InvalidJobError: a column that there is no tensor of, or nulls that there is no place for.
+        InvalidJobError: a column has no tensor type, or has nulls that a tensor cannot represent.
         EngineError: Spark failed, or its executors do not see the store.
     """
     where = f"the dataset {name!r}"
@@ -82,7 +82,7 @@ def materialize(
         store.write_bytes(store.join(folder, part_module.TOKEN), token.encode())
         numbered = _numbered(frame)
         hashed = numbered.withColumn(_HASH, row_hash(numbered))
-        # What is on a disk is mapped as it is; from an object store it is to come fast.
+        # Files on a disk are mapped, so they are not compressed; files in an object store are downloaded.
         task = _make_task(list(frame.columns), *filesystem_of(folder), token, "zstd" if store.is_url(folder) else None)
         with _own_python(frame):
             written = hashed.mapInArrow(task, part_module.FACTS)
@@ -99,7 +99,7 @@ def _numbered(frame: Any) -> Any:
 
 
 def check_frame(frame: Any, where: str) -> None:
-    """Raises InvalidJobError for a column of a DataFrame that there is no tensor of."""
+    """Raises InvalidJobError for a column of a DataFrame that has no tensor type."""
     import pyarrow as pa
 
     to_arrow = _to_arrow()
@@ -109,7 +109,7 @@ def check_frame(frame: Any, where: str) -> None:
         try:
             if "variant" in _type_names(kind):
                 raise TypeError("variant")
-            # Of a type of the user's own, what Spark keeps of it.
+            # For a user-defined type, the type in which Spark stores it.
             fields.append(pa.field(field.name, to_arrow(stored(kind))))
         except Exception:
             raise InvalidJobError(
@@ -119,7 +119,7 @@ def check_frame(frame: Any, where: str) -> None:
     names = [field.name for field in fields]
     for column in names:
         if names.count(column) > 1:
-            raise InvalidJobError(f"{where} has two columns {column!r}: give them names of their own")
+            raise InvalidJobError(f"{where} has two columns {column!r}: give them different names")
     kinds.check(pa.schema(fields), where)
 
 
@@ -133,17 +133,17 @@ def _type_names(kind: Any) -> Iterator[str]:
 
 
 def _to_arrow() -> Callable[[Any], Any]:
-    """The Arrow type of one of Spark."""
+    """Returns a function that converts a type of Spark to a type of Arrow."""
     from pyspark.sql.pandas import types
 
     convert: Callable[..., Any] = types.to_arrow_type
-    # Newer ones refuse a timestamp without it.
+    # Newer versions of Spark refuse a timestamp without a time zone.
     has_zone = "timezone" in inspect.signature(convert).parameters
     return functools.partial(convert, timezone="UTC") if has_zone else convert
 
 
 def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
-    """See `stage.with_own_python`; Spark Connect's executors have a Python of their server's."""
+    """Applies `stage.with_own_python` to a classic session; a Spark Connect server has a Python of its own."""
     context = context_of(frame)
     return with_own_python(context) if context else contextlib.nullcontext()
 
@@ -151,7 +151,7 @@ def _own_python(frame: Any) -> contextlib.AbstractContextManager[None]:
 def _make_task(
     names: list[str], filesystem: Any, folder: str, token: str, compression: str | None
 ) -> Callable[[Any], Iterator[Any]]:
-    """The function of one Spark task. It is pickled by value, and so is what it calls."""
+    """Returns the function of one Spark task, which is pickled by value together with the functions that it calls."""
     from pyspark import cloudpickle
 
     untyped: Any = cloudpickle
@@ -181,7 +181,7 @@ def _manifest(rows: list[Any], folder: str, frame: Any, where: str) -> Manifest:
     files = tuple(File(store.join(folder, row["file"]), tuple(row["rows"])) for row in rows)
     total = sum(sum(file.rows) for file in files)
     for name in set(sizes) - {row["file"] for row in rows}:
-        # Of tasks that failed or ran twice.
+        # Files of tasks that failed or ran twice.
         store.remove(store.join(folder, name))
     return Manifest(
         format=ARROW,

@@ -1,6 +1,7 @@
-"""What a Spark task does with its part of a DataFrame: one Arrow file, and a row of facts about it.
+"""A Spark task's part of a DataFrame: it writes one Arrow file, and returns a row of facts about it.
 
-Pickled by value, since executors have nothing of rankzero: only the standard library, pyspark and pyarrow.
+This module is pickled by value, since rankzero does not need to be installed on executors. It uses only the standard
+library, pyspark and pyarrow.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 from rankzero.data.nulls import VECTOR, count_nulls
 
 TOKEN = "_token"
-"""A file of the folder, by which a task knows that it sees the submitter's."""
+"""A file in the folder, by which a task checks that it sees the submitter's folder."""
 
 ELSEWHERE = "is another directory here"
 
 BATCH_BYTES = 64 << 20
-"""Bytes of a record batch: what a rank maps, or decodes, at a time."""
+"""Bytes of a record batch, which a rank maps or decodes as a whole."""
 
 _DENSE = 1
 
@@ -27,22 +28,22 @@ FACTS = (
     "file string, rows array<long>, size long, digest decimal(38,0), "
     "lengths map<string,array<long>>, nulls map<string,long>, schema binary"
 )
-"""What a task reports of its file, as Spark has it."""
+"""Spark's schema of the row that a task returns about its file."""
 
 
 @dataclass
 class Part:
-    """The file of one task, while it is written.
+    """The facts about the file of one task, which grow while it is written.
 
     Attributes:
-        file: Its name.
-        rows: Of each record batch.
+        file: Name of the file.
+        rows: Number of rows in each record batch.
         size: Bytes of all rows.
         digest: Sum of the checksums of all rows.
-        lengths: Of columns of arrays and vectors: the least and the greatest.
-        nulls: How many each column has, by its path.
-        schema: Of the rows.
-        names: The columns' own names; those that Spark gives would have to differ in more than case.
+        lengths: For each column of arrays or vectors, the smallest and the largest length.
+        nulls: Number of nulls by the path of each column.
+        schema: Schema of the rows.
+        names: The columns' original names; in Spark, names must not differ in case only.
     """
 
     file: str
@@ -55,12 +56,12 @@ class Part:
     schema: Any = None
 
     def note(self, batch: Any) -> Any:
-        """Takes the facts of rows whose last column is their checksum; gives them without it."""
+        """Records the facts about rows whose last column is their checksum; returns the rows without that column."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
         *columns, hashed = batch.columns
-        # As two halves, whose sums do not overflow.
+        # Summed as two halves, which do not overflow.
         high = pc.sum(pc.shift_right(hashed, 32)).as_py()
         self.digest += (high << 32) + pc.sum(pc.bit_wise_and(hashed, 0xFFFFFFFF)).as_py()
         for name, column in zip(self.names, columns, strict=True):
@@ -76,7 +77,7 @@ class Part:
         return rows
 
     def row(self) -> Any:
-        """The facts, as a record batch of one row."""
+        """Returns the facts as a record batch of one row."""
         import pyarrow as pa
 
         facts = {**vars(self), "schema": self.schema.serialize().to_pybytes()}
@@ -96,7 +97,7 @@ class Part:
 
 
 def _lengths(column: Any) -> Any:
-    """The length of each array or vector of a column; None for another column."""
+    """Returns the length of each array or vector of a column; None for a column of another type."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -111,15 +112,15 @@ def _lengths(column: Any) -> Any:
 def write_part(
     batches: Iterator[Any], names: list[str], filesystem: Any, folder: str, token: str, compression: str | None
 ) -> Iterator[Any]:
-    """Writes the rows of one task.
+    """Writes the rows of one task into a file, and yields a row about it.
 
     Args:
-        batches: Its record batches, whose last column is a checksum of each row.
+        batches: The task's record batches, whose last column is a checksum of each row.
         names: The names of the other columns.
-        filesystem: Of pyarrow.
-        folder: Where the file goes.
-        token: What `TOKEN` holds there.
-        compression: Of the file, as pyarrow calls it; None for a file that can be mapped.
+        filesystem: A file system of pyarrow.
+        folder: Directory of the file.
+        token: The content of `TOKEN` in the submitter's folder.
+        compression: Compression of the file, in pyarrow's terms; None for a file that can be mapped.
 
     Yields:
         One row of `FACTS`; none if there were no rows.
@@ -130,7 +131,7 @@ def write_part(
         if file.read().decode() != token:
             raise RuntimeError(f"{folder} {ELSEWHERE}")
     context: Any = TaskContext.get()
-    # By its number files are in the order of the DataFrame's rows; the rest tells tasks that ran twice apart.
+    # The partition number sorts files in the order of the DataFrame's rows; the rest keeps tasks that ran twice apart.
     part = Part(f"part-{context.partitionId():06d}-{uuid.uuid4().hex}.arrow", names)
     large = _large(part.note(batch) for batch in batches if batch.num_rows)
     first = next(large, None)
@@ -140,7 +141,7 @@ def write_part(
 
 
 def _large(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same rows in batches of `BATCH_BYTES`."""
+    """Yields the same rows in batches of at least `BATCH_BYTES`."""
     import pyarrow as pa
 
     waiting: list[Any] = []

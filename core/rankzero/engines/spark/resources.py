@@ -1,4 +1,4 @@
-"""What a task of a job is given of an executor, where the settings of a session say something else."""
+"""Resources of a job's task that differ from the settings of a session."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rankzero.job import Job
 
 @dataclass(frozen=True)
 class TaskResources:
-    """Of one task; Spark has them as a ``TaskResourceProfile``.
+    """The resources of one task, which Spark represents as a ``TaskResourceProfile``.
 
     Attributes:
-        cpus: Cores.
-        gpus: Whole GPUs.
+        cpus: Number of cores.
+        gpus: Number of whole GPUs.
     """
 
     cpus: int
@@ -24,20 +24,20 @@ class TaskResources:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of a session that gives every task as much."""
+        """The settings of a session that gives every task these resources."""
         return {TASK_CPUS: str(self.cpus), TASK_GPUS: str(self.gpus)}
 
 
 def task_resources(job: Job, master: str, settings: Mapping[str, str]) -> TaskResources | None:
-    """What a task of the job needs and the session's settings do not give; None if they do.
+    """Returns the resources of a task if the session's settings give too few; None if they suffice.
 
     Args:
-        job: What runs.
-        master: Of the session.
-        settings: Of the session.
+        job: The job that runs.
+        master: Master of the session.
+        settings: Settings of the session.
 
     Raises:
-        InvalidJobError: Spark has no such resources there; says what to set.
+        InvalidJobError: Spark cannot give a task these resources; the message names the setting to change.
     """
     has = TaskResources(int(settings.get(TASK_CPUS, "1")), _whole(settings.get(TASK_GPUS)))
     cpus = (job.cpus_per_process or 0) * job.processes_per_task or has.cpus

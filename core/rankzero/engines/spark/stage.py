@@ -1,4 +1,4 @@
-"""The barrier stage of one attempt, and what its tasks do on the executors."""
+"""The barrier stage of one attempt, and the function of its tasks on the executors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankzero.job import Job
 
 
 class SparkGroup(AgentGroup):
-    """The running barrier stage."""
+    """The barrier stage of one attempt, while it runs."""
 
     def __init__(
         self, context: Any, job: Job, num_tasks: int, task: Callable[[Any], Any], on_end: OnEnd, profile: Any = None
@@ -56,23 +56,23 @@ class SparkGroup(AgentGroup):
         self._on_end(error)
 
     def cancel(self) -> None:
-        """Cancels the stage; Spark kills the tasks, and with them go agents and ranks."""
+        """Cancels the stage; Spark kills the tasks, and agents and ranks end with them."""
         with contextlib.suppress(Exception):
             self._context.cancelJobGroup(self._group)
 
     def explain(self, error: BaseException) -> RankZeroError:
-        """What Spark's exception means."""
+        """Returns the typed error for an exception of Spark."""
         return explain(words_of(error))
 
 
 def task_config(config: AgentConfig, cores: int, workers: int, *, threads_set: bool) -> AgentConfig:
-    """What the agents of a stage need beside what all agents do.
+    """Returns the configuration of a stage's agents, from the one that all agents share.
 
     Args:
-        config: What all agents do.
-        cores: Of one task.
+        config: The configuration that all agents share.
+        cores: Cores of one task.
         workers: Ranks of one task.
-        threads_set: The user has said how many threads a rank has.
+        threads_set: True if the user has set the number of threads of a rank.
     """
     env = config["env"]
     if not threads_set:
@@ -84,18 +84,18 @@ def task_config(config: AgentConfig, cores: int, workers: int, *, threads_set: b
 def make_task(
     config: AgentConfig, code: Any, local_gpus: list[str] | None, local_host: str | None
 ) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """The function of one barrier task; it is pickled by value, since it is local to this function.
+    """Returns the function of one barrier task, which is pickled by value because it is a local function.
 
     Args:
-        config: As `task_config` has it.
-        code: What has `agent_code` as its ``value``: a broadcast, where there are any.
-        local_gpus: The GPUs of this machine, which tasks of a local master share out; None for a cluster's.
-        local_host: The address of every agent; None where Spark knows better.
+        config: The result of `task_config`.
+        code: An object whose ``value`` is `agent_code`: a broadcast, if the session has broadcasts.
+        local_gpus: GPUs of this machine, which the tasks of a local master share; None for a cluster.
+        local_host: The address of every agent; None if Spark knows the addresses.
     """
 
     def task(rows: Iterable[Any]) -> Iterator[Any]:
         for _ in rows:
-            # A task that leaves its input unread costs Spark its Python worker.
+            # Spark discards the Python worker of a task that does not read its input.
             pass
         import pickle
 
@@ -121,7 +121,7 @@ def make_task(
 
 @contextlib.contextmanager
 def with_own_python(context: Any) -> Iterator[None]:
-    """Executors on this machine run this very Python, unless the user chose one."""
+    """Makes executors on this machine run this process's Python, unless the user chose one."""
     before = context.pythonExec
     if "PYSPARK_PYTHON" not in os.environ and str(context.master).startswith("local"):
         context.pythonExec = sys.executable

@@ -1,4 +1,4 @@
-"""`SparkSubmitEngine`: a `SparkEngine` whose driver is Spark's own, on the cluster, and outlives whoever submits."""
+"""`SparkSubmitEngine`: a `SparkEngine` whose driver runs on the cluster, so that the run outlives its submitter."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUBMIT_TIMEOUT = 180.0
-"""Seconds for ``spark-submit`` to deliver a driver to its cluster: a JVM, an upload."""
+"""Seconds for ``spark-submit`` to start a JVM, upload the files and get the driver accepted."""
 
-_LOOK = 0.5
-"""Seconds between two looks whether the driver has begun."""
+_POLL = 0.5
+"""Seconds between two polls whether the driver has begun."""
 
 _TAIL = 12
-"""Lines of what ``spark-submit`` wrote that an error shows."""
+"""Lines of the output of ``spark-submit`` that an error shows."""
 
 _PROGRAM = "from rankzero.driver.cluster import main\n\nmain()\n"
 
@@ -44,16 +44,17 @@ _PROGRAM = "from rankzero.driver.cluster import main\n\nmain()\n"
 class SparkSubmitEngine(SparkEngine):
     """Runs the ranks as one barrier stage of a Spark cluster, and the driver of the run on that cluster, too.
 
-    The run needs nothing of the machine that submits it any more: a pod of an orchestrator may end. Whoever knows the
-    run directory follows it, cancels it, and gets its result. So the store must be one that the cluster sees.
+    The run does not need the machine that submits it any more, so a pod of an orchestrator may end. Any process that
+    sees the run directory can follow the run, cancel it and get its result. So the store must be one that the cluster
+    sees.
 
     Attributes:
         master: ``spark://host:port``, ``yarn`` or ``k8s://...``.
-        conf: Spark configuration. What may hold credentials travels apart from the rest: see docs/clusters.md.
-        session: Must be None: the session is the driver's.
+        conf: Spark configuration. Settings that may hold credentials travel separately: see docs/clusters.md.
+        session: Must be None, because the driver has the session.
 
     Raises:
-        InvalidJobError: another master, or conf that is not strings.
+        InvalidJobError: the master has another form, or conf has values that are not strings.
 
     Example:
         >>> from rankzero import Launcher, SparkSubmitEngine
@@ -72,7 +73,7 @@ class SparkSubmitEngine(SparkEngine):
 
     @property
     def drives_elsewhere(self) -> bool:
-        """Always."""
+        """True, since the cluster runs the driver."""
         return True
 
     def to_spec(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +82,7 @@ class SparkSubmitEngine(SparkEngine):
         return {**shown, "deploy_mode": "cluster"}, private
 
     def check(self, job: Job) -> None:
-        """Refuses what a `SparkEngine` refuses, and a cluster that cannot be submitted to from here."""
+        """Refuses a job that a `SparkEngine` refuses, and a cluster to which this machine cannot submit."""
         super().check(job)
         if is_standalone(self.master or ""):
             deploy.refuse_paths_of_executors(self._settings())
@@ -99,15 +100,17 @@ class SparkSubmitEngine(SparkEngine):
     def check_store(self, root: str) -> None:
         """Refuses a store that the cluster cannot see."""
         if root.startswith("memory://"):
-            raise InvalidJobError(f"the store {root!r} is this process's own, and the driver runs on {self.master}")
+            raise InvalidJobError(
+                f"the store {root!r} exists only in this process, and the driver runs on {self.master}"
+            )
         if is_standalone(self.master or "") and store.is_url(root):
             raise InvalidJobError(
                 f"a driver on the standalone cluster {self.master!r} is started from the run directory, so the store "
-                f"must be a path that every worker mounts; {root!r} is none"
+                f"must be a path that every worker mounts, not {root!r}"
             )
 
     def start_driver(self, run: RunDirectory, private: Mapping[str, Any]) -> None:
-        """Submits the driver; returns when the cluster has accepted it, some ten seconds."""
+        """Submits the driver, and returns when the cluster has accepted it, which takes about ten seconds."""
         job, master = run.job(), self.master or ""
         what = Submitted(run.directory, job.submission, f"rankzero {job.name}")
         files = {PROGRAM: _PROGRAM.encode(), CODE: zipped_packages()}
@@ -154,12 +157,12 @@ class SparkSubmitEngine(SparkEngine):
 
 
 def _await_driver(process: subprocess.Popen[bytes], run: RunDirectory, submission: int, bound: float) -> int | None:
-    """The exit code of spark-submit, 0 as soon as the driver has begun; None if neither comes in so many seconds."""
+    """Returns the exit code of spark-submit, or 0 once the driver has begun; None if neither happens in time."""
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_LOOK)
-        # For a standalone cluster it waits for five seconds, to see whether the driver fails.
+            return process.wait(_POLL)
+        # On a standalone cluster spark-submit itself waits for five seconds for the driver to fail.
         if run.has_driver(submission):
             return 0
     return None
@@ -172,7 +175,7 @@ def _problem(master: str | None, what: str, log: IO[bytes], start: int) -> str:
 
 
 def _submit_command(*, bare: bool) -> list[str]:
-    """``spark-submit``; without its scripts, which need variables, where its process may have none."""
+    """Returns the command ``spark-submit``; the bare form avoids its scripts, which need environment variables."""
     home = spark_home()
     if not bare:
         return [os.path.join(home, "bin", "spark-submit")]
@@ -182,7 +185,7 @@ def _submit_command(*, bare: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _placed(run: RunDirectory, submission: int, files: Mapping[str, bytes], *, shared: bool) -> Iterator[str]:
-    """A directory with the driver's program and code: in the run directory, or one that ends with the block."""
+    """Yields a directory with the driver's program and code: inside the run directory, or a temporary one."""
     with tempfile.TemporaryDirectory(prefix="rankzero-") as temporary:
         directory = run.submission_path(submission) if shared else temporary
         for name, data in files.items():
@@ -191,17 +194,17 @@ def _placed(run: RunDirectory, submission: int, files: Mapping[str, bytes], *, s
 
 
 def _log_of(run: RunDirectory) -> IO[bytes]:
-    """What spark-submit writes, beside the lines of the driver that it submits."""
+    """Opens the log for the output of spark-submit; for a local store the driver's own log file."""
     if run.is_remote:
         return tempfile.TemporaryFile()
     return open(run.path("driver.log"), "a+b")
 
 
 def _lines(conf: Mapping[str, str]) -> str:
-    """A file of properties."""
+    """Returns the content of a file of properties."""
     return "".join(f"{name} {_escaped(value)}\n" for name, value in conf.items())
 
 
 def _escaped(value: str) -> str:
-    """A value as Java reads it from a file of properties."""
+    """Returns a value with the escapes of Java's properties files."""
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
