@@ -14,7 +14,7 @@ from typing import Any
 
 from rankzero.data.manifest import Manifest
 from rankzero.engines.base import AgentConfig, AgentGroup, EngineSession, OnEnd
-from rankzero.engines.connect.client import STAGE_RETRIES, RETRIES, limit_retries, require_server, settings_of
+from rankzero.engines.connect.client import RETRIES, STAGE_RETRIES, limit_retries, require_server, settings_of
 from rankzero.engines.connect.errors import explain, is_server_lost
 from rankzero.engines.connect.profile import can_have_profiles, create_profile
 from rankzero.engines.connect.server import ServerUrl
