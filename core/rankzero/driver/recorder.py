@@ -53,7 +53,7 @@ class Recorder:
         is_in_stage: bool = False,
         nonce: str = "",
     ) -> None:
-        """Opens the files of events and lines; nothing is written yet.
+        """Prepares the files of events and lines; nothing is written yet.
 
         Args:
             run: The run.

@@ -220,7 +220,7 @@ class ChannelServer:
         for peer in list(self._peers.values()):
             if peer.connection is not None:
                 if now - peer.received_at >= limits.SILENCE:
-                    peer.connection.drop(f"agent {peer.task} was silent for {limits.SILENCE:g} s")
+                    peer.connection.drop(f"agent {peer.task} sent nothing for {limits.SILENCE:g} s")
                 elif now - peer.pinged >= limits.PING_INTERVAL:
                     peer.pinged = now
                     peer.session.ping()
