@@ -1,10 +1,11 @@
-"""What is shown of the reports of rank 0: rows, throughput, table, curve."""
+"""Rows, throughput, table and curves of what rank 0 reported."""
 
 import math
 from typing import Any
 
 import pytest
 
+from rankzero.report import curves
 from rankzero.run import reports
 
 
@@ -28,7 +29,7 @@ def test_a_long_training_keeps_some_and_the_last() -> None:
     rows = reports.rows_of(events(*({"step": step} for step in range(5000))))
     assert len(rows) <= 2 * reports.KEPT_ROWS + 1
     assert (rows[0]["step"], rows[-1]["step"]) == (0, 4999)
-    shown = reports.evenly(rows, 5)
+    shown = curves.evenly(rows, 5)
     assert (len(shown), shown[0], shown[-1]) == (5, rows[0], rows[-1])
 
 
@@ -54,14 +55,22 @@ def test_throughput(metrics: list[dict[str, Any]], expected: dict[str, float]) -
 
 def test_table_and_curve_are_plain_text() -> None:
     rows = reports.rows_of(events({"loss": 2.0, "note": "a"}, {"loss": math.nan}, {"loss": 0.123456789, "ok": True}))
-    assert reports.table(rows) == [
+    assert curves.table(rows) == [
         "report     loss  note    ok",
         "     1        2     a      ",
         "     2      nan            ",
         "     3  0.12346        True",
     ]
-    assert reports.loss_names(rows) == ["loss"]
-    assert reports.curve(rows, "loss") == "█▁ 2 → 0.1235"
-    assert reports.curve(rows[:2], "loss") is None
-    assert reports.curve([{"loss": 1.0}, {"loss": 1.0}], "loss") == "▁▁ 1 → 1"
-    assert reports.curve([{"loss": 1.7e308}, {"loss": -1.7e308}], "loss") == "█▁ 1.7e+308 → -1.7e+308"
+    assert curves.loss_names(rows) == ["loss"]
+    assert curves.text(rows, "loss") == "█▁ 2 → 0.1235"
+    assert curves.text(rows[:2], "loss") is None
+    assert curves.text([{"loss": 1.0}, {"loss": 1.0}], "loss") == "▁▁ 1 → 1"
+    assert curves.text([{"loss": 1.7e308}, {"loss": -1.7e308}], "loss") == "█▁ 1.7e+308 → -1.7e+308"
+
+
+def test_a_sparkline_needs_two_different_finite_values() -> None:
+    rows = reports.rows_of(events({"loss": 2.0}, {"loss": math.nan}, {"loss": 2.0}))
+    assert curves.sparkline(rows, "loss") is None
+    drawn = curves.sparkline([*rows, {"report": 4, "loss": 1.0}], "loss")
+    assert drawn is not None
+    assert 'points="3.0,3.0 119.0,3.0 177.0,41.0"' in drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rankzero.pipeline import describe_world, reports
+from rankzero.pipeline import curves, describe_world
 
 if TYPE_CHECKING:
     from rankzero import Launcher, RunHandle
@@ -39,10 +39,10 @@ def show_reports(log: Any, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         return
     log.info("::group::Reports of rank 0")
-    for name in reports.loss_names(rows):
-        if drawn := reports.curve(rows, name):
+    for name in curves.loss_names(rows):
+        if drawn := curves.text(rows, name):
             log.info("%s: %s", name, drawn)
-    for line in reports.table(reports.evenly(rows, REPORT_LINES)):
+    for line in curves.table(curves.evenly(rows, REPORT_LINES)):
         log.info("%s", line)
     log.info("::endgroup::")
 

@@ -62,7 +62,7 @@ class Job:
         params: The arguments by name, as short plain values: see `RunHandle.params`.
         code_version: The user's replacement for the code in the identity, or None.
         labels: The caller's labels of the run, such as the task that started it.
-        prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.run.cost`.
+        prices: The submitter's prices of an hour of ``gpu`` and ``core``, in ``currency``; see `rankzero.report.cost`.
         owner: Process with which the run ends (``pid``, ``start``, ``namespace``); None if it ends with none.
         submission: Number of earlier submissions of this run id.
         nonce: Random digits of this submission, since the numbers restart when the directory was removed.

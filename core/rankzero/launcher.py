@@ -14,8 +14,8 @@ from rankzero import store
 from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
 from rankzero.job import Job
+from rankzero.report.cost import prices_from_environment
 from rankzero.run.checkpoints import CheckpointConfig
-from rankzero.run.cost import prices_from_environment
 from rankzero.run.handle import RunHandle
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class Launcher:
         Raises:
             RankZeroError: the same errors as `run`.
         """
-        from rankzero.run import notebook
+        from rankzero.report import notebook
 
         with notebook.showing() as show, self.owned(train, args, kwargs) as handle:
             show(handle)

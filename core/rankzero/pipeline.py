@@ -24,8 +24,9 @@ Deliver the result
     stored values. `attempt` runs bookkeeping that must not fail a step.
 
 Describe it
-    `reports` makes tables and curves of the metrics, `is_number` and `height_of` scale them, `encodable` makes a text
-    storable, `REPORT_FILE` is the name of the report in a run directory, and `pages` serves reports.
+    `reports` makes rows of the metrics, and `curves` makes tables and curves of the rows. `is_number` is True for a
+    value that can be drawn, `encodable` makes a text storable, `REPORT_FILE` is the name of the report in a run
+    directory, and `pages` serves reports.
 
 Take options
     `NumProcesses`, `WorldSize`, `RestartOn`, `AUTO`, `EXIT_TIMEOUT`, `STOP_GRACE`, `DEFAULT_STORE` and `STORE_VARIABLE`
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from rankzero.launcher import STORE_VARIABLE as STORE_VARIABLE
     from rankzero.launcher import print_line as print_line
     from rankzero.masking import secrets_of as secrets_of
+    from rankzero.report import curves as curves
     from rankzero.report import pages as pages
     from rankzero.report.page import REPORT_FILE as REPORT_FILE
     from rankzero.run import lease as lease
@@ -78,7 +80,6 @@ if TYPE_CHECKING:
     from rankzero.run.follower import MetricsReported as MetricsReported
     from rankzero.run.follower import RunEnded as RunEnded
     from rankzero.run.identity import Identity as Identity
-    from rankzero.run.reports import height_of as height_of
     from rankzero.run.reports import is_number as is_number
     from rankzero.run.retry import may_retry as may_retry
     from rankzero.submit import datasets as datasets
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from rankzero.values.ref import map_refs as map_refs
 
 _MODULES = {
+    "curves": "report.curves",
     "datasets": "submit.datasets",
     "formats": "values.formats",
     "lease": "run.lease",
@@ -120,7 +122,7 @@ _NAMES = {
     "run.detach": "PipelineTry detaching end",
     "run.follower": "EngineOpened Follower LineWritten MetricsReported RunEnded",
     "run.identity": "Identity",
-    "run.reports": "height_of is_number",
+    "run.reports": "is_number",
     "run.retry": "may_retry",
     "submit.durable": "Opened",
     "submit.training": "is_module_reference",

@@ -50,7 +50,7 @@ lazy_names(
     "_compat.Calls _compat.DELEGATED _compat.IN_PROCESS _compat.MULTIPROCESS _compat.signal_of "
     "checks.build_champion_check checks.build_metric_bounds_checks component.TorchTrainingComponent "
     "decorators.asset.torch_asset decorators.multi_asset.torch_multi_asset decorators.op.torch_distributor_op "
-    "failure.as_failure io_manager.io_manager.RankZeroIOManager metadata.describe.CURVE_POINTS "
+    "failure.as_failure io_manager.io_manager.RankZeroIOManager "
     "metadata.describe.describe_run metadata.describe.TABLE_ROWS resource.TorchDistributorResource step.lease "
     "step.run_id_of step.Step step_run.open_run",
 )

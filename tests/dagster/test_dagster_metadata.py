@@ -9,8 +9,9 @@ import pytest
 from tests.dagster.dagster_events import metadata_of
 
 import rankzero.train as rt
-from dagster_rankzero import CURVE_POINTS, TABLE_ROWS, describe_run, torch_asset
+from dagster_rankzero import TABLE_ROWS, describe_run, torch_asset
 from rankzero import Launcher, LocalEngine
+from rankzero.report import CHART_POINTS
 
 
 def test_the_curve_the_table_and_the_throughput_of_a_run(resources: dict[str, object]) -> None:
@@ -52,7 +53,7 @@ def test_many_reports_are_thinned_and_the_last_one_kept(tmp_path: Path, marker: 
     rows = [record.data for record in shown["reports"].records]
     assert (len(rows), rows[0]["step"], rows[-1]["step"]) == (TABLE_ROWS, 0, 4999)
     svg = base64.b64decode(shown["loss_curve"].value.partition("base64,")[2].removesuffix(")")).decode()
-    assert svg.count(",", svg.index("points="), svg.index('"', svg.index("points=") + 8)) == CURVE_POINTS
+    assert svg.count(",", svg.index("points="), svg.index('"', svg.index("points=") + 8)) == CHART_POINTS
     assert len(shown["loss_curve"].value) < 10_000
 
 
@@ -88,7 +89,7 @@ def test_metrics_of_any_name_and_size_fail_no_step(resources: dict[str, object])
     [
         ("reports.rows_of", "reports"),
         ("reports.throughput", "epochs_per_second"),
-        ("curve.draw", "loss_curve"),
+        ("curves.chart", "loss_curve"),
         ("describe_result", "format"),
         ("_list_reports", "reports"),
         ("_describe_end", "run_directory"),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rankzero.launcher import print_line
-from rankzero.run.card import describe_ranks, duration
+from rankzero.report.card import describe_ranks, duration
+from rankzero.report.progress import Progress
 from rankzero.run.directory import RunStatus
-from rankzero.run.progress import Progress
 
 if TYPE_CHECKING:
     from rich.text import Text

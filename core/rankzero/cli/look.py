@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from rankzero.cli import table, words
-from rankzero.run import cost
+from rankzero.report import cost
 from rankzero.run.directory import STATES, RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.lines import split_rank

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankzero.cli import words
-from rankzero.run import cost
-from rankzero.run.card import duration
+from rankzero.report import cost
+from rankzero.report.card import duration
 from rankzero.run.listing import Listed
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""The report: one HTML file that shows what happened in a run, or in several side by side.
+"""Presentation of runs: the HTML report, the card of notebooks, curves, progress and cost.
 
-Reads run directories through `rankzero.RunHandle`, and writes none of a run's facts. `facts` collects, `series` thins
-out, `page` makes the file; ``page.html``, ``page.css`` and ``page.js`` are what a browser shows. Nothing of a run is
-ever a part of the page's code: it travels as JSON, and is shown as text.
+This package reads run directories through `rankzero.RunHandle` and writes nothing into them. For the report `facts`
+collects, `series` thins out curves, and `page` makes the file of ``page.html``, ``page.css`` and ``page.js``.
+Text of a run is never part of the page's code: it travels as JSON, and the page shows it as text.
 """
 
 from rankzero import lazy_names
 
-lazy_names(__name__, "history.History server.ReportServer")
+lazy_names(__name__, "curves.CHART_POINTS history.History progress.Progress progress.RankProgress server.ReportServer")

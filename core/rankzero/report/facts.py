@@ -8,8 +8,8 @@ from typing import Any
 
 from rankzero.errors import RunNotFoundError
 from rankzero.job import Job
+from rankzero.report.cost import usage
 from rankzero.report.history import History
-from rankzero.run.cost import usage
 from rankzero.run.directory import RunDirectory, RunStatus
 from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle

@@ -11,7 +11,7 @@ lazy_names(
     "detach.detaching directory.EVENTS directory.LINES directory.RunDirectory directory.RunStatus growing.Position "
     "identity.Asked identity.compare identity.Comparison identity.describe identity.Identity lease.longest_delay "
     "lease.power listing.list_runs liveness.dead_after liveness.process_lives pace.LONGEST_PACE pieces.PieceWriter "
-    "progress.Progress progress.RankProgress reconcile.decide reconcile.Decision renewal.INTERVAL_REMOTE "
+    "reconcile.decide reconcile.Decision renewal.INTERVAL_REMOTE "
     "retention.ABANDONED retention.Age retention.CLAIM_PATIENCE retention.collect retention.EARLIER "
     "retention.HALF_REMOVED retention.HIDDEN retention.is_due retry.may_retry",
 )

@@ -1,4 +1,4 @@
-"""Presents the reports of rank 0 as rows, a throughput, a table, and a curve of plain text.
+"""Makes rows of the reports of rank 0, and computes the throughput.
 
 The functions are pure. They take the events of a run (`rankzero.RunHandle.events`) or rows made of them.
 """
@@ -17,10 +17,6 @@ PROGRESS = {"samples": "samples", "tokens": "tokens", "step": "steps", "epoch": 
 
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")
 """Metrics that count steps. The first that was reported is the horizontal axis of a curve."""
-
-TABLE_COLUMNS = 8
-CURVE_WIDTH = 40
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 class OfTraining:
@@ -85,13 +81,6 @@ def rows_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return keeper.rows
 
 
-def evenly(rows: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Returns at most ``limit`` (2 or more) of the rows, including the first and the last."""
-    if len(rows) <= limit:
-        return list(rows)
-    return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]
-
-
 def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PROGRESS) -> dict[str, float]:
     """Returns, for example, ``{"steps_per_second": 12.5}`` for the first of ``counts`` that grew; empty if none did.
 
@@ -110,47 +99,6 @@ def throughput(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, str] = PR
     return {}
 
 
-def loss_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of metrics that contain "loss", in the order of their first report."""
-    return [name for name in dict.fromkeys(name for row in rows for name in row) if "loss" in name.lower()]
-
-
-def curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """Returns the curve of a metric as one line of text; None if it has fewer than two finite values.
-
-    Example:
-        >>> curve([{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}], "loss")
-        '█▅▁ 3 → 1'
-    """
-    finite = [row for row in rows if is_number(row.get(name))]
-    if len(finite) < 2:
-        return None
-    values = [float(row[name]) for row in evenly([dict(row) for row in finite], CURVE_WIDTH)]
-    low, high = min(values), max(values)
-    bars = "".join(_BARS[round(height_of(value, low, high) * (len(_BARS) - 1))] for value in values)
-    return f"{bars} {values[0]:.4g} → {values[-1]:.4g}"
-
-
-def height_of(value: float, low: float, high: float) -> float:
-    """Returns the height of a value between the lowest and the highest value of a curve: 0.0 to 1.0.
-
-    Example:
-        >>> height_of(0.0, -1.7e308, 1.7e308)
-        0.5
-    """
-    # Halved, since the difference of two floats may overflow.
-    span = high / 2 - low / 2
-    return (value / 2 - low / 2) / span if span else 0.0
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rows as a table: aligned lines of text, names of columns first, at most `TABLE_COLUMNS` columns."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "time"))[:TABLE_COLUMNS]
-    cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-
-
 def is_number(value: object) -> TypeGuard[int | float]:
     """Returns True if a value can be plotted: it is a finite number and not a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -160,9 +108,3 @@ def is_number(value: object) -> TypeGuard[int | float]:
     except OverflowError:
         # The integer is too large for a float.
         return False
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)

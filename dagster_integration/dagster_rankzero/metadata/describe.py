@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dagster_rankzero.metadata import curve
-from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, is_number, reports, split
+from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
 
 if TYPE_CHECKING:
     from rankzero import ResultRef, RunHandle
@@ -25,9 +24,6 @@ RESULT_ENTRIES = frozenset({"format", "size", PLAIN, BLOCKS, "parameters", "dtyp
 
 TABLE_ROWS = 50
 """Most rows of the table of reports."""
-
-CURVE_POINTS = 200
-"""Most points of the loss curve."""
 
 TABLE_DIGITS = 9
 """Digits of a fraction in a table; the run directory has all digits."""
@@ -114,12 +110,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dg.MetadataValue[Any]:
 def _list_reports(rows: Sequence[dict[str, Any]]) -> _Entries:
     if not rows:
         return {}
-    shown = rows[-1:] if len(rows) == 1 else reports.evenly(rows, TABLE_ROWS)
+    shown = rows[-1:] if len(rows) == 1 else curves.evenly(rows, TABLE_ROWS)
     return {"reports": table([{name: value for name, value in row.items() if name != "time"} for row in shown])}
 
 
 def _draw_losses(rows: Sequence[dict[str, Any]]) -> _Entries:
-    picture = curve.draw(reports.evenly(rows, CURVE_POINTS), reports.loss_names(rows))
+    picture = curves.chart(rows, curves.loss_names(rows))
     return {"loss_curve": dg.MetadataValue.md(picture)} if picture else {}
 
 

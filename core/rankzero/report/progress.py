@@ -1,4 +1,4 @@
-"""`Progress`: how far the ranks of a run are, how fast, and how long it still takes, from its events as they come."""
+"""`Progress`: the progress and rate of each rank of a run, and the time left, from its events as they arrive."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from rankzero.run.growing import Position
 from rankzero.run.reports import PROGRESS, OfTraining, RowKeeper, is_number, throughput
 
 RATE_ROWS = 32
-"""Last reports of a rank by which its rate is measured."""
+"""Newest reports of a rank from which its rate is computed."""
 
 REPORTS = "reports"
-"""What is counted where no report counts anything."""
+"""The unit of a run whose reports count nothing."""
 
 COUNTED = frozenset({"report", "time", *PROGRESS, *(f"total_{many}" for many in PROGRESS.values())})
-"""Names in a row of reports that are no results."""
+"""Names in a row of reports that are counts or times and no results."""
 
 
 class Followed(Protocol):
-    """What is asked of a `rankzero.RunHandle` here."""
+    """The part of `rankzero.RunHandle` that `Progress` uses."""
 
     id: str
     directory: str
 
     @property
     def fresh_since(self) -> int:
-        """The first attempt of this training."""
+        """The number of the first attempt of this training."""
 
     @property
     def pace(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two polls of the run."""
 
     def status(self) -> RunStatus:
-        """The run's state now."""
+        """Returns the current status of the run."""
 
     def read_events(self, position: Position, status: RunStatus | None = None) -> tuple[list[dict[str, Any]], Position]:
-        """Some events from a position on, and the new position."""
+        """Returns some events from a position on, and the new position."""
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far one rank is.
+    """The progress of one rank.
 
     Attributes:
-        done: How many of `Progress.unit`.
-        rate: So many a second; None before two reports have told it.
+        done: The number of units (`Progress.unit`) that are done.
+        rate: Units for each second; None before the second report.
     """
 
     done: float
@@ -56,7 +56,7 @@ class RankProgress:
 
 
 class Progress:
-    """Reads a run's events, each once, and knows what they add up to.
+    """Reads each event of a run once, and sums up the progress of its ranks.
 
     Args:
         handle: The run.
@@ -69,13 +69,13 @@ class Progress:
         self._rows: dict[int, deque[dict[str, Any]]] = {}
         self._keeper = RowKeeper()
         self.total: float | None = None
-        """How many there are in all: what ranks report as ``total_steps``, ``total_epochs`` and the like."""
+        """The units of the whole training, which ranks report as ``total_steps``, ``total_epochs`` and the like."""
 
     def read(self, status: RunStatus) -> None:
-        """Reads what is new.
+        """Reads the new events.
 
         Args:
-            status: The run's, just read.
+            status: The status of the run, just read.
 
         Raises:
             OSError: the store cannot be read.
@@ -91,7 +91,7 @@ class Progress:
                 if event.get("type") == "metric":
                     self._add(event)
                 elif event.get("type") == "state" and event.get("state") == "starting":
-                    # Each rank of the next attempt counts anew, and there may be fewer.
+                    # Each rank of the next attempt counts from its own start, and there may be fewer ranks.
                     self._rows, self.total = {}, None
             if self._position == before:
                 return
@@ -102,7 +102,7 @@ class Progress:
             return
         rows = self._rows.setdefault(rank, deque(maxlen=RATE_ROWS))
         count = rows[-1][REPORTS] + 1 if rows else 1
-        # What a rank counts in other reports only, it has not lost in this one.
+        # A count that is missing in this report keeps its value of an earlier one.
         counted = {name: rows[-1][name] for name in PROGRESS if rows and name in rows[-1]}
         counted |= {name: metrics[name] for name in PROGRESS if is_number(metrics.get(name))}
         rows.append({**counted, "time": event["time"], REPORTS: count})
@@ -119,23 +119,23 @@ class Progress:
 
     @property
     def unit(self) -> str:
-        """What is counted: ``"steps"``, ``"samples"``, ``"tokens"``, ``"epochs"``, else ``"reports"``."""
+        """The unit of progress: ``"steps"``, ``"samples"``, ``"tokens"``, ``"epochs"`` or else ``"reports"``."""
         return PROGRESS.get(self._counts, REPORTS)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The reports of rank 0, as `rankzero.run.reports.rows_of` has them."""
+        """The reports of rank 0, as `rankzero.run.reports.rows_of` returns them."""
         return self._keeper.rows
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last report of rank 0, without what it counts."""
+        """The last report of rank 0, without its counts."""
         row = self.rows[-1] if self.rows else {}
         return {name: value for name, value in row.items() if name not in COUNTED}
 
     @property
     def ranks(self) -> dict[int, RankProgress]:
-        """The ranks that have reported."""
+        """The progress of each rank that has reported."""
         name = self._counts
         found = {}
         for rank, rows in sorted(self._rows.items()):
@@ -146,13 +146,13 @@ class Progress:
 
     @property
     def slowest(self) -> int | None:
-        """The rank that is least far, of equal ones the lowest; None before any has reported."""
+        """The rank with the least progress, the lowest of equal ones; None before the first report."""
         ranks = self.ranks
         return min(ranks, key=lambda rank: (ranks[rank].done, rank), default=None)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the slowest rank is through; None where no report names a total, or too few have come."""
+        """Seconds until the slowest rank is done; None if no report names a total, or too few reports have arrived."""
         if self.slowest is None or self.total is None:
             return None
         found = self.ranks[self.slowest]

@@ -1,4 +1,4 @@
-"""A run in a notebook: its card, which changes while the run lives. Jupyter is imported in a kernel only."""
+"""Shows the card of a run in a notebook and renews it while the run lives. Jupyter is imported in a kernel only."""
 
 from __future__ import annotations
 
@@ -8,30 +8,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rankzero.run import card, cost
 from rankzero.run.directory import RunDirectory
-from rankzero.run.progress import Followed, Progress
+
+if TYPE_CHECKING:
+    from rankzero.report.progress import Followed
 
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL = 1.0
-"""Seconds between two states of a card."""
+"""Seconds between two updates of a card."""
 
 LAST_TIMEOUT = 10.0
-"""Seconds for the last state of a card, after the end of its run."""
+"""Seconds that the last update of a card may take after the end of its run."""
 
 
 class Card:
-    """Makes the card of a run, again and again; reads only what is new."""
+    """Renders the card of a run repeatedly, and reads only new events each time."""
 
     def __init__(self, handle: Followed) -> None:
+        # Every run imports this module, and few of them in a notebook.
+        from rankzero.report.progress import Progress
+
         self._handle = handle
         self._progress = Progress(handle)
 
     def html(self) -> str:
-        """The card now. Raises OSError or RankZeroError if the run cannot be read."""
+        """Returns the card of this moment. Raises OSError or RankZeroError if the run cannot be read."""
+        from rankzero.report import card, cost
+
         job, status, now = RunDirectory(self._handle.directory).job(), self._handle.status(), time.time()
         self._progress.read(status)
         facts = card.Facts(
@@ -53,9 +59,9 @@ class Card:
 
 @contextlib.contextmanager
 def showing() -> Iterator[Callable[[Followed], None]]:
-    """Gives a function that shows a run's card from then on, its last state after the block; nothing elsewhere.
+    """Yields a function that shows a run's card and keeps it up to date; outside of notebooks it does nothing.
 
-    Around the block that owns the run: the last state is there when that has ended.
+    The last update follows the block, so this block is entered before the one that owns the run.
     """
     cards: list[_Live] = []
     try:
@@ -66,13 +72,13 @@ def showing() -> Iterator[Callable[[Followed], None]]:
 
 
 class _Live:
-    """A card on a page, and the thread that renews it."""
+    """A card on a page, with the thread that updates it."""
 
     def __init__(self, handle: Followed) -> None:
         from IPython.display import HTML, display
 
         self._card = Card(handle)
-        # Drawn by the thread: a store that does not answer now is no reason to end a run that has begun.
+        # The thread draws it: a store that does not answer now must not end a run that has begun.
         self._place = display(HTML(""), display_id=True)
         self._ended = threading.Event()
         self._pace = max(REFRESH_INTERVAL, handle.pace)
@@ -97,12 +103,12 @@ def _update(place: Any, made: Card) -> None:
     try:
         place.update(HTML(made.html()))
     except Exception:
-        # A card is not worth a training.
-        logger.warning("the card of the run could not be made", exc_info=True)
+        # A card that cannot be drawn must not fail a training.
+        logger.warning("the card of the run could not be drawn", exc_info=True)
 
 
 def in_notebook() -> bool:
-    """True in the kernel of a notebook."""
+    """Returns True in the kernel of a notebook."""
     shell = sys.modules.get("IPython")
     found = shell.get_ipython() if shell is not None and hasattr(shell, "get_ipython") else None
     return getattr(found, "kernel", None) is not None

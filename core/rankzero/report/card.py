@@ -1,29 +1,27 @@
-"""A run as a small piece of HTML, as notebooks show it: state, progress, curves, the first cause. No script, no link.
+"""The card of a run, a small piece of HTML for notebooks: state, progress, curves, the first cause. No script, no link.
 
-Pure. Whatever comes from a run is escaped: it is text there, never markup.
+Pure functions. Text that comes from a run is escaped, so it is never markup.
 """
 
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankzero.report import curves
+from rankzero.report.progress import COUNTED, RankProgress
 from rankzero.run.directory import RunStatus
-from rankzero.run.progress import COUNTED, RankProgress
-from rankzero.run.reports import evenly, is_number
+from rankzero.run.reports import is_number
 
 MAX_CURVES = 6
 MAX_RANKS = 8
-"""Ranks that are shown one by one; of more the first and the last are named."""
+"""Ranks up to which each is shown; of more, only the slowest and the fastest are named."""
 
 ERROR_LINES = 15
-"""First lines of an error that are shown, and as many of the last."""
+"""First lines of an error that are shown; as many of its last lines are shown, too."""
 
-_POINTS = 120
-_WIDTH, _HEIGHT, _EDGE = 180, 44, 3
 _COLORS = {"succeeded": "#1a7f4b", "failed": "#c0322b", "cancelled": "#a76a00", "running": "#2563c9"}
 _OTHER = "#6b7280"
 _SOFT = "opacity:.7"
@@ -31,21 +29,21 @@ _SOFT = "opacity:.7"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card shows.
+    """The facts that a card shows.
 
     Attributes:
-        id: The run's name.
-        name: What is trained.
-        world: Its ranks, for people.
+        id: The name of the run.
+        name: The display name of the function or script.
+        world: The number of ranks as display text.
         directory: The run directory.
-        status: Its state.
-        now: Unix time.
-        rows: The reports of rank 0, as `rankzero.run.reports.rows_of` has them.
-        unit: What ``ranks`` count.
-        total: How many of them there are in all, or None.
-        ranks: How far each rank is.
-        seconds_left: Until the end, or None.
-        used: What the run has used and cost, for people; may be empty.
+        status: The state of the run.
+        now: The current Unix time.
+        rows: The reports of rank 0, as `rankzero.run.reports.rows_of` returns them.
+        unit: The unit in which ``ranks`` count.
+        total: The number of units of the whole training, or None.
+        ranks: The progress of each rank.
+        seconds_left: Seconds until the end, or None.
+        used: Display text of the hours and the cost of the run; may be empty.
     """
 
     id: str
@@ -63,7 +61,7 @@ class Facts:
 
 
 def render(facts: Facts) -> str:
-    """The card as HTML."""
+    """Returns the card as HTML."""
     state = facts.status.state
     badge = f"color:#fff;background:{_COLORS.get(state, _OTHER)};border-radius:999px;padding:1px 10px;font-size:12px"
     head = f'<b>{_text(facts.id)}</b> <span style="{badge}">{_text(state)}</span>'
@@ -72,7 +70,7 @@ def render(facts: Facts) -> str:
         f'<div style="display:flex;gap:10px;align-items:center;flex-wrap:wrap">{head}'
         f'<span style="{_SOFT}">{_text(what)}</span></div>',
         _progress(facts),
-        _line(" · ".join(_said(facts))),
+        _line(" · ".join(_facts_of(facts))),
         _curves(facts.rows),
         _error(facts.status.error),
         _line(facts.directory, mono=True),
@@ -82,7 +80,7 @@ def render(facts: Facts) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``12 s``, ``3 min 5 s`` or ``2 h 10 min``."""
+    """Returns seconds as ``12 s``, ``3 min 5 s`` or ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -90,7 +88,7 @@ def duration(seconds: float) -> str:
 
 
 def describe_ranks(ranks: Mapping[int, RankProgress]) -> str:
-    """How far each rank is, for people: ``0: 12, 1: 11``; of many the slowest and the fastest alone."""
+    """Returns the progress of each rank as ``0: 12, 1: 11``; of many ranks only the slowest and the fastest."""
     if len(ranks) <= MAX_RANKS:
         return ", ".join(f"{rank}: {found.done:g}" for rank, found in ranks.items())
     slowest = min(ranks, key=lambda rank: ranks[rank].done)
@@ -98,7 +96,7 @@ def describe_ranks(ranks: Mapping[int, RankProgress]) -> str:
     return f"{ranks[slowest].done:g} (rank {slowest}) to {ranks[fastest].done:g} (rank {fastest})"
 
 
-def _said(facts: Facts) -> list[str]:
+def _facts_of(facts: Facts) -> list[str]:
     status = facts.status
     said = []
     if status.started is not None:
@@ -115,7 +113,7 @@ def _said(facts: Facts) -> list[str]:
 
 
 def _progress(facts: Facts) -> str:
-    """A bar, where reports name a total."""
+    """Returns a progress bar if the reports name a total, else an empty text."""
     if not facts.total or not facts.ranks or facts.status.final:
         return ""
     done = min(found.done for found in facts.ranks.values())
@@ -134,22 +132,11 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    finite = [dict(row) for row in rows if is_number(row.get(name))]
-    if not finite:
+    values = [row[name] for row in rows if is_number(row.get(name))]
+    if not values:
         return None
-    values = [float(row[name]) for row in evenly(finite, _POINTS)]
     label = f'<div style="min-width:80px"><b>{_text(name)}</b> <span style="{_SOFT}">{values[-1]:.5g}</span></div>'
-    low, high = min(values), max(values)
-    span = high - low
-    if len(values) < 2 or not 0 < span < math.inf:
-        return f"<div>{label}</div>"
-    wide, tall = _WIDTH - 2 * _EDGE, _HEIGHT - 2 * _EDGE
-    points = " ".join(
-        f"{_EDGE + wide * index / (len(values) - 1):.1f},{_EDGE + tall * (high - value) / span:.1f}"
-        for index, value in enumerate(values)
-    )
-    line = f'<polyline points="{points}" fill="none" stroke="#2563c9" stroke-width="1.6" stroke-linejoin="round"/>'
-    return f'<div>{label}<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">{line}</svg></div>'
+    return f"<div>{label}{curves.sparkline(rows, name) or ''}</div>"
 
 
 def _error(error: Mapping[str, Any] | None) -> str:

@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import until
 
 from rankzero import InvalidJobError, Launcher, RunHandle
-from rankzero.run import Position, Progress, RankProgress, RunDirectory, RunStatus, card, cost, notebook
+from rankzero.report import Progress, RankProgress, card, cost, notebook
+from rankzero.run import Position, RunDirectory, RunStatus
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
 

@@ -1,6 +1,6 @@
-"""What a run has used, GPU-hours or core-hours, and about what that costs by the prices of its submitter.
+"""The GPU-hours or core-hours of a run, and their estimated cost by the prices of its submitter.
 
-A rank counts from the moment its attempt is launched until that has ended: for so long its place is nobody else's.
+A rank counts from the launch of its attempt until the end of the attempt: for so long no other job can use its slot.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rankzero.run.directory import RunStatus
 from rankzero.run.reports import is_number
 
 PRICES_VARIABLE = "RANKZERO_PRICES"
-"""What an hour costs, for example ``gpu=2.49,core=0.04,currency=EUR``."""
+"""The variable with the prices of an hour, for example ``gpu=2.49,core=0.04,currency=EUR``."""
 
 _HOUR = 3600.0
 _CENTS = 0.1
-"""Below this two digits after the point tell nothing."""
+"""Numbers below this are shown with two significant digits instead of two decimals."""
 
 _LEAST = 0.0001
 _NUMBERS = ("gpu", "core")
@@ -29,13 +29,13 @@ _CURRENCY = "currency"
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run has used until now.
+    """The usage of a run until now.
 
     Attributes:
-        hours: Of GPUs, or of cores where it has none.
+        hours: GPU-hours, or core-hours of a run without GPUs.
         resource: ``"gpu"`` or ``"core"``. A rank without ``cpus_per_process`` counts as one core.
-        cost: By the submitter's prices; None where they have none for this.
-        currency: Of the cost; may be empty.
+        cost: The cost by the submitter's prices; None without a price for this resource.
+        currency: The currency of the cost; may be empty.
     """
 
     hours: float
@@ -44,33 +44,33 @@ class Usage:
     currency: str = ""
 
     def __str__(self) -> str:
-        """``3.20 GPU-hours, about 7.97 EUR``."""
+        """Returns text such as ``3.20 GPU-hours, about 7.97 EUR``."""
         return f"{self.amount}ours{self.price and f', about {self.price}'}"
 
     @property
     def amount(self) -> str:
-        """``3.20 GPU-h``."""
+        """The hours as text, such as ``3.20 GPU-h``."""
         return f"{_few_digits(self.hours)} {'GPU' if self.resource == 'gpu' else 'core'}-h"
 
     @property
     def price(self) -> str:
-        """``7.97 EUR``; empty without a price."""
+        """The cost as text, such as ``7.97 EUR``; empty without a price."""
         if self.cost is None:
             return ""
         return f"{_few_digits(self.cost)} {self.currency}".rstrip()
 
 
 def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
-    """What the last submission of a run has used; None before it had a place.
+    """Returns the usage of the last submission of a run; None before it had a slot.
 
     Args:
-        job: What was asked for.
-        status: Its state.
-        now: Unix time.
+        job: The job of the submission.
+        status: The status of the run.
+        now: The current Unix time.
     """
     seconds = status.held_seconds
     if status.held_since is not None:
-        # Of a driver that has died nobody knows more than its last heartbeat.
+        # A driver that has died is known to have lived until its last heartbeat.
         until = (status.ended or status.heartbeat) if status.final else now
         seconds += (status.world_size or job.num_processes) * max(0.0, until - status.held_since)
     if not seconds:
@@ -83,18 +83,18 @@ def usage(job: Job, status: RunStatus, now: float) -> Usage | None:
 
 
 def prices_from_environment() -> dict[str, Any]:
-    """The prices in `PRICES_VARIABLE`. Raises InvalidJobError as `read_prices`."""
+    """Returns the prices in `PRICES_VARIABLE`. Raises InvalidJobError as `read_prices` does."""
     return read_prices(os.environ.get(PRICES_VARIABLE, ""))
 
 
 def read_prices(text: str) -> dict[str, Any]:
-    """Prices of an hour, from text.
+    """Parses the prices of an hour.
 
     Args:
         text: ``NAME=VALUE``, separated by commas: numbers for ``gpu`` and ``core``, any word for ``currency``.
 
     Raises:
-        InvalidJobError: it says something else.
+        InvalidJobError: the text has another form.
 
     Example:
         >>> read_prices("gpu=2.49, core=0.04, currency=EUR")
