@@ -15,6 +15,7 @@ setup:
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
 	.venv/bin/python scripts/check_prose.py
 	.venv/bin/python scripts/check_test_imports.py
 
@@ -102,4 +103,4 @@ docs: .venv-docs/installed
 	touch $@
 
 clean:
-	rm -rf .site .venv .venv-docs .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .site .venv .venv-docs .venv-3.* .venv-matrix .frameworks .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

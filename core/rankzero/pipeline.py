@@ -25,8 +25,8 @@ Deliver the result
 
 Describe it
     `reports` makes rows of the metrics, and `curves` makes tables and curves of the rows. `is_number` is True for a
-    value that can be drawn, `encodable` makes a text storable, `REPORT_FILE` is the name of the report in a run
-    directory, and `pages` serves reports.
+    value that can be drawn, `REPORT_FILE` is the name of the report in a run directory, and `pages` serves
+    reports.
 
 Take options
     `NumProcesses`, `WorldSize`, `RestartOn`, `AUTO`, `EXIT_TIMEOUT`, `STOP_GRACE`, `DEFAULT_STORE` and `STORE_VARIABLE`
@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from rankzero.submit import datasets as datasets
     from rankzero.submit.durable import Opened as Opened
     from rankzero.submit.training import is_module_reference as is_module_reference
-    from rankzero.texts import encodable as encodable
     from rankzero.values import formats as formats
     from rankzero.values.digest import BLOCKS as BLOCKS
     from rankzero.values.digest import PLAIN as PLAIN
@@ -126,7 +125,6 @@ _NAMES = {
     "run.retry": "may_retry",
     "submit.durable": "Opened",
     "submit.training": "is_module_reference",
-    "texts": "encodable",
     "values.digest": "BLOCKS PLAIN split verify",
     "values.plain": "find_unstorable plain_view storable",
     "values.ref": "fingerprint_of map_refs",

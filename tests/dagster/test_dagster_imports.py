@@ -1,12 +1,7 @@
 """Loading definitions must stay cheap: every code server and step process does it."""
 
-import ast
-import graphlib
 import subprocess
 import sys
-from pathlib import Path
-
-import dagster_rankzero
 
 
 def test_the_package_imports_no_heavy_library() -> None:
@@ -30,19 +25,3 @@ def test_dagster_knows_the_library() -> None:
         "assert DagsterLibraryRegistry.get()['dagster-rankzero'] == dagster_rankzero.__version__"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
-
-
-def test_rooms_build_on_each_other_without_a_circle() -> None:
-    root = Path(dagster_rankzero.__file__).parent
-    graph: dict[str, set[str]] = {}
-    for path in root.rglob("*.py"):
-        room = path.relative_to(root).parts[0].removesuffix(".py")
-        if room == "__init__":
-            continue
-        # Lazy imports count, too: a room that needs another later needs it.
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dagster_rankzero"):
-                below = (node.module or "").split(".")[1:] or [name.name for name in node.names]
-                graph.setdefault(room, set()).update({below[0]} - {room})
-    list(graphlib.TopologicalSorter(graph).static_order())
-    assert "resource" in graph["decorators"]

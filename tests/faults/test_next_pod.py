@@ -12,7 +12,7 @@ import pytest
 import yaml
 from tests.conftest import ROOT, until
 
-from rankzero.cli.run import run
+from rankzero.cli import main
 from rankzero.run import RunDirectory
 
 on_namespaces = pytest.mark.skipif(
@@ -136,7 +136,7 @@ def test_the_manifest_of_the_documentation_is_a_command_that_exists() -> None:
     assert pod["restartPolicy"] == "OnFailure"
     program, command, *arguments = [*container["command"], *container["args"]]
     assert (program, command) == ("rankzero", "run")
-    context = run.make_context("run", arguments)
+    context = main.commands["run"].make_context("run", arguments)
     assert context.params["script"] == "/app/train.py"
     assert (context.params["run_id"], context.params["store"]) == ("train-nightly", "s3://bucket/runs")
     assert context.params["conf"]["spark.driver.host"] == "$(POD_IP)"

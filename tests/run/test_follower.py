@@ -1,9 +1,6 @@
 """`Follower` yields each piece of news about a run once, and the end of the run last."""
 
-import ast
 from pathlib import Path
-
-from tests.conftest import ROOT
 
 import rankzero.pipeline
 from rankzero import Launcher, WorkerFailedError
@@ -60,18 +57,3 @@ def test_every_name_of_the_interface_exists_and_is_documented() -> None:
     for name in rankzero.pipeline.__all__:
         assert getattr(rankzero.pipeline, name) is not None
         assert f"`{name}`" in text, f"{name} is not in the docstring of rankzero.pipeline"
-
-
-PUBLIC = ("rankzero", "rankzero.pipeline", "rankzero.errors", "rankzero.tracking", "rankzero.train")
-
-
-def test_orchestrators_import_the_public_interface_only() -> None:
-    for folder in ("airflow_provider", "dagster_integration"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                if isinstance(node, ast.Import):
-                    modules = [alias.name for alias in node.names]
-                for module in modules:
-                    inside = module == "rankzero" or module.startswith("rankzero.")
-                    assert not inside or module in PUBLIC, f"{path.relative_to(ROOT)} imports {module}"
