@@ -70,6 +70,8 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
   install --no-deps -r "$venv/without-torch.txt"
   install --constraint "$lock" "$(grep '^torch==' "$lock")"
   install --no-deps --no-build-isolation -e .
+  # Where the environment forbids Python to write compiled modules, every process would compile them again.
+  "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" core airflow_provider dagster_integration >/dev/null 2>&1 || true
   echo "$want" > "$stamp"
 fi
 
