@@ -301,7 +301,7 @@ def marker(tmp_path: Path) -> Iterator[str]:
     """A value for the ranks' environment; after the test no process carries it any more."""
     value = f"mark-{tmp_path.name}-{os.getpid()}"
     yield value
-    assert wait_until_gone(value) == [], "processes outlived their run"
+    assert [describe(pid) for pid in wait_until_gone(value)] == [], "processes outlived their run"
 
 
 @pytest.fixture

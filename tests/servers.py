@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.conftest import describe, is_alive, until
 
-STOP_TIMEOUT = 30.0
-"""Seconds for a server to end by itself."""
+STOP_TIMEOUT = 90.0
+"""Seconds for a server to end by itself, beside other work."""
 
 GONE = 30.0
 """Seconds for the kernel to end what got SIGKILL."""
