@@ -30,6 +30,7 @@ On an object store ``events.jsonl`` and ``logs/lines`` are folders of numbered p
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -164,6 +165,10 @@ _LATER_KINDS: dict[str, type | tuple[type, ...]] = {
     "held_seconds": _NUMBER,
     "held_since": (*_NUMBER, type(None)),
 }
+
+
+_job_from_json = functools.lru_cache(maxsize=4)(Job.from_json)
+"""Parses a job. One launch reads the same text a dozen times."""
 
 
 class RunDirectory:
@@ -326,7 +331,7 @@ class RunDirectory:
 
     def _read_job(self, path: str) -> Job:
         try:
-            return Job.from_json(store.read_bytes(path))
+            return _job_from_json(store.read_bytes(path))
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
 

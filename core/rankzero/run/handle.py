@@ -92,7 +92,7 @@ class RunHandle(Generic[R]):
     @property
     def labels(self) -> dict[str, str]:
         """Returns the last submission's `Launcher.labels`."""
-        return self._run.job().labels
+        return dict(self._run.job().labels)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class RunHandle(Generic[R]):
         A value other than a number, a text or a bool is replaced by the name of its type, and a value whose name looks
         secret by ``***``. For a script, each ``--name value`` of the command line is an argument.
         """
-        return self._run.job().params
+        return dict(self._run.job().params)
 
     @property
     def world_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
@@ -276,14 +276,16 @@ def remove_unfinished(directory: str, *, deep: bool = True) -> None:
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[IO[bytes]]:
     """Opens a temporary file beside local ``path`` for writing, which replaces it if the block raises nothing."""
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
+    temporary = os.path.join(os.path.dirname(path), f".writing-{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         with open(handle, "wb") as file:
             yield file
         os.replace(temporary, path)
-    finally:
+    except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        raise
 
 
 def upload(local_path: str, location: str) -> None:
