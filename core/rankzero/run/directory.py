@@ -302,8 +302,9 @@ class RunDirectory:
         # Written before job.json, so that no reader takes the end of an earlier submission for the end of this one.
         started = RunStatus(heartbeat=time.time(), attempt=job.first_attempt, patience=patience)
         self.write_status(replace(started, submission=job.submission, nonce=job.nonce))
-        store.write_bytes(self.submission_path(job.submission, "job.json"), job.to_json())
-        self.restore(job.submission)
+        data = job.to_json()
+        store.write_bytes(self.submission_path(job.submission, "job.json"), data)
+        store.write_bytes(self.path("job.json"), data, durable=True)
         store.sync_directory(os.path.dirname(self.directory))
 
     def identity(self, submission: int) -> Identity | None:

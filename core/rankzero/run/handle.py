@@ -185,12 +185,16 @@ class RunHandle(Generic[R]):
         Returns:
             True if the run has ended, False if the timeout has passed.
         """
+        return self._end(timeout) is not None
+
+    def _end(self, timeout: float | None) -> RunStatus | None:
+        """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._seen(self._observer.patience_until(deadline)).final:
+        while not (status := self._seen(self._observer.patience_until(deadline))).final:
             if deadline is not None and time.monotonic() >= deadline:
-                return False
+                return None
             self.pause(math.inf if deadline is None else deadline - time.monotonic())
-        return True
+        return status
 
     def await_driver(self, timeout: float) -> None:
         """Waits until the driver of an ended run has also finished its trackers and its report.
@@ -256,9 +260,9 @@ class RunHandle(Generic[R]):
         return cast(R, ResultRef.from_json(cast("dict[str, Any]", status.result)).load())
 
     def _outcome(self, timeout: float | None) -> RunStatus:
-        if not self.wait(timeout):
+        status = self._end(timeout)
+        if status is None:
             raise TimeoutError(f"run {self.id} is still running after {timeout} s; the timeout ended only the wait")
-        status = self.status()
         if status.error is not None:
             raise error_from_json(status.error)
         if status.result is None:

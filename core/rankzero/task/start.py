@@ -49,6 +49,8 @@ OWNER = "RANKZERO_WARM_OWNER"
 
 _LOCK_INTERVAL = 0.005
 _NEW = ".new"
+_LINE = 4096
+"""Most bytes of an answer that are received at once."""
 
 # Variables that torch and the libraries below it read while they are imported; all others are set after a fork.
 # Cache directories are excluded: they are read when used, and many jobs set one for each run.
@@ -219,13 +221,13 @@ def _request(connection: socket.socket, request: dict[str, Any], log: int) -> Wa
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Receives one line of JSON, byte by byte, since later bytes belong to the next call."""
+    """Receives one line of JSON, and leaves later bytes in the socket for the next call."""
     line = b""
     while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
+        ahead = connection.recv(_LINE, socket.MSG_PEEK)
+        if not ahead:
             raise ConnectionError("the warm server has exited")
-        line += byte
+        line += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
     message: dict[str, Any] = json.loads(line)
     return message
 
