@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from rankzero.driver import policy
 from rankzero.driver.policy import Placement
-from rankzero.driver.watch import DRIVER, TICK, Inbox
-from rankzero.engines.base import Engine, EngineSession, within, words_of
+from rankzero.driver.watch import DRIVER, TICK, Inbox, Messages
+from rankzero.engines.base import ActionThread, Engine, EngineSession, within, words_of
 from rankzero.errors import LOST, EngineError, RankZeroError, StartTimeoutError
 from rankzero.job import Job
 
@@ -58,6 +57,7 @@ class Places:
         self._inbox = inbox
         self._check = check
         self._say = say
+        self._thread = ActionThread()
         self.session: EngineSession | None = None
         self.left_nothing = True
         """False if a session did not close, so a JVM that was stopped may still exist."""
@@ -87,7 +87,7 @@ class Places:
         session, answers = self.session, list[bool]()
         # A JVM that was stopped does not answer at all.
         return session is not None and not (
-            within(CLOSE_TIMEOUT, lambda: answers.append(session.is_usable())) and answers == [True]
+            self._within(lambda: answers.append(session.is_usable())) and answers == [True]
         )
 
     def gather(self, session: EngineSession, deadline: float, bad: frozenset[str]) -> Placement:
@@ -137,7 +137,20 @@ class Places:
         """Closes the session, if there is one."""
         session, self.session = self.session, None
         if session:
-            self.left_nothing = within(CLOSE_TIMEOUT, session.close)
+            self.left_nothing = self._within(session.close)
+        self._renew_thread()
+
+    def _within(self, action: Callable[[], None]) -> bool:
+        """Runs an engine's action for `CLOSE_TIMEOUT` seconds at most; returns False if it took longer."""
+        is_done = within(CLOSE_TIMEOUT, action, self._thread.start)
+        if not is_done:
+            self._renew_thread()
+        return is_done
+
+    def _renew_thread(self) -> None:
+        """Makes later actions independent of an earlier one that may never return."""
+        self._thread.end()
+        self._thread = ActionThread()
 
     def say_from_thread(self, what: str) -> None:
         """Records an event of the engine, from an action that runs in `in_thread`."""
@@ -146,9 +159,6 @@ class Places:
     def in_thread(self, action: Callable[[], T], deadline: float) -> T:
         """Runs an engine's action in a thread, so that a cluster that does not answer cannot block the driver."""
         messages = self._inbox.renew()
-        began = time.monotonic()
-        # Actions without a deadline report their own progress.
-        say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
 
         def act() -> None:
             result: T | None = None
@@ -161,7 +171,18 @@ class Places:
                 failure = EngineError(f"the engine could not be opened: {words_of(error)}")
             messages.put((DRIVER, {"type": _DONE, "result": result, "failure": failure}))
 
-        threading.Thread(target=act, name="rankzero-engine", daemon=True).start()
+        self._thread.start(act)
+        try:
+            return cast(T, self._await_done(messages, deadline))
+        except BaseException:
+            # The action may never return.
+            self._renew_thread()
+            raise
+
+    def _await_done(self, messages: Messages, deadline: float) -> Any:
+        began = time.monotonic()
+        # Actions without a deadline report their own progress.
+        say_at = math.inf if deadline == math.inf else began + policy.WAITING_INTERVAL
         while True:
             with contextlib.suppress(queue.Empty):
                 _, message = messages.get(timeout=TICK)
@@ -170,7 +191,7 @@ class Places:
                 if message["type"] == _DONE:
                     if message["failure"]:
                         raise message["failure"]
-                    return cast(T, message["result"])
+                    return message["result"]
             self._check()
             now = time.monotonic()
             if now > say_at:

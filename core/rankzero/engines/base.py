@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -258,10 +259,44 @@ def words_of(error: BaseException) -> str:
     return words[0] if words else f"{type(error).__name__}, whose text the JVM did not return: see driver.log"
 
 
-def within(seconds: float, action: Callable[[], None]) -> bool:
+class ActionThread:
+    """Runs an engine's actions one after the other in one thread, since py4j opens a connection to the JVM for each thread."""
+
+    def __init__(self) -> None:
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Queues an action, which must not raise."""
+        self._actions.put(action)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rankzero-engine", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Ends the thread when the last action has returned."""
+        self._actions.put(None)
+
+    def _work(self) -> None:
+        while action := self._actions.get():
+            action()
+
+
+def _start_in_thread(action: Callable[[], None]) -> None:
+    threading.Thread(target=action, name="rankzero-engine", daemon=True).start()
+
+
+def within(
+    seconds: float, action: Callable[[], None], start: Callable[[Callable[[], None]], None] = _start_in_thread
+) -> bool:
     """Runs an engine's action in a thread for limited time; returns False if it took longer.
 
     A call into a JVM that was stopped never returns.
+
+    Args:
+        seconds: The limit.
+        action: The function that the thread calls.
+        start: Calls a function in a thread; by default in a new one.
     """
     done = threading.Event()
 
@@ -273,7 +308,7 @@ def within(seconds: float, action: Callable[[], None]) -> bool:
         finally:
             done.set()
 
-    threading.Thread(target=act, name="rankzero-engine", daemon=True).start()
+    start(act)
     if done.wait(seconds):
         return True
     logger.warning("the engine did not answer within %s s", seconds)
