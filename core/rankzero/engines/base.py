@@ -260,7 +260,7 @@ def words_of(error: BaseException) -> str:
 
 
 class ActionThread:
-    """Runs an engine's actions one after the other in one thread, since py4j opens a connection to the JVM for each thread."""
+    """Runs an engine's actions one after the other in one thread, since py4j opens a connection for each thread."""
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -50,7 +50,7 @@ OWNER = "RANKZERO_WARM_OWNER"
 _LOCK_INTERVAL = 0.005
 _NEW = ".new"
 _LINE = 4096
-"""Most bytes of an answer that are received at once."""
+"""Most bytes of an answer that one call receives."""
 
 # Variables that torch and the libraries below it read while they are imported; all others are set after a fork.
 # Cache directories are excluded: they are read when used, and many jobs set one for each run.
