@@ -53,7 +53,8 @@ def _on_event(event, arguments):
         if isinstance(path, int):
             # A file object for a descriptor opens nothing.
             return
-        if str(path).endswith(_POLLED) or "/rankzero-agent-" in str(path):
+        # The number of levels of a control group is the host's.
+        if str(path).endswith(_POLLED) or "/rankzero-agent-" in str(path) or str(path).startswith("/sys/fs/cgroup/"):
             return
         _add("files opened to write" if flags & (os.O_WRONLY | os.O_RDWR) else "files opened to read")
     elif event in _EVENTS:
