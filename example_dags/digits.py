@@ -62,7 +62,7 @@ def train(
     batch_size: int = 32,
     start: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains with DistributedDataParallel; every rank runs this. Goes on from the last checkpoint, if there is one.
+    """Trains with DistributedDataParallel; every rank runs this. Continues from the last checkpoint, if there is one.
 
     Args:
         data: What `prepare` returned.
@@ -128,7 +128,7 @@ def accuracy(state: dict[str, Any], data: dict[str, Any]) -> float:
 
 
 def home() -> Path:
-    """Where the champion lies."""
+    """Returns the directory of the champion."""
     return Path(os.environ.get("DIGITS_HOME", "~/.rankzero/digits")).expanduser()
 
 

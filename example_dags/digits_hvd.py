@@ -1,4 +1,4 @@
-"""The digits training as it was written for Horovod, years ago: not even an import is changed.
+"""The digits training, written for Horovod years ago: not even an import is changed.
 
 ``RANKZERO_HOROVOD=1`` in the ranks' environment makes ``import horovod.torch`` find `rankzero.compat.horovod.torch`.
 """

@@ -45,7 +45,7 @@ def write_features(folder: str, copies: int = 4) -> dict[str, str]:
 
 
 def train(epochs: int = 3) -> dict[str, Any]:
-    """Trains on the dataset ``train``; every rank runs this. Goes on from the last checkpoint, in its very batch.
+    """Trains on the dataset ``train``; every rank runs this. Continues from the last checkpoint, at the same batch.
 
     Args:
         epochs: Passes over the rows.

@@ -2,8 +2,8 @@
 
     prepare -> train -> evaluate -> describe -> approve -> promote
 
-``approve`` waits in Airflow's "Required Actions" and holds no worker slot, however long that takes. What the person
-sees is in the question: the accuracies, new and reigning. Without an answer within `PATIENCE` the model is rejected.
+``approve`` waits in Airflow's "Required Actions" and holds no worker slot, however long that takes. The question
+shows the new accuracy and that of the champion. Without an answer within `RESPONSE_TIMEOUT` the model is rejected.
 After "Reject" ``promote`` is skipped, and the run is a success: an answer is no failure.
 
 Add ``assigned_users=[{"id": "ada", "name": "Ada"}]`` to let only some people answer, and ``notifiers=[...]`` to tell
@@ -20,7 +20,7 @@ from airflow.sdk import Param, dag, task
 from airflow_rankzero import TorchDistributorOperator, config
 from rankzero import ResultRef
 
-PATIENCE = timedelta(days=3)
+RESPONSE_TIMEOUT = timedelta(days=3)
 
 
 @dag(
@@ -32,7 +32,7 @@ PATIENCE = timedelta(days=3)
     tags=["rankzero"],
 )
 def digits_approval() -> None:
-    """The pipeline."""
+    """Trains, asks a person for approval, and promotes the model."""
 
     @task
     def prepare() -> ResultRef:
@@ -66,10 +66,10 @@ def digits_approval() -> None:
     accuracy = evaluate(data, train.output)
     approve = ApprovalOperator(
         task_id="approve",
-        subject="Shall this model go into production?",
+        subject="Should this model go into production?",
         body=describe(accuracy, train.output),
         defaults=ApprovalOperator.REJECT,
-        response_timeout=PATIENCE,
+        response_timeout=RESPONSE_TIMEOUT,
     )
     approve >> promote(accuracy, train.output)
 

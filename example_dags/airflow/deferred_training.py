@@ -8,7 +8,7 @@ the next try attaches to it. Marking the task failed or clearing it ends the run
 
 Needed: a running triggerer; a ``store`` that workers and triggerer both see (an object store, or a shared directory);
 and workers that outlive the task, not a pod for each task, since the process that drives the run stays on the worker's
-host. Should that host be lost, the next try (``retries``) goes on from the last checkpoint.
+host. Should that host be lost, the next try (``retries``) continues from the last checkpoint.
 """
 
 import os
@@ -30,7 +30,7 @@ from rankzero import ResultRef
     tags=["rankzero"],
 )
 def deferred_training() -> None:
-    """The pipeline."""
+    """Trains in a deferrable task, which occupies no worker."""
 
     @task
     def prepare() -> ResultRef:

@@ -28,7 +28,7 @@ CHAMPION = Asset("digits_champion")
 
 @dag(schedule="0 3 * * *", start_date=datetime(2026, 1, 1), catchup=False, tags=["rankzero"])
 def digits_retraining() -> None:
-    """The pipeline."""
+    """Trains every night and promotes a better model."""
 
     @task
     def prepare() -> ResultRef:
@@ -65,7 +65,7 @@ def digits_retraining() -> None:
 
 @dag(schedule=[CHAMPION], start_date=datetime(2026, 1, 1), catchup=False, max_active_runs=1, tags=["rankzero"])
 def digits_deployment() -> None:
-    """Follows every promotion."""
+    """Deploys the champion after every promotion."""
 
     @task(retries=2)
     def deploy() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rankzero import ResultRef
     tags=["rankzero"],
 )
 def horovod_training() -> None:
-    """The pipeline."""
+    """Trains with unchanged Horovod code."""
 
     @task
     def prepare() -> ResultRef:

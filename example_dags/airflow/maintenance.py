@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
     tags=["rankzero"],
 )
 def rankzero_maintenance() -> None:
-    """The pipeline."""
+    """Removes run directories that are no longer needed."""
 
     @task(retries=2)
     def collect_runs(params: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def train(steps: int, lr: float) -> float:
 
 @dag(schedule=None, start_date=datetime(2026, 1, 1), tags=["rankzero"])
 def migration_after() -> None:
-    """The pipeline."""
+    """Trains with the operator of rankzero."""
     TorchDistributorOperator(
         task_id="train",
         train=train,

@@ -6,7 +6,7 @@ It works, with these limits:
 - ``train`` has to be nested: Airflow loads this file under a synthetic name, so a function at module level is pickled
   by reference to a module that no executor has.
 - What ``train`` returns becomes an XCom as it is: a number may pass, a state dict may not. So weights are written to a
-  place that all executors and workers share, under a name that somebody has to invent, check and clean up.
+  place that all executors and workers share, under a name that the author has to invent, check and clean up.
 - Nor is it always rank 0's: with several ranks in one task it is that of whichever wrote last.
 - A rank that fails shows as a general error and pages of Java; its traceback is in the logs, if anywhere.
 - A worker that is lost loses the training, and every retry starts from nothing.
@@ -22,7 +22,7 @@ NUM_PROCESSES = 2
 
 
 def train_on_spark(steps: int, lr: float) -> float:
-    """What the task calls."""
+    """Trains on Spark; the function that the task calls."""
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
 
@@ -59,7 +59,7 @@ def train_on_spark(steps: int, lr: float) -> float:
 
 @dag(schedule=None, start_date=datetime(2026, 1, 1), tags=["rankzero"])
 def migration_before() -> None:
-    """The pipeline."""
+    """Trains with a PythonOperator and TorchDistributor."""
     PythonOperator(task_id="train", python_callable=train_on_spark, op_kwargs={"steps": 50, "lr": 0.1})
 
 

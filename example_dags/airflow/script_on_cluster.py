@@ -30,7 +30,7 @@ NUM_PROCESSES = 2
     tags=["rankzero"],
 )
 def script_on_cluster() -> None:
-    """The pipeline."""
+    """Runs the training script on the cluster."""
 
     @task
     def report(outcome: dict[str, Any]) -> str:

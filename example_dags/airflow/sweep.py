@@ -6,7 +6,7 @@
 directory. The settings are a parameter: trigger the DAG with others, as many as you like. Every training reports its
 accuracy on scans that were held out; ``choose`` reads it from the `ResultRef`, and loads the weights of the best only.
 
-How many train at once is bounded twice:
+Two limits bound how many train at the same time:
 
 - ``pool="gpus", pool_slots=NUM_PROCESSES``: a slot of the pool is a rank (a GPU, with ``use_gpu=True``). Make the pool
   as large as the cluster: ``airflow pools set gpus 8 "GPUs of the training cluster"``. A task whose slots are not free
@@ -58,7 +58,7 @@ def train(data: dict[str, Any], epochs: int, lr: float, batch_size: int) -> dict
     tags=["rankzero"],
 )
 def digits_sweep() -> None:
-    """The pipeline."""
+    """Trains once for each setting and keeps the best model."""
 
     @task
     def prepare() -> ResultRef:

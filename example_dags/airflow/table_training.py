@@ -22,7 +22,7 @@ from rankzero import ResultRef
     tags=["rankzero"],
 )
 def table_training() -> None:
-    """The pipeline."""
+    """Trains on the rows of a table."""
 
     @task
     def features() -> dict[str, str]:

@@ -22,7 +22,7 @@ GROUP = "digits"
 
 
 class TrainConfig(dg.Config):
-    """What the launchpad shows for the training step."""
+    """Configuration of the training step, which the launchpad shows."""
 
     epochs: int = 25
 
@@ -49,7 +49,7 @@ def accuracy(context: dg.AssetExecutionContext, scans: dict[str, Any], model: di
 
 @dg.asset_check(asset=accuracy, blocking=True)
 def beats_champion(accuracy: float) -> dg.AssetCheckResult:
-    """At least as good as the model in production."""
+    """Checks that the model is at least as good as the one in production."""
     reigning = digits.champion() or {"accuracy": None}
     return dg.AssetCheckResult(
         passed=digits.beats_champion(accuracy),
@@ -69,7 +69,7 @@ def champion(accuracy: float, model: dict[str, Any]) -> dict[str, Any]:
 
 @dg.asset(automation_condition=dg.AutomationCondition.eager())
 def deployment(champion: dict[str, Any]) -> dict[str, Any]:
-    """What the serving side loads; made anew whenever there is another champion."""
+    """Model that the serving side loads; materialized whenever there is another champion."""
     return digits.deploy(ResultRef.from_json(champion["model"]).load(), champion)
 
 

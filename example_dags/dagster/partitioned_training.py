@@ -22,7 +22,7 @@ FOLDS = 4
 
 @dg.asset(partitions_def=DAYS, kinds={"scikitlearn"})
 def daily_scans(context: dg.AssetExecutionContext) -> dict[str, Any]:
-    """What was scanned on that day: here a quarter of the data set, in turns."""
+    """Scans of one day: here a quarter of the data set, in turns."""
     fold = date.fromisoformat(context.partition_key).toordinal() % FOLDS
     scans = digits.prepare()
     return {name: part[fold::FOLDS].clone() if name.startswith("train") else part for name, part in scans.items()}

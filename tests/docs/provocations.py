@@ -19,7 +19,7 @@ WAIT = 60.0
 PROVOCATIONS: dict[str, Callable[[Launcher, Path], Any]] = {}
 """Each raises its error, given a launcher of two ranks and an empty directory, in which it is called."""
 
-SLOW = {"a-driver-that-is-lost", "no-master", "nobody-followed"}
+SLOW = {"a-driver-that-is-lost", "no-master", "no-process-followed"}
 """Those that take longer than seconds."""
 
 
@@ -295,7 +295,7 @@ def a_cancel(launcher: Launcher, here: Path) -> None:
 
 
 @provocation
-def nobody_followed(launcher: Launcher, here: Path) -> None:
+def no_process_followed(launcher: Launcher, here: Path) -> None:
     handle = launcher.options(orphan_timeout=0.5).submit(wait)
     until(lambda: handle.status().final, WAIT, "the run has ended by itself")
     handle.result()

@@ -64,7 +64,7 @@ WRITE_AHEAD = 256 << 10
 READ_SIZE = 256 << 10
 """Most bytes that are read from a socket in one call."""
 
-FAREWELL_TIMEOUT = 1.0
+DISCONNECT_TIMEOUT = 1.0
 """Time that agents have to receive the server's disconnect when it closes."""
 
 CLOSE_TIMEOUT = 5.0

@@ -104,7 +104,7 @@ class Collector:
 
 
 def used_of(job: Job, status: RunStatus) -> dict[str, str]:
-    """What a run has used and about what it costs, for people: ``{"GPU-hours": "3.20", ...}``; empty before a place."""
+    """Returns usage and estimated cost of a run as display text: ``{"GPU-hours": "3.20", ...}``; empty before it has slots."""
     found = usage(job, status, time.time())
     if found is None:
         return {}

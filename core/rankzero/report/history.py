@@ -34,7 +34,7 @@ _USAGE = ("cpu", "memory", "received", "sent")
 
 
 class History:
-    """What the events of one training add up to.
+    """Accumulates the events of one training.
 
     Args:
         fresh_since: The first attempt of this training: events of another one, which had the run id before, do not
@@ -193,11 +193,11 @@ class History:
         return {"rank": slowest, "seconds": gaps[slowest], "usual": usual}
 
     def marks(self) -> list[dict[str, Any]]:
-        """Checkpoints, failures, restarts and the like."""
+        """Returns the checkpoints, failures, restarts and similar events."""
         return list(itertools.chain(self._first_marks, self._last_marks))
 
     def hosts(self) -> list[dict[str, Any]]:
-        """What each host's processors, memory, network and GPUs did."""
+        """Returns the usage of processors, memory, network and GPUs of each host."""
         return [
             {
                 "host": host,

@@ -66,7 +66,7 @@ def _part(name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same for a browser: JSON has no NaN."""
+    """Returns a value with ``nan`` and ``inf`` as text, since a browser's JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The pages of a store, whoever serves them: the list of its runs, the report of each or of several. Read only."""
+"""Read-only pages of a store, independent of the server: the list of its runs, the report of one or several runs."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser finds it, with the token."""
+        """Address of this server for a browser, with the token."""
         return f"http://{HOST}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
 

@@ -12,7 +12,7 @@ from rankzero.run.handle import RunHandle
 
 
 class PipelineTry(Protocol):
-    """One try of a pipeline step, which answers questions about its orchestrator."""
+    """A try of a pipeline step, with facts about its orchestrator."""
 
     @property
     def is_followed_by_another(self) -> bool:
@@ -88,7 +88,7 @@ def _detach_or_end(
     if handle is None:
         return
     if caller.detaches(error):
-        log.warning("%s; the run in %s goes on for the next try", type(error).__name__, handle.directory)
+        log.warning("%s; the run in %s continues for the next try", type(error).__name__, handle.directory)
     else:
         end(handle, stop_grace)
 

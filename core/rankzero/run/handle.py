@@ -159,10 +159,10 @@ class RunHandle(Generic[R]):
 
         A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
         """
-        return self._seen(self._observer.patience)
+        return self._seen(self._observer.store_timeout)
 
-    def _seen(self, patience: float) -> RunStatus:
-        status = self._observer.status(patience)
+    def _seen(self, timeout: float) -> RunStatus:
+        status = self._observer.status(timeout)
         self._interval = status.interval
         return status
 
@@ -190,7 +190,7 @@ class RunHandle(Generic[R]):
     def _end(self, timeout: float | None) -> RunStatus | None:
         """Waits as `wait` does, and returns the status of the run that has ended; None if the timeout has passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not (status := self._seen(self._observer.patience_until(deadline))).final:
+        while not (status := self._seen(self._observer.store_timeout_until(deadline))).final:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
             self.pause(math.inf if deadline is None else deadline - time.monotonic())

@@ -62,16 +62,16 @@ class Observer:
         self._heartbeat = HeartbeatWatch()
         self._current = current or CurrentStatus(run)
 
-    def status(self, patience: float) -> RunStatus:
-        """Returns the current status, from a store that may fail for ``patience`` seconds.
+    def status(self, timeout: float) -> RunStatus:
+        """Returns the current status, from a store that may fail for ``timeout`` seconds.
 
         A run whose driver died is reported as failed, or as succeeded if its success was already recorded.
         """
-        status = self.patiently(self._current.read, patience)
+        status = self.patiently(self._current.read, timeout)
         if status.final or not self._driver_died(status):
             return status
         # The driver may have written in the meantime, or this machine may have slept, so the status is read again.
-        before, status = status, self.patiently(self._current.read, patience)
+        before, status = status, self.patiently(self._current.read, timeout)
         if status.final or status.heartbeat != before.heartbeat:
             return status
         if status.certain:
@@ -88,17 +88,17 @@ class Observer:
         return []
 
     @property
-    def patience(self) -> float:
+    def store_timeout(self) -> float:
         """Seconds for which a store may fail: longer for the owner of a living driver, whose error ends the run."""
         owns = self._driver is not None and self._driver.poll() is None
         return STORE_OUTAGE if owns else STORE_PATIENCE
 
-    def patiently(self, read: Callable[[], T], patience: float | None = None) -> T:
+    def patiently(self, read: Callable[[], T], timeout: float | None = None) -> T:
         """Reads the store, and retries while it fails, so that a short outage does not end a training.
 
         Args:
             read: The function that reads.
-            patience: Seconds after which to give up; None: this observer's `patience`.
+            timeout: Seconds after which to give up; None: `store_timeout`.
 
         Raises:
             RunNotFoundError: the directory holds no run.
@@ -109,7 +109,7 @@ class Observer:
             self._heartbeat.note_blindness()
             return isinstance(error, RunNotFoundError)
 
-        return store.patiently(read, self.patience if patience is None else patience, SHORTEST_PACE, gives_up)
+        return store.patiently(read, self.store_timeout if timeout is None else timeout, SHORTEST_PACE, gives_up)
 
     def driver_lives(self, status: RunStatus) -> bool | None:
         """Returns whether the driver lives; None if this process cannot query it and only the heartbeat decides.
@@ -141,7 +141,7 @@ class Observer:
         # A slow disk may delay the heartbeat of a living driver, so the process decides if it can be queried.
         return is_silent if lives is None else not lives
 
-    def patience_until(self, deadline: float | None) -> float:
-        """Returns `patience`, or the time left until a deadline if that is shorter, but at least `STORE_PATIENCE`."""
+    def store_timeout_until(self, deadline: float | None) -> float:
+        """Returns `store_timeout`, or the time until a deadline if that is shorter, but at least `STORE_PATIENCE`."""
         left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-        return min(self.patience, max(STORE_PATIENCE, left))
+        return min(self.store_timeout, max(STORE_PATIENCE, left))

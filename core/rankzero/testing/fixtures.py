@@ -62,7 +62,7 @@ class FakeTrainings:
 
 @pytest.fixture
 def fake_trainings(local_trainings: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrainings:
-    """Every training returns at once what the test says, and trains nothing; the way to it and its result are real.
+    """Makes every training return the value that the test gives, without training; the rest of the path is real.
 
     Example:
         A test of a pipeline's other steps::

@@ -37,7 +37,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class InlineRun:
-    """What a training function did under `run_inline`.
+    """Result of a training function under `run_inline`.
 
     Attributes:
         value: What rank 0 returned, the object itself; or what it gave to `rankzero.train.set_result`.
@@ -214,13 +214,13 @@ class _Peers:
         # For a store that is closed torch looks until the group's timeout: who comes now finds no address.
         os.environ.pop("MASTER_PORT", None)
         if not is_over.wait(ARRIVAL):
-            # Closed, as nobody else holds it.
+            # This is the last reference, so the store is closed.
             store.clear()
             for process in self._processes.values():
                 process.kill()
 
     def outcomes(self) -> list[ranks.Outcome]:
-        """What they returned. Raises WorkerFailedError for the first that failed."""
+        """Returns the outcomes of the ranks; raises WorkerFailedError for the rank that failed first."""
         for process in self._processes.values():
             if process.stdin:
                 process.stdin.close()
@@ -235,7 +235,7 @@ class _Peers:
         return [ranks.read_outcome(self._home, rank) for rank in self._processes]
 
     def failure(self) -> WorkerFailedError | None:
-        """The error of the rank that failed first by its own account, or was killed; None if none has failed."""
+        """Returns the error of the rank that failed first or was killed; None if none has failed."""
         if self._first:
             # Others have been killed since.
             return self._first
@@ -253,7 +253,7 @@ class _Peers:
         return None
 
     def failure_behind(self, error: Exception) -> WorkerFailedError | None:
-        """The same, of which the error of rank 0 may be the echo: a broken collective is seen before its cause."""
+        """Returns the failure that caused an error of rank 0, which may see a broken collective before its cause."""
         deadline = time.monotonic() + (CAUSE_WINDOW if describe(error)["collateral"] else 0.0)
         while not (found := self.failure()) and time.monotonic() < deadline:
             time.sleep(WATCH_EVERY)

@@ -32,7 +32,7 @@ ATTEMPT = 1
 
 @dataclass
 class Outcome:
-    """What a rank did.
+    """The outcome of a rank: its value, metrics and checkpoint.
 
     Attributes:
         value: What it returned.
@@ -190,7 +190,7 @@ def main() -> NoReturn:
 
 
 def read_outcome(home: str, rank: int) -> Outcome:
-    """What a rank that is a process did."""
+    """Returns the outcome of a rank that is a process of its own."""
     import cloudpickle
 
     with open(_outcome(home, rank), "rb") as file:

@@ -1,4 +1,4 @@
-"""`MLflow`: each training is a run there, which goes on when the training does."""
+"""`MLflow`: each training is a run of MLflow, which continues when the training is resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_TEXT = 4000
 """Characters of a tag; the server takes 5,000 or more."""
 
 TRAINING = "rankzero.training"
-"""Tag by which a training that goes on is found."""
+"""Tag that identifies the MLflow run of a training that is resumed."""
 
 DIRECTORY = "rankzero.directory"
 
@@ -43,7 +43,7 @@ _NO_NAME = re.compile(r"[^\w .:/-]")
 class MLflow(Tracker):
     """Makes each training a run of MLflow: its arguments as params, what ranks report as metrics, how it ended.
 
-    A training that is restarted, retried or resumed goes on in the same run of MLflow. Tags tell the run's id,
+    A training that is restarted, retried or resumed continues in the same run of MLflow. Tags tell the run's id,
     directory, attempt, world size, identity and code version, and its labels.
 
     Attributes:
@@ -108,7 +108,7 @@ class MLflow(Tracker):
                 self._tag({"rankzero.attempt": event["attempt"], "rankzero.world_size": run.world_size})
 
     def end(self, run: RunHandle[Any], status: RunStatus) -> None:
-        """Ends the run, unless it goes on."""
+        """Ends the run of MLflow, unless the training will continue."""
         if status.final:
             if status.error:
                 self._tag({"rankzero.error": status.error.get("message", "")})
@@ -152,7 +152,7 @@ def find_run(client: MlflowClient, experiments: list[str], tag: str, value: str)
 
 
 def training_of(directory: str) -> str:
-    """What stands for the training that a run directory holds now: another one under its run id is another one."""
+    """Returns an id of the training that a run directory holds; a later training under the same run id has another."""
     since = RunDirectory(directory).job().fresh_since
     return hashlib.sha256(f"{directory}#{since}".encode()).hexdigest()[:32]
 
@@ -168,7 +168,7 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name(name: str) -> str:
-    """As MLflow takes it."""
+    """Returns a name with only the characters and the length that MLflow accepts."""
     return "/".join(part for part in _NO_NAME.sub("_", name).split("/") if part.strip("."))[:MAX_NAME].strip("/") or "_"
 
 

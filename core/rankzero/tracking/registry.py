@@ -105,7 +105,7 @@ def register_model(
 def load_model(name: str, alias: str = CHAMPION, *, uri: str | None = None) -> Any:
     """The value of the version that has the alias: what `ResultRef.load` of the registered result gives.
 
-    What is no plain value or dict of tensors is unpickled, and may run code of whoever registered it.
+    Other values than plain ones and dicts of tensors are unpickled, which may run code of the user who registered them.
 
     Args:
         name: Of the registered model.

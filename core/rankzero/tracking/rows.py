@@ -15,7 +15,7 @@ MAX_STEP = 2**63
 
 @dataclass(frozen=True)
 class Row:
-    """One report of a rank.
+    """A report of a rank.
 
     Attributes:
         rank: Whose.

@@ -36,7 +36,7 @@ class TensorBoard(Tracker):
 
     ranks: Collection[int] | None = (0,)
 
-    # What is there is written anew when the training is resumed.
+    # A training that is resumed writes all its rows again.
     is_idempotent = True
 
     def check(self) -> None:
@@ -44,7 +44,7 @@ class TensorBoard(Tracker):
         require("tensorboard", "tensorboard", self)
 
     def begin(self, run: RunHandle[Any]) -> None:
-        """Begins anew."""
+        """Opens an empty folder of event files."""
         self._folder = Folder(store.join(run.directory, FOLDER))
         self._rows = Rows(self.ranks)
         self._writers: dict[int, Any] = {}
@@ -68,7 +68,7 @@ class TensorBoard(Tracker):
         self._writers[row.rank].add_event(Event(wall_time=row.time, step=row.step, summary=Summary(value=values)))
 
     def end(self, run: RunHandle[Any], status: RunStatus) -> None:
-        """Closes the files."""
+        """Closes the event files and uploads them."""
         try:
             for writer in self._writers.values():
                 writer.close()

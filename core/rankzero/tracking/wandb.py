@@ -40,7 +40,7 @@ class WandB(Tracker):
     project: str = "rankzero"
     ranks: Collection[int] | None = (0,)
 
-    # What is there is written anew when the training is resumed.
+    # A training that is resumed writes all its rows again.
     is_idempotent = True
 
     def check(self) -> None:
@@ -48,7 +48,7 @@ class WandB(Tracker):
         require("wandb", "wandb", self)
 
     def begin(self, run: RunHandle[Any]) -> None:
-        """Begins anew."""
+        """Starts an offline run of W&B in an empty folder."""
         import wandb
 
         job = RunDirectory(run.directory).job()
@@ -77,7 +77,7 @@ class WandB(Tracker):
         self._folder.upload()
 
     def end(self, run: RunHandle[Any], status: RunStatus) -> None:
-        """Closes the files."""
+        """Ends the run of W&B and uploads its files."""
         try:
             self._run.finish(exit_code=0 if status.state == "succeeded" else 1)
         finally:

@@ -139,15 +139,15 @@ class Peer:
             self._begin_fetch(message.get("stream"), message.get("name"))
         elif kind == "farewell":
             self.has_left = True
-            self._uploads.when_idle(self._on_farewell)
+            self._uploads.when_idle(self._on_disconnect)
         else:
             raise FrameError(f"unknown message {kind!r} of the channel")
 
-    def _on_farewell(self) -> None:
+    def _on_disconnect(self) -> None:
         self.deliver({"type": LEFT})
-        self.say_farewell()
+        self.confirm_disconnect()
 
-    def say_farewell(self) -> None:
+    def confirm_disconnect(self) -> None:
         """Confirms to the agent that the session has ended and everything has arrived."""
         self.session.ping()
         self.queue(message_body(OWN, {"type": "farewell"}))

@@ -148,8 +148,8 @@ class ChannelServer:
             connection.close()
         for peer in self._peers.values():
             if peer.is_live:
-                peer.say_farewell()
-        self._loop.call_later(limits.FAREWELL_TIMEOUT, self._ended.set)
+                peer.confirm_disconnect()
+        self._loop.call_later(limits.DISCONNECT_TIMEOUT, self._ended.set)
         self._stop_when_alone()
 
     def _stop_when_alone(self) -> None:
