@@ -104,7 +104,7 @@ class Collector:
 
 
 def used_of(job: Job, status: RunStatus) -> dict[str, str]:
-    """Returns usage and estimated cost of a run as display text: ``{"GPU-hours": "3.20", ...}``; empty before it has slots."""
+    """Returns the usage and estimated cost of a run for display, ``{"GPU-hours": "3.20"}``; empty before its start."""
     found = usage(job, status, time.time())
     if found is None:
         return {}

@@ -16,7 +16,7 @@ from rankzero.launcher import STORE_VARIABLE, Launcher
 
 @pytest.fixture
 def local_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every training of the test runs on this machine, without Spark: of launchers, operators, resources and assets.
+    """Makes trainings of launchers, operators, resources and assets run on this machine, without Spark.
 
     Whatever engine, connection or master they name is left alone; all else is as it is: processes, checkpoints,
     results.
@@ -36,12 +36,12 @@ def local_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @dataclass
 class FakeTrainings:
-    """Stands for every training of a test.
+    """Replaces every training of a test.
 
     Attributes:
-        result: What each returns; a function of the training's own arguments, or a value.
-        error: What each fails with instead, or None.
-        calls: The trainings that were asked for: function, positional and keyword arguments.
+        result: Value that each training returns, or a function of the training's arguments.
+        error: Error with which each training fails instead, or None.
+        calls: Trainings that were called: function, positional and keyword arguments.
     """
 
     result: Any = None
@@ -49,7 +49,7 @@ class FakeTrainings:
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
     def stand_in(self) -> Callable[..., Any]:
-        """The function that runs instead of the training."""
+        """Returns the function that runs instead of the training."""
         result, error = self.result, self.error
 
         def fake(*args: Any, **kwargs: Any) -> Any:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rankzero.train.checkpoint import Checkpoint
 
 PEER_TIMEOUT = 60.0
-"""Seconds for the other ranks to end once rank 0 has."""
+"""Seconds that the other ranks may take to end after rank 0."""
 
 WATCH_EVERY = 0.1
-"""Seconds between looks at the other ranks while rank 0 trains."""
+"""Seconds between two polls of the other ranks while rank 0 trains."""
 
 ARRIVAL = 0.5
-"""Seconds for a rank 0 that has read where the others meet to get there."""
+"""Seconds in which rank 0 connects to the store after it has read the store's address."""
 
 HOST = "127.0.0.1"
 
@@ -40,10 +40,10 @@ class InlineRun:
     """Result of a training function under `run_inline`.
 
     Attributes:
-        value: What rank 0 returned, the object itself; or what it gave to `rankzero.train.set_result`.
-        values: What each rank returned, by rank.
+        value: The object that rank 0 returned, or gave to `rankzero.train.set_result`.
+        values: Return values of the ranks, by rank.
         metrics: A row for each report of a rank: ``rank``, ``time`` and the metrics.
-        checkpoint: The last one that rank 0 reported, as a new attempt would get it; None if there is none.
+        checkpoint: Last checkpoint that rank 0 reported, as a new attempt would get it; None if there is none.
     """
 
     value: Any
@@ -64,17 +64,18 @@ def run_inline(
 ) -> InlineRun:
     """Calls a training function as ranks of a run do, with rank 0 in this thread.
 
-    Nothing is pickled for rank 0, and what it raises comes out as it is, so a breakpoint stops where it stands and
-    coverage counts its lines. The other ranks are processes of this machine; they meet rank 0 by the same environment
-    variables as in a run. On CPUs, with gloo. This process's environment and `rankzero.train` are as before afterwards.
+    Nothing is pickled for rank 0, and its exceptions are raised unchanged, so breakpoints work and coverage counts its
+    lines. The other ranks are processes of this machine, which connect to rank 0 by the same environment variables as
+    in a run, on CPUs, with gloo. The environment of this process and `rankzero.train` are restored afterwards.
     When another rank fails, rank 0's wait for it in torch.distributed ends, and the remaining ranks are killed.
 
     Args:
         train: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
         world_size: Number of ranks. With more than one the function must be picklable by cloudpickle.
-        checkpoint: What `rankzero.train.get_checkpoint` gives: a directory or a dict, as for `rankzero.train.report`.
+        checkpoint: Checkpoint that `rankzero.train.get_checkpoint` returns: a directory or a dict, as for
+            `rankzero.train.report`.
         env: Environment variables for the ranks.
 
     Returns:
@@ -83,7 +84,7 @@ def run_inline(
     Raises:
         InvalidJobError: ``world_size`` is not a positive number.
         WorkerFailedError: another rank failed first.
-        Exception: what rank 0 raised.
+        Exception: the exception that rank 0 raised.
 
     Example:
         >>> import torch
@@ -102,7 +103,7 @@ def run_inline(
 
     home = tempfile.TemporaryDirectory(prefix="rankzero-inline-")
     seeded = ranks.seed_checkpoint(home.name, checkpoint) if checkpoint is not None else None
-    # Held by this process, so that no rank has to guess a port that is free.
+    # This process keeps the store open, so that no rank has to guess a free port.
     store: list[Any] = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
     common = {
         **dict(env or {}),
@@ -211,7 +212,7 @@ class _Peers:
             if is_over.wait(WATCH_EVERY):
                 return
             self._first = self.failure()
-        # For a store that is closed torch looks until the group's timeout: who comes now finds no address.
+        # torch would retry a closed store until the group's timeout, so a rank 0 that connects later gets no address.
         os.environ.pop("MASTER_PORT", None)
         if not is_over.wait(ARRIVAL):
             # This is the last reference, so the store is closed.
@@ -237,7 +238,7 @@ class _Peers:
     def failure(self) -> WorkerFailedError | None:
         """Returns the error of the rank that failed first or was killed; None if none has failed."""
         if self._first:
-            # Others have been killed since.
+            # Later failures are of ranks that were killed because of it.
             return self._first
         failures = [ranks.read_failure(self._home, rank) for rank in self._processes]
         known = sorted((one for one in failures if one), key=lambda one: one["time"])

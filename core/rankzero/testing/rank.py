@@ -21,13 +21,13 @@ from rankzero.train.checkpoint import Checkpoint
 from rankzero.worker import failures, leaving
 
 COMMIT_TIMEOUT = 60.0
-"""Seconds for the last checkpoint to be committed."""
+"""Seconds that the commit of the last checkpoint may take."""
 
 EXIT_TIMEOUT = 30.0
-"""Seconds for the exit handlers of a rank that is a process."""
+"""Seconds that the exit handlers of a rank with its own process may take."""
 
 ATTEMPT = 1
-"""A checkpoint that the caller gave is that of attempt 0."""
+"""Attempt of a checkpoint that the caller gave."""
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Outcome:
     """The outcome of a rank: its value, metrics and checkpoint.
 
     Attributes:
-        value: What it returned.
-        metrics: A row for each report.
-        checkpoint: The last one, of rank 0.
+        value: Value that the rank returned.
+        metrics: Reported metrics, one row for each report.
+        checkpoint: Last checkpoint; only of rank 0.
     """
 
     value: Any = None
@@ -49,8 +49,8 @@ def call(rank: int, world_size: int, home: str, seeded: dict[str, Any] | None, t
     """Calls the function as this rank, with `rankzero.train` as it is in a run.
 
     Args:
-        rank: Which.
-        world_size: Of how many.
+        rank: Number of the rank.
+        world_size: Number of ranks.
         home: Directory of checkpoints.
         seeded: Manifest of the checkpoint to start from, or None.
         train: The function with its arguments.
@@ -84,7 +84,7 @@ def call(rank: int, world_size: int, home: str, seeded: dict[str, Any] | None, t
         finally:
             context._session = before
         outcome.value = session.result if value is None else value
-    # Behind the last commit.
+    # After the last commit.
     outcome.checkpoint = checkpoints.last
     return outcome
 
@@ -157,7 +157,7 @@ def dump(call: tuple[Any, ...], file: IO[bytes]) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of a rank that is a process: the way it goes is on the command line."""
+    """Entry point of a rank with its own process, which gets its settings on the command line."""
     import cloudpickle
 
     start = json.loads(sys.argv[1])
@@ -199,7 +199,7 @@ def read_outcome(home: str, rank: int) -> Outcome:
 
 
 def read_failure(home: str, rank: int) -> dict[str, Any] | None:
-    """Why it failed; None if it has not."""
+    """Returns the failure of a rank; None if it has not failed."""
     with contextlib.suppress(FileNotFoundError), open(_failure(home, rank)) as file:
         found: dict[str, Any] = json.load(file)
         return found

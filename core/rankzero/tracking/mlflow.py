@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "rankzero"
 
 MAX_PARAMS, MAX_METRICS = 100, 1000
-"""Most of them in one request of MLflow's."""
+"""Most items of a kind that one request to MLflow may hold."""
 
 MAX_NAME = 230
 """Characters of a name; the server takes 250."""
@@ -41,17 +41,17 @@ _NO_NAME = re.compile(r"[^\w .:/-]")
 
 @dataclass(eq=False)
 class MLflow(Tracker):
-    """Makes each training a run of MLflow: its arguments as params, what ranks report as metrics, how it ended.
+    """Makes each training a run of MLflow: its arguments as params, reports of ranks as metrics, and its state.
 
     A training that is restarted, retried or resumed continues in the same run of MLflow. Tags tell the run's id,
     directory, attempt, world size, identity and code version, and its labels.
 
     Attributes:
-        uri: Of the tracking server. None: ``$MLFLOW_TRACKING_URI`` where the run is driven, which also has what
+        uri: URI of the tracking server. None: ``$MLFLOW_TRACKING_URI`` where the run is driven, which also has what
             MLflow needs to log in: ``$MLFLOW_TRACKING_TOKEN`` and the like.
-        experiment: Its name; made if there is none.
-        ranks: Whose reports; None for all. Those of another rank than 0 are named ``loss/rank-3``.
-        tags: More of them.
+        experiment: Name of the experiment, which is created if it does not exist.
+        ranks: Ranks whose reports are logged; None for all. Metrics of ranks other than 0 are named ``loss/rank-3``.
+        tags: Additional tags of the run.
 
     Example:
         >>> from rankzero import Launcher
@@ -70,7 +70,7 @@ class MLflow(Tracker):
         require("mlflow", "mlflow", self)
 
     def begin(self, run: RunHandle[Any]) -> None:
-        """Finds the run of this training, or makes it."""
+        """Finds the run of this training in MLflow, or creates it."""
         from mlflow.entities import Param
 
         self._client = client = client_of(self.uri)
@@ -83,17 +83,17 @@ class MLflow(Tracker):
             self._id = made.info.run_id
         else:
             client.update_run(self._id, status="RUNNING")
-        # It refuses another value for one that is there: of a default that has changed since an earlier try.
+        # MLflow refuses another value of a param, such as a default that has changed since an earlier try.
         params = {_name(name): str(value) for name, value in run.params.items()} | client.get_run(self._id).data.params
         for some in _batches([Param(name, value) for name, value in params.items()], MAX_PARAMS):
             client.log_batch(self._id, params=some)
         self._rows = Rows(self.ranks)
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
-        """Logs what ranks reported, many reports in one request."""
+        """Logs the reports of ranks, many in one request."""
         from mlflow.entities import Metric
 
-        # Events that could not be sent come again, and count once.
+        # Events that could not be sent are delivered again, and count once.
         rows = copy.deepcopy(self._rows)
         metrics = [
             Metric(_name(name) + (f"/rank-{row.rank}" if row.rank else ""), value, int(row.time * 1000), row.step)
@@ -122,14 +122,14 @@ class MLflow(Tracker):
 
 
 def client_of(uri: str | None) -> MlflowClient:
-    """A client of this tracking server, which also has the registry."""
+    """Returns a client of a tracking server and its model registry."""
     from mlflow import MlflowClient
 
     return MlflowClient(uri)
 
 
 def experiment_of(client: MlflowClient, name: str) -> str:
-    """The id of an experiment, which is made if there is none."""
+    """Returns the id of an experiment, which is created if it does not exist."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -137,7 +137,7 @@ def experiment_of(client: MlflowClient, name: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another run has been faster.
+            # Another run has created it in the meantime.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -145,7 +145,7 @@ def experiment_of(client: MlflowClient, name: str) -> str:
 
 
 def find_run(client: MlflowClient, experiments: list[str], tag: str, value: str) -> str | None:
-    """The id of the newest run with this tag, or None."""
+    """Returns the id of the newest run with a tag, or None."""
     quoted = value.replace("'", "")
     found = client.search_runs(experiments, f"tags.`{tag}` = '{quoted}'", max_results=1)
     return str(found[0].info.run_id) if found else None

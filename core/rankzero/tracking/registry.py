@@ -33,10 +33,10 @@ class ModelVersion:
     """A version of a registered model.
 
     Attributes:
-        name: The model's.
-        version: Its number.
-        is_champion: True if the alias stands for it.
-        beaten: The metric of the version that had the alias before; None if none had it, or it has no such metric.
+        name: Name of the model.
+        version: Number of the version.
+        is_champion: True if the alias refers to this version.
+        beaten: Metric of the version that had the alias before; None if there was none, or it has no such metric.
     """
 
     name: str
@@ -55,7 +55,7 @@ def register_model(
     alias: str = CHAMPION,
     uri: str | None = None,
 ) -> ModelVersion:
-    """Makes a result a version of a model in MLflow's registry, and its champion if it is better than the one there.
+    """Registers a result as a version of a model in MLflow, and makes it the champion if it is better than that.
 
     The file of the result is copied to MLflow's artifacts, so it outlives the run directory; below the run that
     `MLflow` has made of the training, if there is one. The same result again, by a pipeline's retry, is no second
@@ -63,12 +63,12 @@ def register_model(
 
     Args:
         ref: The result.
-        name: Of the registered model; made if there is none.
-        metrics: What was measured of it, kept as tags ``metric.NAME``.
-        metric: The name of the one that decides.
-        mode: ``"max"`` or ``"min"``: whether more or less of it is better.
-        alias: The champion's.
-        uri: Of the tracking server; None: ``$MLFLOW_TRACKING_URI``.
+        name: Name of the registered model, which is created if it does not exist.
+        metrics: Measured metrics of the result, kept as tags ``metric.NAME``.
+        metric: Name of the metric that decides.
+        mode: ``"max"`` or ``"min"``: whether a higher or lower value is better.
+        alias: Alias of the champion.
+        uri: URI of the tracking server; None: ``$MLFLOW_TRACKING_URI``.
 
     Returns:
         The version, and whether it has the alias now. It gets it if no version has it, if that one has no such metric,
@@ -103,14 +103,14 @@ def register_model(
 
 
 def load_model(name: str, alias: str = CHAMPION, *, uri: str | None = None) -> Any:
-    """The value of the version that has the alias: what `ResultRef.load` of the registered result gives.
+    """Returns the value of the version that has an alias, as `ResultRef.load` of the registered result does.
 
     Other values than plain ones and dicts of tensors are unpickled, which may run code of the user who registered them.
 
     Args:
-        name: Of the registered model.
-        alias: Which version.
-        uri: Of the tracking server; None: ``$MLFLOW_TRACKING_URI``.
+        name: Name of the registered model.
+        alias: Alias of the version.
+        uri: URI of the tracking server; None: ``$MLFLOW_TRACKING_URI``.
 
     Raises:
         ResultError: the version was not made by `register_model`, or its file was changed.
@@ -133,7 +133,7 @@ def load_model(name: str, alias: str = CHAMPION, *, uri: str | None = None) -> A
 
 
 def _champion(client: MlflowClient, name: str, alias: str) -> Any:
-    """The version that has the alias; None if none has."""
+    """Returns the version that has an alias; None if there is none."""
     aliases = client.get_registered_model(name).aliases
     return client.get_model_version(name, aliases[alias]) if alias in aliases else None
 
@@ -145,7 +145,7 @@ def _is_better(value: float, before: float, mode: str) -> bool:
 
 
 def _version_of(client: MlflowClient, name: str, ref: ResultRef) -> str | None:
-    """The version that this result is already."""
+    """Returns the version as which a result is already registered."""
     quoted = name.replace("'", "")
     found = client.search_model_versions(f"name = '{quoted}' and tags.`{_DIGEST}` = '{ref.digest}'", max_results=1)
     return str(found[0].version) if found else None
@@ -169,7 +169,7 @@ def _make_version(client: MlflowClient, name: str, ref: ResultRef, metrics: Mapp
 
 
 def _run_of(client: MlflowClient, ref: ResultRef) -> str:
-    """The run of the training that has made the result; one of its own if that was not tracked."""
+    """Returns the MLflow run of the training that made a result; a new run if that training was not tracked."""
     # RUN_DIRECTORY/result/FILE
     directory = ref.uri.rsplit("/", 2)[0]
     experiments = [found.experiment_id for found in client.search_experiments()]

@@ -1,4 +1,4 @@
-"""`Rows`: what ranks reported, as metrics at a step."""
+"""`Rows`: the reports of ranks, as metrics at a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rankzero.run.reports import STEP_NAMES, is_number
 
 MAX_STEP = 2**63
-"""The first step that is no 64-bit number."""
+"""The first step that does not fit in a signed 64-bit integer."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Row:
     """A report of a rank.
 
     Attributes:
-        rank: Whose.
-        step: The first of ``step``, ``global_step``, ``iteration``, ``epoch`` that it has, else its number.
-        time: Unix time.
-        metrics: Its numbers without the steps, ``nan`` and ``inf`` among them.
+        rank: Rank that reported.
+        step: The first of ``step``, ``global_step``, ``iteration``, ``epoch`` in the report, else the report's number.
+        time: Unix time of the report.
+        metrics: Numbers in the report without the steps; ``nan`` and ``inf`` are included.
     """
 
     rank: int
@@ -31,10 +31,10 @@ class Row:
 
 
 class Rows:
-    """Counts reports, for those that have no step.
+    """Converts reports to rows, and counts them to number those without a step.
 
     Args:
-        ranks: Whose reports; None for all.
+        ranks: Ranks whose reports are converted; None for all.
     """
 
     def __init__(self, ranks: Collection[int] | None) -> None:
@@ -42,7 +42,7 @@ class Rows:
         self._reports: Counter[int] = Counter()
 
     def of(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-        """The reports among the next events."""
+        """Yields the rows of the reports among the next events."""
         for event in events:
             if event["type"] != "metric" or (self._ranks is not None and event["rank"] not in self._ranks):
                 continue
@@ -58,5 +58,5 @@ class Rows:
 
 
 def _is_step(value: object) -> bool:
-    """False for what no system can store: it would refuse the report, and get it again and again."""
+    """Returns False for a step that no system can store: the report would be refused and sent repeatedly."""
     return is_number(value) and abs(value) < MAX_STEP

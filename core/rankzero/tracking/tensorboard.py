@@ -20,14 +20,14 @@ FOLDER = "tensorboard"
 
 @dataclass(eq=False)
 class TensorBoard(Tracker):
-    """Writes what ranks report as event files into the folder ``tensorboard`` of the run directory.
+    """Writes the reports of ranks as event files into the folder ``tensorboard`` of the run directory.
 
     ``tensorboard --logdir STORE`` shows all runs of a store side by side. They are kept and removed with their run. On
     an object store they are written once a minute, and when the run has ended. Needs the package ``tensorboard``, and
     not TensorFlow.
 
     Attributes:
-        ranks: Whose reports; None for all, each as a run ``rank-N`` of its own.
+        ranks: Ranks whose reports are written; None for all. Each rank is a run ``rank-N``.
 
     Example:
         >>> from rankzero import Launcher
@@ -50,7 +50,7 @@ class TensorBoard(Tracker):
         self._writers: dict[int, Any] = {}
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
-        """Writes what ranks reported."""
+        """Writes the reports of ranks."""
         for row in self._rows.of(events):
             self._write(row)
         for writer in self._writers.values():

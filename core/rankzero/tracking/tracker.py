@@ -1,4 +1,4 @@
-"""`Tracker`: takes what happens in a run to a system outside."""
+"""`Tracker`: sends the events of a run to an external system."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """Takes what happens in a run to a system of yours: subclass it, and give it to ``Launcher(trackers=[...])``.
+    """Sends the events of a run to an external system: subclass it, and pass it to ``Launcher(trackers=[...])``.
 
     A tracker works in the process that drives the run, in a thread of its own, and reads the run directory. It may be
-    slow, hang or raise: the run neither waits for it nor fails. What it raises is one line in the driver's log, and it
-    is called again later. When the run has ended it has 10 s for the rest.
+    slow, hang or raise: the run neither waits for it nor fails. An exception is one line in the driver's log, and the
+    tracker is called again later. When the run has ended, it has 10 s for the remaining events.
 
     Each run has a copy of its own: a tracker is pickled when the run is submitted, and goes to the driver directly,
-    so what is secret in it is in no file of the run. What cannot be pickled (a client, a socket) is made in `begin`.
+    so its secrets are in no file of the run. Create objects that cannot be pickled (a client, a socket) in `begin`.
 
     Attributes:
-        is_idempotent: True if the same event may come twice: then events for which `add` raised come again, and all of
-            the training come again when it is resumed by another driver. False: each comes once at most.
+        is_idempotent: True if an event may be delivered twice: events for which `add` raised, and all events of the
+            training when another driver resumes it. False: each event is delivered at most once.
 
     Example:
         >>> import urllib.request
@@ -50,7 +50,7 @@ class Tracker:
         """
 
     def begin(self, run: RunHandle[Any]) -> None:
-        """Called once, before the first `add`; again if it raised.
+        """Called once, before the first `add`, and again if it raised an exception.
 
         Args:
             run: The run: ``id``, ``directory``, ``params``, ``labels``, ``world_size``, ``status()``.
@@ -61,7 +61,7 @@ class Tracker:
 
         Args:
             run: The run.
-            events: What has happened since: those of `RunHandle.events`, in their order. Often there are none.
+            events: New events of `RunHandle.events`, in order. The list is often empty.
         """
 
     def end(self, run: RunHandle[Any], status: RunStatus) -> None:
@@ -69,7 +69,7 @@ class Tracker:
 
         Args:
             run: The run.
-            status: Its last state. It is not ``final`` if another process drives the run from now on.
+            status: Last state of the run. It is not ``final`` if another process drives the run from now on.
         """
 
 
@@ -77,9 +77,9 @@ def require(module: str, extra: str, whose: Tracker) -> None:
     """Raises InvalidJobError unless a module is installed; it is not imported.
 
     Args:
-        module: Its name; no submodule.
-        extra: Of rankzero, that installs it.
-        whose: The tracker that needs it.
+        module: Name of the module; no submodule.
+        extra: Extra of rankzero that installs the module.
+        whose: Tracker that needs the module.
     """
     if importlib.util.find_spec(module) is None:
         name = type(whose).__name__

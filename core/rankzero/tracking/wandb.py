@@ -25,12 +25,12 @@ FOLDER = "wandb"
 class WandB(Tracker):
     """Writes an offline run of Weights & Biases into the folder ``wandb`` of the run directory.
 
-    ``wandb sync RUN_DIRECTORY/wandb/offline-run-*`` brings it to a server; nothing else leaves the host. The config has
-    the arguments. A training that is resumed is written again from its beginning, under the same id.
+    ``wandb sync RUN_DIRECTORY/wandb/offline-run-*`` uploads it to a server; no other data leaves the host. The config
+    holds the arguments. A training that is resumed is written again from its beginning, under the same id.
 
     Attributes:
-        project: Its name.
-        ranks: Whose reports; None for all. Those of another rank than 0 are named ``loss/rank-3``.
+        project: Name of the project.
+        ranks: Ranks whose reports are logged; None for all. Metrics of ranks other than 0 are named ``loss/rank-3``.
 
     Example:
         >>> from rankzero import Launcher
@@ -60,17 +60,17 @@ class WandB(Tracker):
             name=run.id,
             config=run.params,
             tags=[f"{name}:{value}"[:64] for name, value in run.labels.items()],
-            # It makes a folder of that name itself.
+            # wandb creates the folder `FOLDER` in this directory.
             dir=os.path.dirname(self._folder.path),
             mode="offline",
             reinit="create_new",
-            # Of the ranks' output and host the run directory knows more than this process.
+            # The run directory already has the output of the ranks and the metrics of their hosts.
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True),
         )
         self._run.define_metric("*", step_metric="step")
 
     def add(self, run: RunHandle[Any], events: list[dict[str, Any]]) -> None:
-        """Writes what ranks reported."""
+        """Logs the reports of ranks."""
         for row in self._rows.of(events):
             named = {name if row.rank == 0 else f"{name}/rank-{row.rank}": value for name, value in row.metrics.items()}
             self._run.log({**named, "step": row.step, "_timestamp": row.time})
