@@ -27,7 +27,7 @@ EXIT_TIMEOUT = 30.0
 """Seconds that the exit handlers of a rank with its own process may take."""
 
 ATTEMPT = 1
-"""Attempt of a checkpoint that the caller gave."""
+"""Attempt of the ranks; a checkpoint that the caller gave belongs to attempt 0."""
 
 
 @dataclass
