@@ -287,7 +287,8 @@ def test_a_submitted_run_is_followed_and_cancelled_by_another_handle(launcher: L
     handle = launcher.submit(sleep_forever)
     other = RunHandle.attach(handle.directory)
     assert any(event.get("state") == "running" for event in other.events(follow=True))
-    assert other.status().state == "running"
+    # The driver writes its status in a thread of its own, perhaps after the event.
+    until(lambda: other.status().state == "running", WAIT, "the status of the run")
     with pytest.raises(TimeoutError, match="is still running"):
         handle.result(timeout=0.1)
     other.cancel()
