@@ -100,7 +100,7 @@ def test_what_cannot_be_driven_by_a_cluster_is_refused(options: dict[str, Any], 
     ("master", "root", "words"),
     [
         ("spark://head:7077", "s3://bucket/runs", "a path that every worker mounts"),
-        ("yarn", "memory://runs", "this process's own"),
+        ("yarn", "memory://runs", "exists only in this process"),
     ],
 )
 def test_a_store_that_the_cluster_cannot_see_is_refused(master: str, root: str, words: str) -> None:

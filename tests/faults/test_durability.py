@@ -225,6 +225,7 @@ DYING = """
 import os, signal, sys
 from rankzero import Launcher
 from rankzero.driver.thread import DriverThread
+from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
 from rankzero.submit import drivers
 from tests.faults.test_durability import count_and_wait
@@ -243,7 +244,7 @@ getattr(Launcher(store=sys.argv[2], run_id="one"), sys.argv[4])(count_and_wait, 
         ("drivers.start_driver", "submit"),
         ("DriverThread.start", "run"),
         # The status of the second submission lies beside the job of the first.
-        ("RunDirectory.restore", "submit"),
+        ("Job.to_json", "submit"),
     ],
 )
 def test_the_run_id_of_a_killed_submitter_is_taken_over(
@@ -251,7 +252,7 @@ def test_the_run_id_of_a_killed_submitter_is_taken_over(
 ) -> None:
     monkeypatch.setattr(submission, "CLAIM_TIMEOUT", 3600.0)
     (tmp_path / "go").touch()
-    earlier = 1 if before == "RunDirectory.restore" else 0
+    earlier = 1 if before == "Job.to_json" else 0
     for _ in range(earlier):
         single.run(count_and_wait, str(tmp_path))
     command = [sys.executable, "-c", DYING, str(tmp_path), str(single.store), before, how]
