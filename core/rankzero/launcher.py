@@ -459,7 +459,9 @@ class Launcher:
 
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
-        return open_durable(replace(self._for(train)._request(), identity=identity), train, args, kwargs, caller, log)
+        # Every try of the step finds the run by the step's name and store, whatever name a trainer has.
+        named = self._for(train).options(run_id=self.run_id, store=self.store)
+        return open_durable(replace(named._request(), identity=identity), train, args, kwargs, caller, log)
 
     def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
         """Returns the identity of a training: its code, its arguments, the number of ranks.

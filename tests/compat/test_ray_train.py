@@ -1,7 +1,10 @@
 """Ray Train's guide and names, with only the imports changed."""
 
+import copy
 import importlib
+import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -324,3 +327,49 @@ def test_files_of_a_worker_that_would_be_lost_are_refused(run_config: RunConfig,
     )
     with pytest.raises(TrainingFailedError, match="worker 1 reports a checkpoint with model-rank=1.pt, which"):
         trainer.fit()
+
+
+class StepTry:
+    """The only try of a pipeline step."""
+
+    is_followed_by_another = False
+    lease_when_attached = None
+    retrier = None
+    generation = "monday"
+
+    def has_accepted(self, receiver: Any) -> bool:
+        return False
+
+    def repeats(self, receiver: Any) -> bool:
+        return False
+
+    def detaches(self, error: BaseException) -> bool:
+        return False
+
+
+def test_the_run_of_a_pipeline_step_is_the_steps_whatever_name_its_trainer_has(tmp_path: Path) -> None:
+    named = RunConfig(name="daily", storage_path=str(tmp_path / "of-the-trainer"))
+    trainer = TorchTrainer(counting, train_loop_config={"fail": False, "last": 1}, run_config=named)
+    for step in ("monday", "tuesday"):
+        launcher = Launcher(1, store=tmp_path / "of-the-step", run_id=step)
+        with launcher.durable(trainer, (), {}, StepTry(), logging.getLogger(__name__)) as opened:
+            opened.handle.wait()
+        assert opened.handle.directory == str(tmp_path / "of-the-step" / step)
+        assert opened.handle.status().state == "succeeded"
+    assert not (tmp_path / "of-the-trainer").exists()
+
+
+def token_of_worker() -> str | None:
+    return os.environ.get("TOKEN_OF_A_SERVICE")
+
+
+def test_the_environment_of_workers_is_in_no_file_of_the_run(tmp_path: Path) -> None:
+    env = {"env_vars": {"TOKEN_OF_A_SERVICE": "very-secret-4711"}}
+    config = RunConfig(storage_path=str(tmp_path), worker_runtime_env=env)
+    trainer = copy.deepcopy(TorchTrainer(token_of_worker, run_config=config))
+    assert trainer.fit().return_value is not None
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and "result" not in path.parts]
+    assert [path.name for path in files if path.name.startswith("payload")]
+    # The status has a small value: that the worker returned it is the proof that it had it.
+    held = [path for path in files if b"very-secret-4711" in path.read_bytes() and path.name != "status.json"]
+    assert held == []

@@ -101,7 +101,9 @@ class Request:
             train: As for `Launcher.run`. The trainer of a compatibility layer may continue runs by their names.
             identity: The identity of the training.
         """
-        return Asked(identity, self.template.generation, bool(getattr(train, "resumes_by_name", False)))
+        # The run of a pipeline step is named by the step.
+        by_name = bool(getattr(train, "resumes_by_name", False)) and not self.template.generation
+        return Asked(identity, self.template.generation, by_name)
 
 
 def prepare(

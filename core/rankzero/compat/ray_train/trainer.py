@@ -6,6 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +96,19 @@ class TorchTrainer:
         self._launcher = launcher
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for workers, without the launcher, which may have a SparkSession and credentials."""
+        """Returns the state for workers, without what may hold credentials: the launcher and the environment.
+
+        The number of restarts is left out, too: a training with another one is the same training.
+        """
         own = {name: data for name, data in self.datasets.items() if name not in self._tables()}
-        return {**vars(self), "_launcher": None, "datasets": own}
+        run_config = replace(self.run_config, worker_runtime_env={}, failure_config=None)
+        return {**vars(self), "_launcher": None, "datasets": own, "run_config": run_config}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchTrainer:
+        """Returns a copy in this process, which keeps what `__getstate__` leaves out."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def _tables(self) -> dict[str, Any]:
         """Returns the data sets that the launcher delivers: DataFrames and paths. All others are pickled."""
