@@ -34,6 +34,7 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
+from rankzero.driver import DriverThread
 from rankzero.engines import LocalSession
 from rankzero.job import Job
 from rankzero.values import digest_of_file
@@ -309,6 +310,20 @@ def test_ranks_that_do_not_start_in_time_are_named(launcher: Launcher) -> None:
         # A fork of a warm server may have started by then.
         launcher.options(start_timeout=0.05, warm_start=False).run(sleep_forever)
     assert caught.value.missing
+
+
+def test_an_interrupt_while_the_driver_starts_ends_the_run(
+    launcher: Launcher, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: DriverThread, start: Any = DriverThread.start) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DriverThread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.options(run_id="run", env={"MARK": marker}).run(sleep_forever)
+    # The process lives on, as a notebook does; the fixture finds ranks that live on, too.
+    assert RunHandle.attach(f"{launcher.store}/run").status().state == "cancelled"
 
 
 def test_an_interrupt_of_the_caller_ends_the_run(launcher: Launcher, marker: str) -> None:

@@ -318,3 +318,28 @@ def test_parts_that_only_the_training_understands_are_never_half_loaded(launcher
     with pytest.raises(ResultError, match=f"a part of each of 2 ranks, and this world has {ranks}"):
         other.run(read_parts, lambda checkpoint: checkpoint.load())
     assert other.run(read_parts, lambda checkpoint: checkpoint.load(rank=1)["half"]) == 1
+
+
+def test_pipeline_stages_that_name_their_tensors_alike_are_refused(launcher: Launcher) -> None:
+    def train() -> str:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        import rankzero.train as rt
+
+        rank = rt.get_context().rank
+        rt.barrier()
+        stages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+        weights = distribute_tensor(torch.full((4,), float(rank)), stages["dp"], [Shard(0)])
+        rt.report({}, checkpoint={"w": weights}, sharded=True)
+        rt.await_checkpoint()
+        rt.barrier()
+        checkpoint = rt.get_checkpoint()
+        assert checkpoint is not None
+        try:
+            return str(checkpoint.load())
+        except ResultError as error:
+            return str(error)
+
+    assert "ranks 0 and 1 wrote different values of 'w'" in launcher.options(num_processes=2).run(train)

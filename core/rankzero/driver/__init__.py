@@ -11,5 +11,5 @@ lazy_names(
     "commits.Committer driver.Driver failure.Failure handover.DrivenElsewhere handover.Handover hang.HangWatch "
     "outcome.Outcome outcome.Reason policy.Placement policy.Restarts recorder.Recorder remaining.describe "
     "remaining.is_waiting remaining.RemainingWatch reporter.Reporter roster.Member roster.Roster rows.carry_rows "
-    "rows.remove_rows scratch.Scratch tables.Tables trackers.Trackers watch.Inbox watch.Watch",
+    "rows.remove_rows scratch.Scratch tables.Tables thread.DriverThread trackers.Trackers watch.Inbox watch.Watch",
 )

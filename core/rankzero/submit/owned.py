@@ -103,8 +103,9 @@ def _process_driver(run: RunDirectory, private: dict[str, Any], stop_timeout: fl
 def _thread_driver(run: RunDirectory, driver: Driver, stop_timeout: float) -> Iterator[RunHandle[Any]]:
     """Starts a driver in a thread of this process, which ends its run with the block."""
     thread = DriverThread(driver)
-    thread.start()
     try:
+        # Within the block: an interrupt may arrive as soon as the thread has started.
+        thread.start()
         yield RunHandle(run.directory, thread)
     except BaseException as interrupt:
         thread.driver.inbox.interrupt(
@@ -116,6 +117,7 @@ def _thread_driver(run: RunDirectory, driver: Driver, stop_timeout: float) -> It
             # The caller saw a final status that the driver did not write: no training may continue without an owner.
             driver.inbox.interrupt("the process that called run() no longer follows it")
     finally:
-        thread.await_end(stop_timeout)
+        if thread.ident is not None:
+            thread.await_end(stop_timeout)
     if thread.error:
         raise thread.error

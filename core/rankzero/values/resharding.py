@@ -99,11 +99,21 @@ class ShardedState:
         return self._indexes[rank]
 
     def _pieces(self, stored: Stored) -> list[tuple[str, dict[str, Any]]]:
-        """Returns all pieces of a tensor, each with the rank that wrote it."""
+        """Returns all pieces of a tensor, each with the rank that wrote it.
+
+        Raises:
+            ResultError: pieces are missing, or two ranks wrote different values for one piece.
+        """
         found: dict[str, tuple[str, dict[str, Any]]] = {}
         for rank in self._parts:
-            if entry := self._index(rank)["tensors"].get(stored.name):
-                found |= {str([piece["offsets"], piece["sizes"]]): (rank, piece) for piece in entry["pieces"]}
+            entry = self._index(rank)["tensors"].get(stored.name)
+            for piece in entry["pieces"] if entry else ():
+                other, known = found.setdefault(str([piece["offsets"], piece["sizes"]]), (rank, piece))
+                if known["sha256"] != piece["sha256"]:
+                    raise ResultError(
+                        f"ranks {other} and {rank} wrote different values of {stored.name!r} into the checkpoint, as "
+                        "pipeline stages do whose modules name their tensors alike: give each stage names of its own"
+                    )
         if sum(prod(piece["sizes"]) for _, piece in found.values()) != prod(stored.shape):
             raise ResultError(f"the pieces of {stored.name!r} in the checkpoint are not the whole tensor")
         return list(found.values())
