@@ -158,3 +158,13 @@ def test_arguments_count_for_every_try(
         assert not opened.attached
         assert opened.handle.result(60) == 1
     assert "begins from scratch: other than before: argument #2" in caplog.text
+
+
+def test_no_attempt_gets_the_number_of_one_that_left_rows(tmp_path: Path) -> None:
+    # Its driver could not write its last status, as with a full disk.
+    launcher = Launcher(1, store=tmp_path, run_id="run")
+    assert launcher.run(max, 1, 2) == 2
+    (tmp_path / "run" / "tables" / "0007" / "rows").mkdir(parents=True)
+    handle = launcher.submit(max, 3, 4)
+    assert handle.result(60.0) == 4
+    assert handle.status().attempt == 8

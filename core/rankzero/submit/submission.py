@@ -19,6 +19,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.bounds import CANCEL_TIMEOUT
+from rankzero.data.table import FOLDER as TABLES
 from rankzero.errors import EngineError, InvalidJobError, RunNotFoundError
 from rankzero.host.processes import is_gone
 from rankzero.job import Job
@@ -279,8 +280,10 @@ def await_end(run: RunDirectory, job: Job) -> None:
 
 
 def _last_attempt(run: RunDirectory) -> int:
-    """Returns the highest attempt that left a checkpoint, since the status may be older if it could not be written."""
+    """Returns the highest attempt that left checkpoints, rows or a value: the status may be older than those."""
     numbers = [name.partition("-")[0] for name in store.list_names(run.path(FOLDER))]
+    numbers += store.list_names(run.path(TABLES))
+    numbers += [name.removeprefix("value-").partition(".")[0] for name in store.list_names(run.path("result"))]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
