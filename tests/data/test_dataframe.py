@@ -324,6 +324,15 @@ def test_spark_computes_the_frame_of_a_sweep_once(session: Any, tmp_path: Path, 
     assert glob.glob(f"{tmp_path}/runs/*/datasets/*") == []
 
 
+def test_a_sweep_does_not_keep_its_rows_in_a_run(session: Any, tmp_path: Path) -> None:
+    launcher = Launcher(1, store=tmp_path / "runs")
+    assert launcher.options(run_id="s-data").run(max, 1, 2) == 2
+    sweep = launcher.options(run_id="s", dataset=session.range(100))
+    with pytest.raises(InvalidJobError, match="'s' would be in .*s-data, which is a run"):
+        sweep.map(_fail_or_count, [{"number": 0, "folder": str(tmp_path)}])
+    assert RunHandle[int].attach(tmp_path / "runs" / "s-data").result() == 2
+
+
 def test_spark_writes_nothing_for_a_training_that_resumes(session: Any, tmp_path: Path, written: list[str]) -> None:
     launcher = Launcher(1, store=tmp_path / "runs", run_id="r", dataset=session.range(100))
     with pytest.raises(Exception, match="no more"):

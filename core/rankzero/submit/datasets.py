@@ -174,6 +174,11 @@ def share(
     if not frames:
         return opened, None
     run = RunDirectory(store.join(root, f"{job.run_id or new_run_id('sweep')}-data"))
+    if store.exists(run.path("job.json")):
+        raise InvalidJobError(
+            f"the rows of the sweep {job.run_id!r} would be in {run.directory}, which is a run: give the sweep another "
+            "run_id"
+        )
     known = run.path(FILE)
     before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
     found = collect(frames, engine, run, job.num_processes, before)
