@@ -6,14 +6,23 @@ import argparse
 import multiprocessing
 import os
 import random
+import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+import traceback
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.crash.bench import SCENARIOS, Bench, Violation
 from tests.faults.crash.points import Point, answers_of, points_of
 from tests.s3 import s3_server
+
+RECORDINGS = 3
+"""Runs of a scenario whose operations are its points."""
+
+TRIES = 3
+"""Runs in which a process may come to a point that depends on timing."""
 
 SLOW = 12.0
 """Seconds after which a point is printed: somebody has waited there for a process that could be queried."""
@@ -47,57 +56,90 @@ def main() -> None:
 
 def _open(folder: str, root: str | None) -> None:
     global _bench
-    place = Path(folder, str(os.getpid()))
-    for part in ("bench", "notes"):
-        (place / part).mkdir(parents=True)
-    _bench = Bench(place / "bench", place / "notes", f"crash-{os.getpid()}", root)
+    bench, notes = (Path(folder, f"{part}-{os.getpid()}") for part in ("bench", "notes"))
+    for place in (bench, notes):
+        place.mkdir()
+    _bench = Bench(bench, notes, f"crash-{os.getpid()}", root)
 
 
 def _record(title: str) -> list[str]:
-    return _bench.record(SCENARIOS[title])
+    """Returns the names of a scenario's points. Which exist depends on timing, so several runs are recorded."""
+    recordings = [_bench.record(SCENARIOS[title]) for _ in range(RECORDINGS)]
+    return list(dict.fromkeys(name for names in recordings for name in names))
 
 
-Outcome = tuple[float, str, bool, str]
-"""Seconds, the point, whether a process came to it, and the violation if there was one."""
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one point.
+
+    Attributes:
+        seconds: How long the scenario and its recovery took.
+        point: The point, in words.
+        reached: True if a process came to the point.
+        wrong: The violation; empty if there was none.
+    """
+
+    seconds: float
+    point: str
+    reached: bool
+    wrong: str = ""
 
 
 def _try(title: str, point: Point) -> Outcome:
     began, reached, wrong = time.monotonic(), True, ""
-    try:
-        reached = _bench.hurt(SCENARIOS[title], *point)
-    except Violation as violation:
-        wrong = str(violation)
-    return time.monotonic() - began, f"{point[1]} {point[0]}", reached, wrong
+    for _ in range(TRIES):
+        try:
+            reached = _bench.hurt(SCENARIOS[title], *point)
+        except Violation as violation:
+            wrong = str(violation)
+        except Exception:
+            wrong = traceback.format_exc()
+        if reached or wrong:
+            break
+    return Outcome(time.monotonic() - began, f"{point[1]} {point[0]}", reached, wrong)
 
 
 def _enumerate(folder: str, root: str | None, asked: argparse.Namespace) -> None:
-    context = multiprocessing.get_context("fork")
+    context, began = multiprocessing.get_context("fork"), time.monotonic()
     with ProcessPoolExecutor(asked.jobs, context, _open, (folder, root)) as pool:
-        print("| scenario | store | points | reached | violations | seconds | slowest |")
-        print("|---" * 7 + "|", flush=True)
-        for title, names in zip(asked.scenario, pool.map(_record, asked.scenario), strict=True):
-            points = answers_of(names) if asked.answers else points_of(names)
-            chosen = [point for point in points if asked.match in " ".join(point)]
-            if asked.sample and asked.sample < len(chosen):
-                chosen = sorted(random.Random(asked.seed).sample(chosen, asked.sample))
-            began = time.monotonic()
-            outcomes = [_shown(title, outcome) for outcome in pool.map(_try, [title] * len(chosen), chosen)]
-            reached, bad = sum(outcome[2] for outcome in outcomes), sum(bool(outcome[3]) for outcome in outcomes)
-            slowest = max(outcomes, default=(0.0, "none"))
-            row = [
-                title,
-                "S3, answers" if asked.answers else asked.store,
-                len(chosen),
-                reached,
-                bad,
-                f"{time.monotonic() - began:.0f}",
-            ]
-            print("|", *(f"{part} |" for part in row), f"{slowest[0]:.0f}: {slowest[1]} |", flush=True)
+        recorded = pool.map(_record, asked.scenario)
+        # The points of all scenarios are in one queue, in which the next one is tried while the last ones wait.
+        tried = [
+            (title, _submit(pool, title, names, asked)) for title, names in zip(asked.scenario, recorded, strict=True)
+        ]
+        print("| scenario | store | points | reached | violations | slowest |")
+        print("|---" * 6 + "|", flush=True)
+        store = "S3, answers" if asked.answers else asked.store
+        total = [_row(title, store, [_shown(title, future.result()) for future in futures]) for title, futures in tried]
+    points, reached, violations = map(sum, zip(*total, strict=True))
+    print(f"| all | {store} | {points} | {reached} | {violations} | {time.monotonic() - began:.0f} s in all |")
+
+
+def _submit(
+    pool: ProcessPoolExecutor, title: str, names: list[str], asked: argparse.Namespace
+) -> list[Future[Outcome]]:
+    points = answers_of(names) if asked.answers else points_of(names)
+    chosen = [point for point in points if asked.match in " ".join(point)]
+    if asked.sample and asked.sample < len(chosen):
+        chosen = sorted(random.Random(asked.seed).sample(chosen, asked.sample))
+    return [pool.submit(_try, title, point) for point in chosen]
+
+
+def _row(title: str, store: str, outcomes: list[Outcome]) -> tuple[int, int, int]:
+    """Prints the row of a scenario; returns its points, those that were reached, and violations."""
+    counts = len(outcomes), sum(one.reached for one in outcomes), sum(bool(one.wrong) for one in outcomes)
+    slowest = max(outcomes, key=lambda one: one.seconds, default=Outcome(0.0, "none", False))
+    print("|", title, "|", store, *(f"| {count}" for count in counts), f"| {slowest.seconds:.0f} s: {slowest.point} |")
+    for one in outcomes:
+        if not one.reached:
+            print(f"{title}: not reached: {one.point}")
+    sys.stdout.flush()
+    return counts
 
 
 def _shown(title: str, outcome: Outcome) -> Outcome:
-    if outcome[0] > SLOW or outcome[3]:
-        print(f"{title}: {outcome[1]}: {outcome[3] or 'slow'} ({outcome[0]:.0f} s)", flush=True)
+    if outcome.seconds > SLOW or outcome.wrong:
+        print(f"{title}: {outcome.point}: {outcome.wrong or 'slow'} ({outcome.seconds:.0f} s)", flush=True)
     return outcome
 
 

@@ -12,14 +12,20 @@ ANSWERS = ("late", "403", "503", "500", "never")
 """Wrong answers of a store: later than its client waits, refused, busy, an error although it was done, or none."""
 
 
+_READS = re.compile(r" send (GET|HEAD) ")
+
+
 def points_of(names: Sequence[str]) -> list[Point]:
     """Returns the point before the first operation of each role, and the one after each operation.
 
-    Between two operations of a process its files and peers are in one state, so one point stands for both sides.
+    Between two operations of a process its files and peers are in one state, so one point stands for both sides. A
+    request that only reads leaves that state as it is, and adds no point.
     """
     roles: set[str] = set()
     points = []
     for name in names:
+        if _READS.search(name):
+            continue
         if (role := name.split()[0]) not in roles:
             roles.add(role)
             points.append((name, "before"))

@@ -87,6 +87,14 @@ def _name(operation, path):
     return _counted(f"{_process.role}{rank} {operation} {short}")
 
 
+def _changes(path):
+    """Returns False if an open makes and truncates nothing: that leaves everything as it is."""
+    try:
+        return os.stat(path).st_size > 0
+    except OSError:
+        return True
+
+
 def _counted(text):
     _process.counts[text] = count = _process.counts.get(text, 0) + 1
     return f"{text}#{count}"
@@ -158,7 +166,7 @@ for _function, _operation, _argument in (
 
 
 def _os_open(path, flags, *args, **kwargs):
-    name = _name("create", path) if flags & os.O_CREAT and "dir_fd" not in kwargs else None
+    name = _name("create", path) if flags & os.O_CREAT and "dir_fd" not in kwargs and _changes(path) else None
     _at(name, "before")
     result = _real["os.open"](path, flags, *args, **kwargs)
     _at(name, "after")
@@ -180,7 +188,7 @@ class _File(io.FileIO):
 def _open(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
     if not set(mode) & set("wax+") or buffering == 0:
         return _real["open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
-    name = None if isinstance(file, int) else _name("create", file)
+    name = _name("create", file) if not isinstance(file, int) and _changes(file) else None
     _at(name, "before")
     raw = _File(file, mode.replace("b", "").replace("t", ""), closefd, opener)
     _at(name, "after")
