@@ -96,6 +96,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for prefix in ABANDONED:
         hold.remove_abandoned(tempfile.gettempdir(), prefix)
     deadline = time.monotonic() + ORPHAN_TIMEOUT
+    # Tests kill executors' JVMs, which leave an empty directory each.
+    for name in temporary_files() - session.config.stash[_before]:
+        if name.startswith("spark-"):
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(tempfile.gettempdir(), name))
     while (left := temporary_files() - session.config.stash[_before]) and time.monotonic() < deadline:
         time.sleep(LOOK)
     if left:
