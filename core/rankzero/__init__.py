@@ -6,7 +6,6 @@ neither torch nor pyspark nor numpy, since a public name is loaded when it is us
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +65,25 @@ __all__ = [
 ]
 
 
-def lazy_names(package: str, names: str) -> Callable[[str], Any]:
-    """Adds names of a package's modules to the package; each module is imported when a name of it is used.
+def lazy_names(package: str, names: str, root: str | None = None) -> Callable[[str], Any]:
+    """Adds names of other modules to a package; each module is imported when a name of it is used.
 
     Args:
         package: The name of the package.
-        names: Paths below the package, separated by spaces: ``"directory.RunDirectory directory.RunStatus"``.
+        names: Paths below the root, separated by spaces: ``"directory.RunDirectory directory.RunStatus"``. The last
+            part may be a module, too.
+        root: The package that the paths begin at; None for the package itself.
 
     Returns:
         The package's ``__getattr__``.
     """
-    homes = {name: home for home, _, name in (path.rpartition(".") for path in names.split())}
+    homes = {name: home for home, _, name in (f"{root or package}.{path}".rpartition(".") for path in names.split())}
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        # With a list of names, `__import__` imports modules of a package like ``from package import module``.
+        return getattr(__import__(homes[name], fromlist=[name]), name)
 
     # Assigned at run time, since a type checker that sees a `__getattr__` accepts every name.
     vars(sys.modules[package])["__getattr__"] = load

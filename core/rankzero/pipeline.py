@@ -38,8 +38,9 @@ Take options
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rankzero import lazy_names
 
 if TYPE_CHECKING:
     from rankzero import store as store
@@ -96,53 +97,23 @@ if TYPE_CHECKING:
     from rankzero.values.ref import fingerprint_of as fingerprint_of
     from rankzero.values.ref import map_refs as map_refs
 
-_MODULES = {
-    "curves": "report.curves",
-    "datasets": "submit.datasets",
-    "formats": "values.formats",
-    "lease": "run.lease",
-    "pages": "report.pages",
-    "reports": "run.reports",
-    "store": "store",
-}
+_NAMES = (
+    "store report.curves report.pages run.lease run.reports submit.datasets values.formats "
+    "bounds.EXIT_TIMEOUT bounds.STOP_GRACE bounds.VALUE_LIMIT doctor.before.find_problems doctor.examine.Examination "
+    "doctor.examine.examine doctor.findings.OK engines.base.Engine host.processes.describe_process job.AUTO job.Job "
+    "job.NumProcesses job.RestartOn job.WorldSize job.check_counts job.describe_world job.qualified_name "
+    "job.world_bounds launcher.DEFAULT_STORE launcher.STORE_VARIABLE launcher.print_line masking.secrets_of "
+    "report.page.REPORT_FILE run.bookkeeping.attempt run.detach.PipelineTry run.detach.detaching run.detach.end "
+    "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
+    "run.follower.RunEnded run.identity.Identity run.reports.is_number run.retry.may_retry submit.durable.Opened "
+    "submit.training.is_module_reference values.digest.BLOCKS values.digest.PLAIN values.digest.split "
+    "values.digest.verify values.plain.find_unstorable values.plain.plain_view values.plain.storable "
+    "values.ref.fingerprint_of values.ref.map_refs"
+)
 
-_NAMES = {
-    "bounds": "EXIT_TIMEOUT STOP_GRACE VALUE_LIMIT",
-    "doctor.before": "find_problems",
-    "doctor.examine": "Examination examine",
-    "doctor.findings": "OK",
-    "engines.base": "Engine",
-    "host.processes": "describe_process",
-    "job": "AUTO Job NumProcesses RestartOn WorldSize check_counts describe_world qualified_name world_bounds",
-    "launcher": "DEFAULT_STORE STORE_VARIABLE print_line",
-    "masking": "secrets_of",
-    "report.page": "REPORT_FILE",
-    "run.bookkeeping": "attempt",
-    "run.detach": "PipelineTry detaching end",
-    "run.follower": "EngineOpened Follower LineWritten MetricsReported RunEnded",
-    "run.identity": "Identity",
-    "run.reports": "is_number",
-    "run.retry": "may_retry",
-    "submit.durable": "Opened",
-    "submit.training": "is_module_reference",
-    "values.digest": "BLOCKS PLAIN split verify",
-    "values.plain": "find_unstorable plain_view storable",
-    "values.ref": "fingerprint_of map_refs",
-}
+lazy_names(__name__, _NAMES, root="rankzero")
 
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = [*sorted(_HOMES), *sorted(_MODULES)]
-
-
-if not TYPE_CHECKING:
-    # Type checkers would take every wrong name for one that exists.
-    def __getattr__(name: str) -> Any:
-        if name in _MODULES:
-            return importlib.import_module(f"rankzero.{_MODULES[name]}")
-        if name not in _HOMES:
-            raise AttributeError(f"module 'rankzero.pipeline' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"rankzero.{_HOMES[name]}"), name)
+__all__ = sorted(path.rpartition(".")[2] for path in _NAMES.split())
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,8 @@ from rankzero.driver import DrivenElsewhere, Driver, Handover, Inbox, Placement,
 from rankzero.driver.staged import _await_go as await_go
 from rankzero.engines import AgentConfig, AgentGroup, LocalSession, OnEnd
 from rankzero.job import Job
-from rankzero.run import EVENTS, LINES, LogCursor, RunDirectory, RunStatus
+from rankzero.pipeline import Follower, LineWritten
+from rankzero.run import EVENTS, LINES, RunDirectory, RunStatus
 from rankzero.store import files
 from rankzero.submit.prepare import prepare
 from rankzero.task import staged
@@ -101,6 +102,11 @@ def test_a_stage_that_was_lost_from_sight_is_not_followed_for_ever(
             inbox.interrupt("the test has ended")
 
 
+def lines_of(run: RunDirectory) -> list[LineWritten]:
+    follower = Follower(RunHandle[None].attach(run.directory))
+    return [event for event in follower.poll() if isinstance(event, LineWritten)]
+
+
 def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_writes_no_lines(bucket: str) -> None:
     run = RunDirectory(f"{bucket}/run")
     assert run.claim(0)
@@ -115,7 +121,7 @@ def test_what_a_submitter_wrote_to_an_object_store_is_read_under_a_driver_that_w
         driver.update(state="running")
         # With its first piece of events comes how far its lines can be read.
         until(lambda: run.status().written.get(EVENTS, [0])[0] > 0, WAIT, "a status of the driver")
-        assert list(LogCursor(RunHandle[None].attach(run.directory)).lines(run.status())) == ["[0] waiting for slots"]
+        assert lines_of(run) == [LineWritten("[0] waiting for slots")]
     finally:
         driver.finish(state="cancelled")
 
@@ -153,8 +159,7 @@ def test_a_submitter_that_was_refused_its_last_lines_does_not_replace_those_of_t
     for thread in submitters:
         thread.join(WAIT)
     driver.finish(state="cancelled")
-    handle = RunHandle[None].attach(run.directory)
-    assert list(LogCursor(handle).lines(run.status())) == ["[0] of the driver"]
+    assert lines_of(run) == [LineWritten("[0] of the driver")]
 
 
 def test_a_status_of_the_submitter_that_comes_late_does_not_replace_the_end_of_the_run(tmp_path: Path) -> None:

@@ -1,10 +1,18 @@
 """`Follower` yields each piece of news about a run once, and the end of the run last."""
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import rankzero.pipeline
-from rankzero import Launcher, WorkerFailedError
+from rankzero import Launcher, RunHandle, WorkerFailedError
+from rankzero.job import Job
 from rankzero.pipeline import Follower, LineWritten, MetricsReported, RunEnded
+from rankzero.run import RunDirectory, RunStatus
+from rankzero.run import follower as followers
 
 
 def train(fail: bool) -> str:
@@ -57,3 +65,82 @@ def test_every_name_of_the_interface_exists_and_is_documented() -> None:
     for name in rankzero.pipeline.__all__:
         assert getattr(rankzero.pipeline, name) is not None
         assert f"`{name}`" in text, f"{name} is not in the docstring of rankzero.pipeline"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run of three ranks that each have written two lines, the first of ranks 0 and 2 for an earlier submission."""
+    run = RunDirectory(str(tmp_path / "run"))
+    assert run.claim(0)
+    run.write_submission(Job("run", "train", 3, 1, False, None, None, 60.0, {}, log_starts={"0": [0, 6], "2": [0, 6]}))
+    for rank in range(3):
+        (tmp_path / f"run/logs/rank-{rank}.log").write_text(f"old {rank}\nnew {rank}\n")
+    return run
+
+
+def status(failed_rank: int | None = None) -> RunStatus:
+    if failed_rank is None:
+        return RunStatus(state="running")
+    error = WorkerFailedError("it failed", rank=failed_rank, log_tail=["the last line"])
+    return RunStatus(state="failed", error=json.loads(json.dumps(error.to_json())))
+
+
+def lines(follower: Follower, run: RunDirectory, status: RunStatus) -> list[str]:
+    run.write_status(replace(status, heartbeat=time.time()))
+    return [event.text for event in follower.poll() if isinstance(event, LineWritten)]
+
+
+def test_every_rank_is_shown_from_where_the_submission_began(run: RunDirectory) -> None:
+    follower = Follower(RunHandle(run.directory))
+    assert sorted(lines(follower, run, status())) == ["[0] new 0", "[1] new 1", "[1] old 1", "[2] new 2"]
+    assert lines(follower, run, status()) == []
+
+
+def test_ranks_that_are_not_asked_for_are_silent_unless_they_fail(run: RunDirectory) -> None:
+    follower = Follower(RunHandle(run.directory), ranks=[1])
+    assert lines(follower, run, status()) == ["[1] old 1", "[1] new 1"]
+    assert lines(follower, run, status(failed_rank=0)) == ["[0] new 0"]
+    # One that was shown is not shown twice.
+    shown = Follower(RunHandle(run.directory), ranks=[0])
+    assert lines(shown, run, status(failed_rank=0)) == ["[0] new 0"]
+
+
+def test_a_follower_that_attaches_shows_again_only_what_is_little(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(lines(Follower(RunHandle(run.directory), attached=True), run, status())) == 4
+    monkeypatch.setattr(followers, "REPLAY_BYTES", 5)
+    attached = Follower(RunHandle(run.directory), ranks=[1], attached=True)
+    assert lines(attached, run, status()) == []
+    # Of much, the tail that came with the failure.
+    assert lines(attached, run, status(failed_rank=2)) == ["[2] the last line"]
+    assert len(lines(Follower(RunHandle(run.directory)), run, status())) == 4
+
+
+def test_a_follower_skips_what_it_is_too_far_behind(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "BEHIND_BYTES", 3 * 40)
+    monkeypatch.setattr(followers, "LAST_BYTES", 3 * 20)
+    monkeypatch.setattr(followers, "_LEAST_SHARE", 1)
+    follower = Follower(RunHandle(run.directory))
+    assert len(lines(follower, run, status())) == 4
+
+    def write(count: int) -> None:
+        with open(run.path("logs/rank-1.log"), "a") as log:
+            log.writelines(f"line {number:03}\n" for number in range(count))
+
+    write(4)
+    assert lines(follower, run, status()) == [f"[1] line {number:03}" for number in range(4)]
+    write(100)
+    left_out = f"[1] (0.0 MiB of lines left out: rankzero logs {run.directory})"
+    assert lines(follower, run, status()) == [left_out, *(f"[1] line {number:03}" for number in range(96, 100))]
+    # What is written while lines are shown is for the next look.
+    write(4)
+    shown = follower.poll()
+    assert next(shown) == LineWritten("[1] line 000")
+    write(100)
+    assert list(shown) == [LineWritten(f"[1] line {number:03}") for number in range(1, 4)]
+    # At the end the result waits for the follower.
+    assert lines(follower, run, status(failed_rank=1)) == [left_out, "[1] line 098", "[1] line 099"]
+    write(100)
+    whole = Follower(RunHandle(run.directory), ranks=[1], whole=True)
+    assert len(lines(whole, run, status())) == 2 + 4 + 100 + 4 + 100 + 100

@@ -7,7 +7,7 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "checkpoints.list_committed checkpoints.Manifest current.CurrentStatus current.owns cursor.LogCursor "
+    "checkpoints.list_committed checkpoints.Manifest current.CurrentStatus current.owns "
     "detach.detaching directory.EVENTS directory.LINES directory.RunDirectory directory.RunStatus growing.Position "
     "identity.Asked identity.compare identity.Comparison identity.describe identity.Identity lease.longest_delay "
     "lease.power listing.list_runs liveness.dead_after liveness.process_lives pace.LONGEST_PACE pieces.PieceWriter "

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rankzero.run.cursor import LogCursor
+from rankzero.errors import WorkerFailedError, error_from_json
 from rankzero.run.directory import RunStatus
+from rankzero.run.growing import Position
 from rankzero.run.handle import RunHandle
+from rankzero.store import is_url
+
+REPLAY_BYTES = 256 << 10
+"""Most bytes of a rank's lines that a new follower shows again. If there are more, it shows new lines only."""
+
+REPLAY_BYTES_SHARED = 1 << 20
+"""The limit of `REPLAY_BYTES` on an object store, where it applies to the lines of all ranks together."""
+
+BEHIND_BYTES = 1 << 20
+"""Bytes of lines, of all shown ranks together, by which a follower may be behind; it skips older lines.
+
+A follower shows lines only as fast as its orchestrator stores them, about a hundred a second. A rank may print a
+thousand times as many. Without the limit, the follower would still show lines long after the training has ended.
+"""
+
+LAST_BYTES = 256 << 10
+"""The limit of `BEHIND_BYTES` after the end of the run, when the result waits for the follower."""
+
+_LEAST_SHARE = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -61,14 +81,15 @@ Event = LineWritten | MetricsReported | EngineOpened | RunEnded
 class Follower:
     """Follows a run for a pipeline step, a service or a terminal.
 
-    Following a run renews its lease. A follower that is far behind skips lines and yields a line that says how many
-    bytes were left out, unless ``whole`` is set.
+    Following a run renews its lease. A follower keeps the position that it has reached in the lines of each rank. If it
+    is more than `BEHIND_BYTES` behind, it skips lines and yields a line that says how many bytes were left out.
 
     Args:
         handle: The run. Lines of its earlier submissions are not shown.
         ranks: The ranks whose lines are shown; None shows all. The rank whose failure ends the run is always shown.
-        attached: An earlier follower has shown lines of this run; many of them are not shown a second time.
-        whole: Shows every line, however many they are.
+        attached: An earlier follower has shown lines of this run. They are shown again unless they exceed
+            `REPLAY_BYTES`.
+        whole: Shows every line, however many they are, since lines carry messages.
 
     Attributes:
         status: The status as of the last `poll`; None before the first one.
@@ -78,7 +99,7 @@ class Follower:
         >>> from rankzero.pipeline import Follower, LineWritten
         >>> handle = Launcher(2).submit(print, "hello")
         >>> lines = [event.text for event in Follower(handle).follow() if isinstance(event, LineWritten)]
-        >>> sorted(lines)
+        >>> sorted(line for line in lines if "hello" in line)
         ['[0] hello', '[1] hello']
     """
 
@@ -93,7 +114,16 @@ class Follower:
         """Reads where the lines of the run begin. Raises OSError if the store cannot be read."""
         self.status: RunStatus | None = None
         self._handle = handle
-        self._cursor = LogCursor(handle, ranks=ranks, attached=attached and not whole, whole=whole)
+        self._ranks = None if ranks is None else frozenset(ranks)
+        self._whole = whole
+        self._is_remote = is_url(handle.directory)
+        self._starts = positions = handle.log_starts()
+        if attached and not whole:
+            ends = handle.log_ends()
+            positions = {
+                rank: start if self._is_near(start, ends[rank]) else ends[rank] for rank, start in positions.items()
+            }
+        self._positions = {rank: start for rank, start in positions.items() if self._is_shown(rank)}
         self._metrics: dict[str, Any] = {}
         self._engine_url: str | None = None
 
@@ -113,7 +143,7 @@ class Follower:
         if status.engine_url and status.engine_url != self._engine_url:
             self._engine_url = status.engine_url
             yield EngineOpened(status.engine_url)
-        for line in self._cursor.lines(status):
+        for line in self._lines(status):
             yield LineWritten(line)
         if status.metrics != self._metrics:
             self._metrics = status.metrics
@@ -129,3 +159,56 @@ class Follower:
             if self.ended:
                 return
             self._handle.pause()
+
+    def _is_shown(self, rank: int) -> bool:
+        return self._ranks is None or rank in self._ranks
+
+    def _lines(self, status: RunStatus) -> Iterator[str]:
+        """Yields the lines that were written since the last call, each with its ``[rank]``.
+
+        With a final status, lines of the rank whose failure ended the run are added if that rank is not shown anyway.
+        """
+        ends = None
+        if not self._whole and self._positions:
+            ends = self._handle.log_ends(self._positions, status)
+            yield from self._skipped(ends, status)
+        if status.final or self._is_remote:
+            # A file server may still report an old size, so the files are read to their ends.
+            ends = None
+        yield from self._handle.lines(self._positions, follow=False, prefix=True, status=status, ends=ends)
+        error = error_from_json(status.error) if status.error else None
+        if isinstance(error, WorkerFailedError) and error.rank is not None and not self._is_shown(error.rank):
+            yield from self._lines_of_failed(error.rank, error.log_tail or [])
+
+    def _skipped(self, ends: Mapping[int, Position], status: RunStatus) -> Iterator[str]:
+        """Moves positions that are too far behind. Yields a note for each, and the lines from the new position on."""
+        most = LAST_BYTES if status.final else BEHIND_BYTES
+        if not self._is_remote:
+            most = max(most // len(self._positions), _LEAST_SHARE)
+        # On an object store all ranks share a stream.
+        for rank in [min(self._positions)] if self._is_remote else sorted(self._positions):
+            begin, left_out = self._handle.begin_of_last(self._positions[rank], ends[rank], most)
+            if not left_out:
+                continue
+            moved = dict.fromkeys(self._positions, begin) if self._is_remote else {rank: begin}
+            self._positions.update(moved)
+            size = f"{left_out / (1 << 20):.1f} MiB"
+            whose = "" if self._is_remote else f"[{rank}] "
+            yield f"{whose}({size} of lines left out: rankzero logs {self._handle.directory})"
+            lines = self._handle.lines(moved, follow=False, prefix=True, status=status, ends=ends)
+            if begin.offset:
+                # The position may lie within a line, whose rest is dropped.
+                next(lines, None)
+            yield from lines
+            self._positions.update(moved)
+
+    def _lines_of_failed(self, rank: int, tail: list[str]) -> Iterator[str]:
+        start = self._starts[rank]
+        if self._is_near(start, self._handle.log_ends()[rank]):
+            yield from self._handle.lines({rank: start}, follow=False, prefix=True)
+        else:
+            yield from (f"[{rank}] {line}" for line in tail)
+
+    def _is_near(self, start: Position, end: Position) -> bool:
+        most = REPLAY_BYTES_SHARED if self._is_remote else REPLAY_BYTES
+        return end.piece <= start.piece and end.offset - start.offset <= most
