@@ -1,8 +1,11 @@
 """An object store that cannot be reached for a while: training goes on, and what was refused is written later."""
 
+import logging
+import math
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +16,7 @@ from tests.conftest import until, wait_until_gone
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, LOOK, STEPS, expected, note, train
 
-from rankzero import Launcher, RunHandle, WorkerFailedError
+from rankzero import Launcher, RetryableError, RunCancelledError, RunHandle, WorkerFailedError
 from rankzero.run import observer
 from rankzero.store import files
 
@@ -172,4 +175,79 @@ def test_a_store_that_is_slow_does_not_hold_the_driver(
         finally:
             stall.end()
         with pytest.raises(WorkerFailedError, match="ValueError: as told"):
+            value.result(WAIT)
+
+
+class Refusal(logging.Handler):
+    """A store that refuses requests for some places from the moment on at which a restart is announced."""
+
+    def __init__(self, places: str, times: float) -> None:
+        super().__init__()
+        self._places = re.compile(places)
+        self._through = files._filesystem
+        self._times = times
+        self._restarts = False
+        self.refused: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._restarts = self._restarts or "attempt 1 follows" in record.getMessage()
+
+    def filesystem(self, location: str) -> tuple[Any, str]:
+        found = self._places.search(location)
+        if self._restarts and found and self.refused[found[0]] < self._times:
+            self.refused[found[0]] += 1
+            raise ConnectionResetError("the store cannot be reached")
+        return self._through(location)
+
+
+@pytest.fixture
+def restarts() -> Iterator[logging.Logger]:
+    """The logger by which a driver of this process announces its restarts."""
+    made = logging.getLogger("rankzero.driver")
+    before = list(made.handlers)
+    yield made
+    made.handlers[:] = before
+
+
+def fail_once() -> int:
+    import rankzero.train as rt
+
+    if rt.get_context().attempt == 0:
+        raise RetryableError("again")
+    return rt.get_context().attempt
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that repeats refused reads immediately."""
+    monkeypatch.setattr("rankzero.driver.attempt.RETRY_INTERVAL", 0.01)
+
+
+READ_AT_A_RESTART = ("checkpoints", "tables", "result", "token")
+
+
+def test_a_store_that_refuses_what_a_restart_reads_delays_the_restart(
+    launcher: Launcher, tmp_path: Path, restarts: logging.Logger, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = Refusal(rf"(?<=/run/)({'|'.join(READ_AT_A_RESTART)})$", 1)
+    restarts.addHandler(refusal)
+    monkeypatch.setattr(files, "_filesystem", refusal.filesystem)
+    launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run", max_restarts=1)
+    assert launcher.run(fail_once) == 1
+    assert set(refusal.refused) == set(READ_AT_A_RESTART)
+
+
+def test_a_run_can_be_cancelled_while_the_store_refuses_what_its_restart_reads(
+    launcher: Launcher, tmp_path: Path, restarts: logging.Logger, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = Refusal(r"/run/checkpoints$", math.inf)
+    restarts.addHandler(refusal)
+    monkeypatch.setattr(files, "_filesystem", refusal.filesystem)
+    launcher = launcher.options(num_processes=1, store=f"memory://{tmp_path.name}", run_id="run", max_restarts=1)
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(lambda: launcher.run(fail_once))
+        until(lambda: sum(refusal.refused.values()) > 1 or value.done(), WAIT, "a request that is tried again")
+        assert not value.done()
+        RunHandle.attach(f"memory://{tmp_path.name}/run").cancel()
+        with pytest.raises(RunCancelledError):
             value.result(WAIT)

@@ -15,7 +15,8 @@ from rankzero.channel.frames import Message
 from rankzero.channel.session import LEFT
 from rankzero.driver import policy, verdict
 from rankzero.driver.agents import agent_config
-from rankzero.driver.commits import COMMIT_TIMEOUT, Committer
+from rankzero.driver.commits import COMMIT_TIMEOUT, Committer, NotOwnerError
+from rankzero.driver.handover import RETRY_INTERVAL
 from rankzero.driver.hang import HangWatch
 from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
@@ -111,10 +112,16 @@ class Attempt:
             lambda: owns(self._run, self._job.submission, self._job.nonce),
         )
         self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
-        self._resume = self._committer.newest()
-        carry_rows(self._run, self._number, self._committer.tables)
-        self._remove_leftovers()
-        self._token = self._run.token()
+        began = time.monotonic()
+        try:
+            store.patiently(self._read_store, STORE_OUTAGE, RETRY_INTERVAL, self._gives_up)
+        except BaseException:
+            self._committer.close(0.0)
+            if self._scratch:
+                self._scratch.remove()
+            raise
+        # An outage of the store takes no time from the ranks' start.
+        self._start_deadline = start_deadline = start_deadline + time.monotonic() - began
         secret = self._session.secret(self._number)
         self._server = ChannelServer(
             secret,
@@ -141,6 +148,18 @@ class Attempt:
             self._committer.close(0.0)
             if self._scratch:
                 self._scratch.remove()
+
+    def _read_store(self) -> None:
+        """Reads the checkpoint to start from and removes what earlier attempts left. May be repeated after an error."""
+        self._resume = self._committer.newest()
+        carry_rows(self._run, self._number, self._committer.tables)
+        self._remove_leftovers()
+        self._token = self._run.token()
+
+    def _gives_up(self, error: Exception) -> bool:
+        """Returns True for an error that no repetition corrects; raises RunCancelledError if the run must end."""
+        self._watch.check()
+        return isinstance(error, NotOwnerError)
 
     def _remove_leftovers(self) -> None:
         """Removes files that ranks of earlier attempts had begun to write when the ranks or their driver died."""
@@ -218,8 +237,9 @@ class Attempt:
         Args:
             group: The agents.
             timeout: Seconds to wait.
-            patient: Restart the time-out at each message, since agents may still send lines that waited for a slow
-                driver.
+            patient: Restart the time-out at each message about ranks, since agents may still send lines that waited for
+                a slow driver. Samples of hosts do not count: an agent sends them also while the kernel cannot end a
+                rank.
         """
         deadline, released = time.monotonic() + timeout, patient
         while not self._engine_ended and time.monotonic() < deadline:
@@ -230,7 +250,7 @@ class Attempt:
                 self._server.broadcast({"type": "end"})
             if kind == LOST:
                 break
-            if patient and kind not in (None, DISCONNECTED):
+            if patient and kind not in (None, DISCONNECTED, "usage"):
                 deadline = time.monotonic() + timeout
             if patient and self._is_called_off():
                 self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})

@@ -1,0 +1,127 @@
+"""The end of a run whose success is certain, on a host where a rank's process cannot be reaped."""
+
+import platform
+import select
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.conftest import until
+
+from rankzero import EngineError, Launcher, LocalEngine, RankZeroError
+from rankzero.channel import ChannelClient, ChannelClosed
+from rankzero.driver import policy
+from rankzero.engines import AgentConfig, AgentGroup, LocalSession, OnEnd
+from rankzero.job import Job
+from rankzero.values import formats
+
+WAIT = 30.0
+
+SAMPLE_INTERVAL = 0.05
+"""Seconds between two samples of the agent, many of which fit into the driver's time limit."""
+
+
+@dataclass(frozen=True)
+class StuckEngine(LocalEngine):
+    """This machine, whose agent reports a finished rank and then samples the host forever. For `Launcher.run`."""
+
+    folder: str = ""
+
+    def open(self, job: Job) -> "StuckSession":
+        """Returns a session with such an agent."""
+        return StuckSession(job, self.folder)
+
+
+class StuckSession(LocalSession):
+    """Starts the agent in a thread of this process."""
+
+    def __init__(self, job: Job, folder: str) -> None:
+        super().__init__(job)
+        self._folder = folder
+
+    def launch(self, num_tasks: int, config: AgentConfig, on_end: OnEnd) -> AgentGroup:
+        """Starts the agent."""
+        return StuckAgent(config, self._folder, on_end)
+
+
+class StuckAgent(AgentGroup):
+    """The agent of one rank that has finished, whose process the kernel does not end."""
+
+    def __init__(self, config: AgentConfig, folder: str, on_end: OnEnd) -> None:
+        super().__init__()
+        hosts, port = config["driver"]
+        self._client = ChannelClient(hosts, port, config["secret"], 0)
+        self._folder = folder
+        self._on_end = on_end
+        self._cancelled = threading.Event()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def cancel(self) -> None:
+        """Ends the agent, which alone the driver can do."""
+        Path(self._folder, "cancelled").touch()
+        self._cancelled.set()
+
+    def explain(self, error: BaseException) -> RankZeroError:
+        """Returns an error that no test expects."""
+        return EngineError(str(error))
+
+    def _work(self) -> None:
+        self._client.start()
+        self._client.queue(
+            {
+                "type": "join",
+                "host": "127.0.0.1",
+                "address": "127.0.0.1",
+                "hostname": "here",
+                "pid": 1,
+                "python": platform.python_version(),
+                "gpus": [],
+                "workers": 1,
+            }
+        )
+        try:
+            self._await("start")
+            self._finish()
+            self._await("end")
+            while not (self._cancelled.wait(SAMPLE_INTERVAL) or Path(self._folder, "stop").exists()):
+                self._client.queue({"type": "usage", "time": time.time(), "cores": 1})
+                Path(self._folder, "sampled").touch()
+        except ChannelClosed:
+            pass
+        self._client.close(0.0)
+        self._ended.set()
+        self._on_end(None)
+
+    def _await(self, kind: str) -> None:
+        while not self._cancelled.is_set():
+            select.select([self._client.fileno()], [], [], 0.1)
+            if any(message["type"] == kind for message in self._client.receive()):
+                return
+
+    def _finish(self) -> None:
+        path = f"{self._folder}/value.json"
+        size, digest = formats.write(7, formats.JSON, path)
+        result = {"format": formats.JSON, "size": size, "digest": digest, "path": path, "summary": {}, "value": 7}
+        rank = {"local_rank": 0, "time": time.time()}
+        self._client.queue({"type": "rendezvous", "port": 1})
+        self._client.queue({**rank, "type": "ready", "torch": ""})
+        self._client.queue({**rank, "type": "returned"})
+        self._client.queue({**rank, "type": "commit", "result": result})
+
+
+def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "END_TIMEOUT", 20 * SAMPLE_INTERVAL)
+    launcher = launcher.options(num_processes=1, engine=StuckEngine(folder=str(tmp_path)), exit_timeout=0.1)
+    with ThreadPoolExecutor(1) as executor:
+        value = executor.submit(lambda: launcher.run(int))
+        until(lambda: (tmp_path / "sampled").exists() or value.done(), WAIT, "a sample")
+        try:
+            until((tmp_path / "cancelled").exists, WAIT, "the driver's end of the agent")
+        finally:
+            (tmp_path / "stop").touch()
+        assert value.result(WAIT) == 7
