@@ -60,7 +60,7 @@ fi
 lock=constraints/$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")').txt
 [ -f "$lock" ] || die "$venv has a Python without a lock in constraints/; remove $venv and run this again"
 stamp=$venv/.installed
-want=$(cat "$lock" pyproject.toml | cksum)
+want=$(cat "$lock" pyproject.toml scripts/setup.sh | cksum)
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
   echo "setup: installing $(grep -c == "$lock") locked packages into $venv"
   uv=$(find_uv || true)

@@ -1,5 +1,6 @@
 """What every room's tests share: a store of their own, and proof that nothing outlives the suite."""
 
+import compileall
 import contextlib
 import fcntl
 import os
@@ -30,6 +31,9 @@ pytest_plugins = ("tests.schedule", "tests.durations")
 
 # Every JVM of the suite, of clusters and executors too, lives for a minute: it shall start, not get fast.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
+# Test modules are compiled once, also where the environment forbids it: each process of the suite imports all of them.
+sys.dont_write_bytecode = False
 
 # Beside other work an example may take as long as it likes.
 hypothesis.settings.register_profile(
@@ -81,9 +85,15 @@ def temporary_files() -> set[str]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Notes the temporary directories that were there before, in the process that starts the others."""
+    """Notes the temporary directories that were there before, in the process that starts the others.
+
+    It also compiles the modules that have changed, so that the thousands of processes of the suite need not: each of
+    them would do it again where the environment forbids Python to write compiled modules.
+    """
     if not hasattr(session.config, "workerinput"):
         session.config.stash[_before] = temporary_files()
+        for folder in ("core", "airflow_provider", "dagster_integration", "tests"):
+            compileall.compile_dir(ROOT / folder, quiet=2)
 
 
 @pytest.hookimpl(trylast=True)
