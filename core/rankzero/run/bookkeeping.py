@@ -1,4 +1,4 @@
-"""Optional steps after a training has succeeded. If one of them fails, a warning is logged and the task succeeds."""
+"""Optional work of a pipeline step, such as a table of metrics: a failure of it is logged as a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:
     try:
         return action()
     except Exception as error:
-        log.warning("%s", encodable(f"{what} is left out, and the training's result is delivered: {_describe(error)}"))
+        log.warning("%s", encodable(f"{what} is left out, which does not affect the training: {_describe(error)}"))
         return otherwise
 
 
