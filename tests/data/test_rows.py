@@ -24,6 +24,7 @@ from rankzero import InvalidJobError, Launcher, ResultError, Table, WorkerFailed
 from rankzero.data import Ragged, file_of
 from rankzero.driver import carry_rows, policy, remove_rows
 from rankzero.run import RunDirectory
+from rankzero.store import remote
 from rankzero.train import rows
 
 
@@ -162,6 +163,61 @@ def _whole() -> None:
 def test_rows_of_all_ranks_do_not_belong_to_a_checkpoint_of_rank_0(launcher: Launcher) -> None:
     with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
         launcher.run(_whole)
+
+
+def _scored_in_epochs() -> Table:
+    world, checkpoint = rt.get_context(), rt.get_checkpoint()
+    for epoch in range(checkpoint.load()["epoch"] + 1 if checkpoint else 0, 3):
+        table = rt.write_rows({"epoch": [epoch] * 3})
+        rt.barrier()
+        if world.rank == 0:
+            rt.report({}, checkpoint={"epoch": epoch})
+            rt.await_checkpoint()
+            if (world.attempt, epoch) == (0, 1):
+                os.kill(os.getpid(), 9)
+        rt.barrier()
+    return table
+
+
+def test_rows_of_ranks_that_report_nothing_are_not_lost_at_a_restart(launcher: Launcher) -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True") as raised:
+        launcher.options(max_restarts=1).run(_scored_in_epochs)
+    assert (raised.value.rank, raised.value.exception_type) == (0, "ValueError")
+
+
+def test_rows_of_ranks_that_report_nothing_are_not_lost_on_an_object_store(bucket: str) -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 has written rows.*sharded=True"):
+        Launcher(2, store=f"{bucket}/runs", max_restarts=1).run(_scored_in_epochs)
+
+
+def test_each_client_lists_the_files_below_a_directory(bucket: str) -> None:
+    for name in ("a/x.txt", "a/b/y.txt", "c/z.txt"):
+        store.write_bytes(f"{bucket}/{name}", b"1")
+    clients = list(remote.clients(bucket))
+    assert len(clients) == 2
+    for client in clients:
+        assert {name for name in client.names_below(f"{bucket}/a") if name} >= {"x.txt", "y.txt"}
+        assert "z.txt" not in client.names_below(f"{bucket}/a")
+        assert client.names_below(f"{bucket}/none") == []
+
+
+def _trained_then_scored() -> Table:
+    if rt.get_checkpoint() is None and rt.get_context().rank == 0:
+        rt.report({}, checkpoint={"epoch": 1})
+    rt.barrier()
+    table = rt.write_rows({"id": [rt.get_context().rank]})
+    rt.barrier()
+    if rt.get_context().rank == 0 and rt.get_context().attempt == 0:
+        rt.await_checkpoint()
+        os.kill(os.getpid(), 9)
+    rt.barrier()
+    return table
+
+
+def test_all_ranks_write_rows_after_the_last_checkpoint_of_rank_0(launcher: Launcher) -> None:
+    table = launcher.options(max_restarts=1).run(_trained_then_scored)
+    assert sorted(table.to_pandas()["id"]) == [0, 1]
+    assert "/0001/" in table.uri
 
 
 def _whole_beside_a_rank_without_rows() -> Table:

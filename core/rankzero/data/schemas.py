@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import IO, Any
@@ -22,6 +23,8 @@ PREFIX = "_schema-"
 
 _DIGITS = 16
 """Digits of a schema's digest in its file name, by which files of several ranks with the same schema are read once."""
+
+_FILE = re.compile(rf"{PREFIX}[0-9a-f]{{{_DIGITS}}}-(\d+)-(\d+)-\d+\.arrow")
 
 OpenWrite = Callable[[str], AbstractContextManager[IO[bytes]]]
 
@@ -141,7 +144,7 @@ def nulls(schema: Any) -> list[str]:
     return [field.name for field in schema if pa.types.is_null(field.type)]
 
 
-def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_write: OpenWrite) -> Any:
+def publish(folder: str, schema: Any, owner: tuple[int, int, int], own: Collection[str], open_write: OpenWrite) -> Any:
     """Adds a rank's schema to those of a table.
 
     Every rank has its own files, so that a call that raises leaves no column behind: its rank removes its file, and
@@ -150,7 +153,7 @@ def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_wri
     Args:
         folder: The table's directory, as a path or a URL.
         schema: The columns of the rows that the rank is about to write.
-        owner: Suffix of the file's name, unique among the calls of all ranks.
+        owner: Attempt, rank, and a number that is unique among the rank's calls; part of the file's name.
         own: Paths or URLs of schema files of this rank that stay.
         open_write: Opens a file that is written atomically.
 
@@ -166,7 +169,8 @@ def publish(folder: str, schema: Any, owner: str, own: Collection[str], open_wri
     path = store.join(folder, f"{PREFIX}{hashlib.sha256(data).hexdigest()[:_DIGITS]}-")
     if any(each.startswith(path) for each in own):
         return found
-    with open_write(f"{path}{owner}.arrow") as file:
+    attempt, rank, number = owner
+    with open_write(f"{path}{attempt:04d}-{rank:05d}-{number:06d}.arrow") as file:
         file.write(data)
     # Another rank may have published between the first listing and the write.
     return unify([*published(folder).values(), found], exact=True)
@@ -187,6 +191,12 @@ def published(folder: str) -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError), filesystem.open_input_file(info.path) as file:
             schemas[digest] = pa.ipc.read_schema(pa.py_buffer(file.read()))
     return schemas
+
+
+def rank_of(name: str, attempt: int) -> int | None:
+    """Returns the rank that published a schema file in an attempt; None for every other file."""
+    found = _FILE.fullmatch(name)
+    return int(found[2]) if found and int(found[1]) == attempt else None
 
 
 def is_schema(name: str) -> bool:

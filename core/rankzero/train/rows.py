@@ -213,7 +213,7 @@ class TableWriter:
         import pyarrow as pa
 
         try:
-            owner = f"{self._world.attempt:04d}-{self._world.rank:05d}-{next(self._tables.serials):06d}"
+            owner = self._world.attempt, self._world.rank, next(self._tables.serials)
             return schemas.publish(self._folder, schema, owner, self._tables.schemas, self._open)
         except pa.ArrowException:
             raise

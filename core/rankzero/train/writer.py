@@ -113,7 +113,7 @@ class CheckpointWriter:
 
         Raises:
             TypeError: the checkpoint is neither a directory nor a dict.
-            ValueError: sharded and whole checkpoints in one run, or a whole one that cannot contain this rank's rows.
+            ValueError: sharded and whole checkpoints in one run, or a whole one that cannot contain the rows of a rank.
             ResultError: the checkpoint cannot be pickled, or the disk has refused it or the previous one.
         """
         directory = _as_directory(value)
@@ -122,12 +122,9 @@ class CheckpointWriter:
             self._sharded = sharded
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
+        if not sharded and self._world_size > 1:
+            self._refuse_rows(tables)
         if not sharded and self._rank != 0:
-            if any(tables.values()):
-                raise ValueError(
-                    f"rank {self._rank} has written rows, which cannot belong to this checkpoint, since only rank 0's "
-                    "part of it is kept: report it with sharded=True, or write all rows after the last checkpoint"
-                )
             if self._next == 0:
                 print(f"rankzero: rank 0's checkpoints are kept, not those of rank {self._rank} (see sharded=True)")
                 self._next = 1
@@ -150,6 +147,15 @@ class CheckpointWriter:
         finally:
             self._busy = False
         self._start(taken)
+
+    def _refuse_rows(self, tables: Mapping[str, int]) -> None:
+        """Raises ValueError if rows of ranks other than 0 precede a whole checkpoint, which cannot contain them."""
+        own = {self._rank} if any(tables.values()) else set()
+        if ranks := (own if self._rank else self._parts.ranks_with_rows(self._attempt)) - {0}:
+            raise ValueError(
+                f"rank {min(ranks)} has written rows, which cannot belong to this checkpoint, since only rank 0's part "
+                "of it is kept: report it on every rank with sharded=True, or write all rows after the last checkpoint"
+            )
 
     def finish(self) -> None:
         """Waits until all copied checkpoints are written. Raises ResultError if the disk has refused one."""
