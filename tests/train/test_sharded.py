@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,3 +344,18 @@ def test_pipeline_stages_that_name_their_tensors_alike_are_refused(launcher: Lau
             return str(error)
 
     assert "ranks 0 and 1 wrote different values of 'w'" in launcher.options(num_processes=2).run(train)
+
+
+def _report_in_two_ways(sharding_rank: int) -> None:
+    import rankzero.train as rt
+
+    is_sharded = rt.get_context().rank == sharding_rank
+    rt.report({}, checkpoint={"step": 1}, sharded=is_sharded)
+    time.sleep(20)
+
+
+@pytest.mark.parametrize("sharding_rank", [0, 1])
+def test_ranks_that_report_whole_and_sharded_checkpoints_end_the_run(launcher: Launcher, sharding_rank: int) -> None:
+    named = rf"rank {1 - sharding_rank} has reported a whole checkpoint, and rank {sharding_rank} a sharded one"
+    with pytest.raises(ResultError, match=named):
+        launcher.run(_report_in_two_ways, sharding_rank)

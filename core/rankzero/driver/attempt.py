@@ -373,6 +373,8 @@ class Attempt:
         elif kind == "ready":
             self._roster.note_ready(member.task, message["local_rank"], message["torch"])
             self._note_start()
+        elif kind == "checkpoint-kind":
+            self._storage.note_kind(rank, sharded=message["sharded"])
         elif kind == "checkpoint":
             self._storage.add_part(rank, member.task, message)
         elif kind == "checkpoint-failed":

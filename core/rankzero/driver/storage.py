@@ -14,6 +14,7 @@ from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
 from rankzero.driver.outcome import Outcome
 from rankzero.driver.rows import remove_rows
+from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER
 from rankzero.run.directory import RunDirectory
 from rankzero.values.formats import SHARDS
@@ -50,10 +51,22 @@ class Storage:
         self._outcome = outcome
         self._send = send
         self._uploads: dict[tuple[int, str], Message] = {}
+        self._kinds: dict[bool, int] = {}
 
     def note_upload(self, task: int, message: Message) -> None:
         """Records that a file of this task has arrived over the channel, or that it will not."""
         self._uploads[task, message["name"]] = message
+
+    def note_kind(self, rank: int, *, sharded: bool) -> None:
+        """Records whether a rank's checkpoints are sharded. Ends the attempt if the ranks do not agree about that."""
+        first = self._kinds.setdefault(sharded, rank)
+        other = self._kinds.get(not sharded)
+        if first == rank and other is not None:
+            whole, part = (other, rank) if sharded else (rank, other)
+            self._outcome.refusal = ResultError(
+                f"rank {whole} has reported a whole checkpoint, and rank {part} a sharded one, so parts would be lost: "
+                "report checkpoints with sharded=True on every rank or on none"
+            )
 
     def add_part(self, rank: int, task: int, message: Message) -> None:
         """Adds a rank's part of a checkpoint."""

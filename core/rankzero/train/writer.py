@@ -120,6 +120,8 @@ class CheckpointWriter:
         sharded = sharded or (directory is None and shards.has_sharded(value))
         if self._sharded is None:
             self._sharded = sharded
+            if self._world_size > 1:
+                self._send({"type": "checkpoint-kind", "sharded": sharded})
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
         if not sharded and self._world_size > 1:

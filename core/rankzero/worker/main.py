@@ -9,6 +9,7 @@ Messages between rank and agent, in their order ("<-" is received by the rank)::
     entered          times of process start, torch import, and call of the user's code
     beat             every few seconds, from a thread: progress so far
     metric           rows of reports, several at a time
+    checkpoint-kind  with the first checkpoint: whether this rank's are sharded
     checkpoint       this rank has written its part of a checkpoint
     <- checkpoint    a checkpoint was committed
     returned         the user's code has returned
