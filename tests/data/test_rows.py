@@ -1,6 +1,7 @@
 """Rows that ranks write: a table that is there when the run has succeeded, and nothing of what failed."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -231,26 +232,44 @@ def test_a_checkpoint_of_rank_0_is_taken_where_the_others_had_no_row_to_write(la
     assert launcher.run(_whole_beside_a_rank_without_rows).to_arrow().count_rows() == 1
 
 
-def _score_behind_a_cursor_of_rank_0() -> None:
+def _score_behind_a_cursor(file: str) -> Table | None:
+    """Rank 0 scores a batch in each attempt, behind the cursor in its checkpoint, or in a newer file."""
     shard, checkpoint = rt.get_dataset_shard(), rt.get_checkpoint()
-    rt.barrier()
     if checkpoint:
-        shard.load_state_dict(checkpoint.load())
-    batches = shard.iter_batches(10)
-    rt.write_rows({"id": next(batches)["id"]})
-    rt.barrier()
-    if rt.get_context().rank == 0:
-        rt.report({}, checkpoint=shard.state_dict())
-        while rt.get_checkpoint() is None:
-            time.sleep(0.01)
+        shard.load_state_dict(json.loads(Path(file).read_text()) if file else checkpoint.load())
+    ids = next(iter(shard.iter_batches(10)))["id"]
+    if rt.get_context().rank:
+        return None
+    if checkpoint is None and file:
+        rt.report({}, checkpoint={})
+    table = rt.write_rows({"id": ids})
+    if checkpoint is None:
+        if file:
+            Path(file).write_text(json.dumps(shard.state_dict()))
+        else:
+            rt.report({}, checkpoint=shard.state_dict())
+        rt.await_checkpoint()
         os.kill(os.getpid(), 9)
-    rt.barrier()
+    return table
 
 
-def test_a_table_does_not_lack_the_rows_of_before_its_cursor(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.fixture
+def ids(launcher: Launcher, tmp_path: Path) -> Launcher:
+    """A launcher with a dataset of numbers."""
     pq.write_table(pa.table({"id": list(range(ROWS))}), tmp_path / "ids.parquet")
+    return launcher.options(dataset=str(tmp_path / "ids.parquet"), max_restarts=1)
+
+
+def test_a_table_does_not_lack_the_rows_of_before_its_cursor(ids: Launcher, tmp_path: Path) -> None:
     with pytest.raises(ResultError, match="'rows' would lack rows"):
-        launcher.options(dataset=str(tmp_path / "ids.parquet"), max_restarts=1).run(_score_behind_a_cursor_of_rank_0)
+        ids.run(_score_behind_a_cursor, str(tmp_path / "cursor.json"))
+
+
+def test_rows_of_rank_0_alone_belong_to_its_whole_checkpoint(ids: Launcher) -> None:
+    table = ids.run(_score_behind_a_cursor, "")
+    assert table
+    found = table.to_pandas()["id"].tolist()
+    assert (len(found), len(set(found))) == (20, 20)
 
 
 def test_a_driver_that_seemed_dead_leaves_the_rows_of_its_heir(tmp_path: Path) -> None:

@@ -150,11 +150,9 @@ class _Session:
         return self.writer.carried if self.writer else set()
 
     def load_cursor_tables(self, state: Mapping[str, Any]) -> None:
-        """Records that this rank continues from a cursor, and which of its tables may lack rows of other ranks."""
+        """Records that this rank continues from a cursor, and which of its tables lack the rows from before it."""
         self.resumed = True
-        last = self.writer.last if self.writer else None
-        whole = last and (last.sharded or last.world_size == 1)
-        self.tables.load_cursor(state, self.carried_tables if whole else set())
+        self.tables.load_cursor(state, self.carried_tables)
 
 
 _session: _Session | None = None

@@ -87,7 +87,7 @@ class RankTables:
 
         Args:
             state: The state of the cursor.
-            carried: Tables that have the rows of all ranks from before the checkpoint.
+            carried: Tables that have the rows from before the checkpoint.
         """
         self.lost.update(set(state.get("tables", ())) - set(self.files) - carried)
 
