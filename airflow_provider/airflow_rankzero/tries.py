@@ -68,8 +68,13 @@ class TaskTry:
 
     @property
     def generation(self) -> str:
-        """Identifies the chain of automatic retries: a clear raises ``max_tries``, a retry does not."""
-        return f"{self.ti.run_id}#{self.ti.max_tries}"
+        """Identifies the chain of automatic retries.
+
+        A clear raises ``max_tries``, and a retry does not. If the worker of a running task had died before the task was
+        cleared, Airflow leaves ``max_tries`` and starts another try, even one beyond it. While retries are left, that
+        try looks like an automatic one.
+        """
+        return f"{self.ti.run_id}#{max(self.ti.max_tries, self.ti.try_number - 1)}"
 
     def has_accepted(self, receiver: Mapping[str, Any]) -> bool:
         """Returns False: Airflow's listener (`airflow_rankzero.delivery`) has already acknowledged a stored result."""

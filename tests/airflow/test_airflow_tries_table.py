@@ -107,12 +107,12 @@ class Airflow:
             yield
 
     @contextlib.contextmanager
-    def apart(self, *, worker: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    def apart(self, *, worker: bool = True, retries: int = 1) -> Iterator[subprocess.Popen[bytes]]:
         """The first try, in a process of its own, which takes itself for a worker's or not, once its ranks train."""
-        self._register(tries_dag.make(self.dag_id, self.place, retries=1))
+        self._register(tries_dag.make(self.dag_id, self.place, retries=retries))
         command = [sys.executable, "-m", "tests.airflow.tries_dag", self.dag_id, self.place.folder, self.place.mark]
         child = subprocess.Popen(
-            command + ["worker"] * worker,
+            [*command, str(retries)] + ["worker"] * worker,
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -323,6 +323,22 @@ def test_every_row_has_a_scenario() -> None:
 def test_the_training_does_what_the_table_says(row: Row, airflow: Airflow) -> None:
     SCENARIOS[row.name](airflow)
     airflow.place.assert_outcome(row.outcome, airflow.xcom())
+
+
+@pytest.mark.soak
+def test_a_clear_after_the_death_of_a_worker_compares_the_code(airflow: Airflow) -> None:
+    """Airflow grants another try then without raising the number of the most tries."""
+    airflow.place.deploy(1)
+    with airflow.apart(retries=0) as process:
+        process.kill()
+        process.wait()
+    airflow.place.deploy(2)
+    airflow.clear()
+    assert airflow.state() == "restarting"
+    airflow.notice_death()
+    airflow.place.let("end")
+    assert airflow.try_again()
+    airflow.place.assert_outcome("from scratch", airflow.xcom())
 
 
 @pytest.mark.usefixtures("hangups")

@@ -38,6 +38,29 @@ def test_a_lease_is_as_long_as_the_next_try_may_take(task: Any, ti: Any, deferre
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        # An automatic retry.
+        ((1, 3), (2, 3), True),
+        ((3, 3), (4, 3), True),
+        # A clear.
+        ((1, 3), (2, 4), False),
+        ((1, 0), (2, 1), False),
+        # A clear of a task whose worker had died: Airflow starts another try beyond the most.
+        ((1, 0), (2, 0), False),
+        ((4, 3), (5, 3), False),
+    ],
+)
+def test_a_clear_begins_another_chain_of_automatic_tries(
+    first: tuple[int, int], second: tuple[int, int], is_same: bool
+) -> None:
+    from airflow_rankzero import TaskTry
+
+    names = [TaskTry(SimpleNamespace(run_id="r", try_number=n, max_tries=most)).generation for n, most in (first, second)]
+    assert (names[0] == names[1]) is is_same
+
+
+@pytest.mark.parametrize(
     ("answer", "ended"),
     [
         # The worker is shut down.
