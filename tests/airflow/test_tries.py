@@ -56,7 +56,8 @@ def test_a_clear_begins_another_chain_of_automatic_tries(
 ) -> None:
     from airflow_rankzero import TaskTry
 
-    names = [TaskTry(SimpleNamespace(run_id="r", try_number=n, max_tries=most)).generation for n, most in (first, second)]
+    tries = [SimpleNamespace(run_id="r", try_number=number, max_tries=most) for number, most in (first, second)]
+    names = [TaskTry(each).generation for each in tries]
     assert (names[0] == names[1]) is is_same
 
 
