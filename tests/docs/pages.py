@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.conftest import ROOT
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]*`")

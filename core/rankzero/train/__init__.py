@@ -3,6 +3,12 @@
 Workers import this package, so it may import only the standard library and torch. torch is imported late, since a
 pipeline imports `rankzero.train` where torch is not installed. Outside of a run the functions use the world that
 ``torchrun`` made, or a world of one rank, so that a training function can be tested without a launcher.
+
+`report` copies the state in memory, and a thread writes it, one copy at a time; a directory is archived immediately,
+since its owner may delete it. A rank that has returned first writes its pending copies. A rank that has failed reports
+the failure, and continues to write within ``stop_grace``. An agent sends a rank SIGTERM only when the checkpoints that
+its ranks have begun are written, so a rank that raises costs its peers no checkpoint. Parts that are not sharded are
+for a world of the same size: another one gets an error.
 """
 
 from __future__ import annotations
