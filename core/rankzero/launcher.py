@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankzero.engines.base import Engine
-    from rankzero.run.detach import PipelineTry
     from rankzero.run.identity import Identity
+    from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
     from rankzero.submit.prepare import Request
     from rankzero.submit.user_code import UserCode

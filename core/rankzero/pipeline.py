@@ -71,10 +71,6 @@ if TYPE_CHECKING:
     from rankzero.report.page import REPORT_FILE as REPORT_FILE
     from rankzero.run import lease as lease
     from rankzero.run import reports as reports
-    from rankzero.run.bookkeeping import attempt as attempt
-    from rankzero.run.detach import PipelineTry as PipelineTry
-    from rankzero.run.detach import detaching as detaching
-    from rankzero.run.detach import end as end
     from rankzero.run.follower import EngineOpened as EngineOpened
     from rankzero.run.follower import Follower as Follower
     from rankzero.run.follower import LineWritten as LineWritten
@@ -82,7 +78,11 @@ if TYPE_CHECKING:
     from rankzero.run.follower import RunEnded as RunEnded
     from rankzero.run.identity import Identity as Identity
     from rankzero.run.reports import is_number as is_number
-    from rankzero.run.retry import may_retry as may_retry
+    from rankzero.run.tries import PipelineTry as PipelineTry
+    from rankzero.run.tries import attempt as attempt
+    from rankzero.run.tries import detaching as detaching
+    from rankzero.run.tries import end as end
+    from rankzero.run.tries import may_retry as may_retry
     from rankzero.submit import datasets as datasets
     from rankzero.submit.durable import Opened as Opened
     from rankzero.submit.training import is_module_reference as is_module_reference
@@ -103,9 +103,9 @@ _NAMES = (
     "doctor.examine.examine doctor.findings.OK engines.base.Engine host.processes.describe_process job.AUTO job.Job "
     "job.NumProcesses job.RestartOn job.WorldSize job.check_counts job.describe_world job.qualified_name "
     "job.world_bounds launcher.DEFAULT_STORE launcher.STORE_VARIABLE launcher.print_line masking.secrets_of "
-    "report.page.REPORT_FILE run.bookkeeping.attempt run.detach.PipelineTry run.detach.detaching run.detach.end "
+    "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
-    "run.follower.RunEnded run.identity.Identity run.reports.is_number run.retry.may_retry submit.durable.Opened "
+    "run.follower.RunEnded run.identity.Identity run.reports.is_number run.tries.may_retry submit.durable.Opened "
     "submit.training.is_module_reference values.digest.BLOCKS values.digest.PLAIN values.digest.split "
     "values.digest.verify values.plain.find_unstorable values.plain.plain_view values.plain.storable "
     "values.ref.fingerprint_of values.ref.map_refs"

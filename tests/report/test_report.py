@@ -21,7 +21,7 @@ from tests.conftest import until
 from rankzero import Launcher, RunHandle, RunNotFoundError, WorkerFailedError
 from rankzero.cli import main
 from rankzero.job import Job
-from rankzero.report import History, ReportServer, facts, page, pages, series
+from rankzero.report import History, ReportServer, facts, history, page, pages
 from rankzero.run import EVENTS
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 {{SCRIPT}} &amp;"
@@ -113,7 +113,7 @@ def test_the_curves_keep_their_ends_and_few_points(collected: dict[str, Any]) ->
     curve = next(curve for curve in collected["curves"] if curve["name"] == "loss")
     assert [one["rank"] for one in curve["ranks"]] == [0, 1]
     for one in curve["ranks"]:
-        assert len(one["v"]) <= series.MAX_POINTS
+        assert len(one["v"]) <= history.MAX_POINTS
         assert (one["s"][0], one["v"][0]) == (0, 1.0)
         # The second attempt went through the same steps.
         assert (one["s"][-1], one["v"][-1]) == (899, pytest.approx(1 / 900, rel=1e-5))
@@ -260,8 +260,8 @@ Points = st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(-1e9
 
 # A busy machine is slow in making them up.
 @given(Points, st.integers(4, 50))
-def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int) -> None:
-    thin = series.thin(points, limit)
+def test_thinning_keeps_ends_and_extremes(points: list[history.Point], limit: int) -> None:
+    thin = history.thin(points, limit)
     assert len(thin) <= max(limit, 4)
     assert (thin[0], thin[-1]) == (points[0], points[-1])
     assert set(thin) <= set(points)
@@ -270,9 +270,9 @@ def test_thinning_keeps_ends_and_extremes(points: list[series.Point], limit: int
 
 
 @given(Points, st.integers(4, 50))
-def test_thinning_keeps_the_order(points: list[series.Point], limit: int) -> None:
+def test_thinning_keeps_the_order(points: list[history.Point], limit: int) -> None:
     numbered = [(float(index), 0.0, point[2]) for index, point in enumerate(points)]
-    thin = series.thin(numbered, limit)
+    thin = history.thin(numbered, limit)
     assert thin == sorted(thin)
 
 

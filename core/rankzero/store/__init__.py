@@ -30,10 +30,9 @@ from rankzero.store.files import (
     write_bytes,
     write_parts,
 )
-from rankzero.store.location import is_absolute, is_url, join, normalize
+from rankzero.store.location import TRUSTED_OWNERS, is_absolute, is_url, join, normalize, why_untrusted
 from rankzero.store.proof import prove
 from rankzero.store.retry import patiently
-from rankzero.store.trust import TRUSTED_OWNERS, why_untrusted
 
 __all__ = [
     "TRUSTED_OWNERS",

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rankzero.driver.trackers import FLUSH_TIMEOUT
-from rankzero.run.bookkeeping import attempt
-from rankzero.run.detach import PipelineTry, detaching
 from rankzero.run.directory import RunDirectory
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, describe
 from rankzero.run.reconcile import Decision
+from rankzero.run.tries import PipelineTry, attempt, detaching
 from rankzero.submit import drivers, submission
 from rankzero.submit.owned import open_owned
 from rankzero.submit.prepare import Request, prepare

@@ -26,9 +26,9 @@ from rankzero.run.identity import (
     TRAIN,
     Identity,
 )
-from rankzero.submit.arguments import named_arguments
 from rankzero.submit.content import digest_with_modules, facts_of_code
 from rankzero.submit.modules import is_user_module_name
+from rankzero.submit.params import named_arguments
 from rankzero.submit.sources import digest_of_script, digests_of_modules
 from rankzero.submit.training import Command, Module, Script, resolve
 from rankzero.submit.user_code import UserCode

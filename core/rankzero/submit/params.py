@@ -1,7 +1,11 @@
-"""Describes the arguments of a training by name, as short plain values for trackers and for tables of runs."""
+"""The arguments of a training by name.
+
+`named_arguments` maps a call to names; the rest describes the values as short plain ones, for trackers and tables.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import re
@@ -112,3 +116,25 @@ def _plain(name: str, value: Any, mask: Mask) -> Any:
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, bool, int, float)) for item in value[:MAX_TEXT]):
         value = str([_plain("", item, mask) for item in value[:MAX_TEXT]])
     return without_credentials(mask.text(value))[:MAX_TEXT] if isinstance(value, str) else type(value).__name__
+
+
+def named_arguments(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call with their names, in order.
+
+    Args:
+        train: The function; a script or module has a command line without names.
+        args: Positional arguments. One without a name has its position, such as ``#2``.
+        kwargs: Keyword arguments.
+
+    Example:
+        >>> def train(lr, *layers, epochs): ...
+        >>> named_arguments(train, (0.1, 8, 8), {"epochs": 3})
+        [('lr', 0.1), ('#2', 8), ('#3', 8), ('epochs', 3)]
+    """
+    names = [f"#{position}" for position in range(1, len(args) + 1)]
+    with contextlib.suppress(TypeError, ValueError):
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(train).parameters.values()
+        known = [parameter.name for parameter in parameters if parameter.kind in kinds]
+        names[: len(known)] = known[: len(names)]
+    return [*zip(names, args, strict=True), *kwargs.items()]

@@ -26,9 +26,9 @@ import cloudpickle
 
 from rankzero.errors import InvalidJobError
 from rankzero.host.processes import fork_safe
-from rankzero.submit.arguments import named_arguments
 from rankzero.submit.imports import globals_of_classes, imports_of_code
 from rankzero.submit.modules import is_made_by_hand, is_user_module, travels_as_source
+from rankzero.submit.params import named_arguments
 from rankzero.submit.shipping import Shipped, zip_modules
 from rankzero.submit.training import Command, Module, Script, check_callable, name_of, resolve
 from rankzero.values.envelope import Part, beside, pack

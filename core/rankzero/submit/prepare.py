@@ -48,7 +48,7 @@ class Request:
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
         trackers: What `rankzero.submit.trackers.pack` has made of them. May hold secrets.
-        retrier: The process with which the retries of a pipeline step end: `rankzero.run.detach.PipelineTry`.
+        retrier: The process with which the retries of a pipeline step end: `rankzero.run.tries.PipelineTry`.
     """
 
     engine: Engine

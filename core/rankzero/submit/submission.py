@@ -25,12 +25,12 @@ from rankzero.host.processes import is_gone
 from rankzero.job import Job
 from rankzero.run import delivery
 from rankzero.run.checkpoints import FOLDER
-from rankzero.run.detach import PipelineTry
 from rankzero.run.directory import RunDirectory, RunStatus, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
 from rankzero.run.liveness import dead_after
 from rankzero.run.reconcile import Decision, decide
+from rankzero.run.tries import PipelineTry
 from rankzero.values.envelope import Part
 
 logger = logging.getLogger(__name__)

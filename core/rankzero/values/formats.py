@@ -5,6 +5,8 @@
 * ``cloudpickle`` for everything else, and for tensors that share memory (tied weights), which safetensors rejects.
   A written file is loaded once: a value that cannot be read back fails while it still exists.
 
+`summarize` describes a value for display: type, tensors, parameters, bytes.
+
 This module runs inside workers: standard library, torch and cloudpickle only.
 """
 
@@ -14,7 +16,8 @@ import contextlib
 import io
 import json
 import os
-from typing import IO, Any, Protocol
+import sys
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rankzero import store
 from rankzero.errors import ResultError
@@ -22,8 +25,11 @@ from rankzero.values import digest as digests
 from rankzero.values import pickled, safetensors
 from rankzero.values.envelope import open_packed
 from rankzero.values.plain import is_json
-from rankzero.values.summary import summarize
 from rankzero.values.unpacking import unpack
+
+if TYPE_CHECKING:
+    import torch
+
 
 __all__ = ["CLOUDPICKLE", "DIRECTORY", "JSON", "SAFETENSORS", "choose", "read", "summarize", "write"]
 
@@ -207,3 +213,57 @@ class Sink(io.RawIOBase):
         """Ends the threads of the digest and frees their memory; the file stays open."""
         self._digest.close()
         super().close()
+
+
+def type_name(value: object) -> str:
+    """Returns the name of a value's type, with its module."""
+    cls = type(value)
+    # A user's class may have set these to any object.
+    module, name = str(cls.__module__), str(cls.__qualname__)
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+def summarize(value: object) -> dict[str, Any]:
+    """Returns the type of a value and, for a module or a dict of tensors, counts by data type. Never fails.
+
+    Example:
+        >>> summarize([1, 2])
+        {'type': 'list'}
+    """
+    summary: dict[str, Any] = {"type": type_name(value)}
+    # Objects of the user may raise anything, and that must not fail a training that has finished.
+    with contextlib.suppress(Exception):
+        summary |= _count(value)
+    return summary
+
+
+def _count(value: object) -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    state = dict(value.named_parameters()) if isinstance(value, torch.nn.Module) else value
+    if not isinstance(state, dict):
+        return {}
+    tensors = [item for item in state.values() if isinstance(item, torch.Tensor)]
+    if not tensors:
+        return {}
+    dtypes: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        numbers = _numbers(tensor)
+        count = dtypes.setdefault(str(tensor.dtype).removeprefix("torch."), {"tensors": 0, "parameters": 0, "bytes": 0})
+        count["tensors"] += 1
+        count["parameters"] += numbers
+        count["bytes"] += numbers * tensor.element_size()
+    return {
+        "tensors": len(tensors),
+        "parameters": sum(count["parameters"] for count in dtypes.values()),
+        "dtypes": dtypes,
+    }
+
+
+def _numbers(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.numel()
+    except Exception:
+        # A parameter of a lazy module that has seen no data yet.
+        return 0

@@ -8,9 +8,8 @@ This package only translates names and arguments. Runs start through `Launcher` 
 """
 
 from rankzero.compat.ray_train import session, train
-from rankzero.compat.ray_train.checkpoint import Checkpoint
 from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TorchConfig
-from rankzero.compat.ray_train.result import Result
+from rankzero.compat.ray_train.result import Checkpoint, Result
 from rankzero.compat.ray_train.trainer import TorchTrainer
 from rankzero.errors import RankZeroError as TrainingFailedError
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import rankzero.train as rt
 from rankzero.compat.ray_train import collective, torch
-from rankzero.compat.ray_train.checkpoint import Checkpoint
 from rankzero.compat.ray_train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from rankzero.compat.ray_train.result import Result
+from rankzero.compat.ray_train.result import Checkpoint, Result
 
 if TYPE_CHECKING:
     from rankzero.compat.ray_train.dataset import DatasetShard, TableShard

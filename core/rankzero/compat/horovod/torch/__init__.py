@@ -24,8 +24,12 @@ from rankzero.compat.horovod.torch.allreduce import (
 )
 from rankzero.compat.horovod.torch.compression import Compression
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, MismatchError, StallError
-from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
+from rankzero.compat.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from rankzero.compat.horovod.torch.ops import (
     allgather,
     allgather_async,
@@ -39,6 +43,7 @@ from rankzero.compat.horovod.torch.ops import (
     grouped_allgather,
     grouped_allgather_async,
     join,
+    sparse_allreduce_async,
 )
 from rankzero.compat.horovod.torch.optimizer import DistributedOptimizer
 from rankzero.compat.horovod.torch.pending import poll, synchronize
@@ -48,7 +53,6 @@ from rankzero.compat.horovod.torch.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
-from rankzero.compat.horovod.torch.sparse import sparse_allreduce_async
 from rankzero.compat.horovod.torch.sync_batch_norm import SyncBatchNorm
 from rankzero.compat.horovod.torch.world import (
     ProcessSet,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rankzero.compat.horovod.torch import execute
-from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued, listed
+from rankzero.compat.horovod.torch.agreement import JOINED, SHUT_DOWN, WAITING, Agreement, Issued, Requests, listed
 from rankzero.compat.horovod.torch.errors import HorovodInternalError, StallError
 from rankzero.compat.horovod.torch.messages import (
     Handle,
@@ -34,10 +34,8 @@ from rankzero.compat.horovod.torch.messages import (
     failure_message,
     inline_begin,
 )
-from rankzero.compat.horovod.torch.requests import Requests
-from rankzero.compat.horovod.torch.rounds import Received, Rounds
+from rankzero.compat.horovod.torch.rounds import Received, Rounds, Turn
 from rankzero.compat.horovod.torch.stalls import roll_of
-from rankzero.compat.horovod.torch.turn import Turn
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rankzero.compat.horovod.torch.allreduce import allreduce_async_
 from rankzero.compat.horovod.torch.errors import HorovodInternalError
 from rankzero.compat.horovod.torch.execute import AVERAGE
+from rankzero.compat.horovod.torch.ops import empty_sparse, sparse_allreduce_async
 from rankzero.compat.horovod.torch.pending import Pending, synchronize
-from rankzero.compat.horovod.torch.sparse import empty_sparse, sparse_allreduce_async
 from rankzero.compat.horovod.torch.world import ProcessSet
 
 _hooks: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()

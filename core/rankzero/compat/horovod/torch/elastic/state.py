@@ -12,8 +12,12 @@ import torch
 import rankzero.train as rt
 from rankzero.compat.horovod.torch import world
 from rankzero.compat.horovod.torch.elastic.sampler import ElasticSampler, merged
-from rankzero.compat.horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from rankzero.compat.horovod.torch.objects import allgather_object, broadcast_object
+from rankzero.compat.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from rankzero.train.context import await_checkpoint
 
 R = TypeVar("R")

@@ -1,14 +1,19 @@
-"""Decides whether a run continues for the next try or ends, when the pipeline step that follows it is interrupted."""
+"""Rules for the tries of a pipeline step, which are the same for every orchestrator.
+
+They decide whether a run continues for the next try or ends when its follower is interrupted, and whether another try
+can help. Optional work of a step, such as a table of metrics, is an `attempt`: a failure of it is only logged.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rankzero.bounds import CANCEL_TIMEOUT
-from rankzero.errors import RankZeroError
+from rankzero.errors import InvalidJobError, RankZeroError, RunCancelledError, RunTimeoutError, WorkerFailedError
 from rankzero.run.handle import RunHandle
+from rankzero.texts import encodable
 
 
 class PipelineTry(Protocol):
@@ -98,3 +103,47 @@ def end(handle: RunHandle[Any], stop_grace: float) -> None:
     with contextlib.suppress(OSError, RankZeroError):
         handle.cancel()
         handle.wait(stop_grace + CANCEL_TIMEOUT)
+
+
+T = TypeVar("T")
+
+
+def attempt(log: Any, what: str, action: Callable[[], T], otherwise: T) -> T:
+    """Returns the result of an action. If the action raises, logs a warning and returns ``otherwise``.
+
+    Interrupts are not subclasses of `Exception`, and are raised again.
+
+    Args:
+        log: Logger of the pipeline step.
+        what: The name of the action in the warning, such as "the table of reports".
+        action: A function that reads or writes facts about a run whose result is stored.
+        otherwise: The value to return if the action raises.
+    """
+    try:
+        return action()
+    except Exception as error:
+        log.warning("%s", encodable(f"{what} is left out, which does not affect the training: {_describe(error)}"))
+        return otherwise
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def may_retry(error: RankZeroError, *, has_checkpoint: bool, retry_user_errors: bool = True) -> bool:
+    """Returns True unless the next try would fail in the same way, or a user cancelled the run.
+
+    Args:
+        error: The error of the run.
+        has_checkpoint: True if the next try resumes from a checkpoint.
+        retry_user_errors: True if exceptions of the training function are retried, like those of other steps.
+    """
+    if isinstance(error, WorkerFailedError):
+        # Without an exception, the rank was killed. With a cause, it lost its peers or requested another attempt.
+        return error.exception_type is None or error.cause is not None or retry_user_errors
+    if isinstance(error, InvalidJobError):
+        # A store that cannot be written may recover; a wrong argument stays wrong.
+        return isinstance(error.__cause__, OSError)
+    if isinstance(error, RunTimeoutError):
+        return has_checkpoint
+    return not (isinstance(error, RunCancelledError) and error.requested)
