@@ -102,7 +102,7 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
         directory = _directory_of(key)
         if directory is None:
             return
-        handle: RunHandle[Any] = RunHandle(directory, follows=False)
+        handle = RunHandle.attach(directory, follows=False)
         if handle.wait(FOLLOWER_GRACE) or _state_of(key) not in _MARKED:
             return
         logger.info("the task %s of %s was marked or ended: ending its training in %s", task_id, run_id, directory)

@@ -270,8 +270,12 @@ class TorchDistributorOperator(BaseOperator):
         try:
             args, kwargs = positional(self.op_args), keyword(self.op_kwargs)
             launcher = self._launcher(context)
-            with launcher.durable(self.train, args, kwargs, task_try, self.log) as opened:
-                self._follow(opened, launcher, task_try)
+            while True:
+                with launcher.durable(self.train, args, kwargs, task_try, self.log) as opened:
+                    self._follow(opened, launcher, task_try)
+                if not task_try.is_replaced(opened.handle):
+                    break
+                self.log.info("the run was ended for an earlier try, which was cleared; this try submits it again")
         except InvalidJobError as error:
             if isinstance(error.__cause__, AirflowNotFoundException):
                 # A secrets backend may be back at the next try.
@@ -290,7 +294,7 @@ class TorchDistributorOperator(BaseOperator):
             from airflow_rankzero.triggers import RunTrigger
 
             self.defer(
-                trigger=RunTrigger(handle.directory, handle.submission, self.conn_id, self.log_ranks, opened.attached),
+                trigger=RunTrigger(handle.directory, handle.nonce, self.conn_id, self.log_ranks, opened.attached),
                 method_name="execute_complete",
                 timeout=self.execution_timeout,
             )
@@ -311,12 +315,16 @@ class TorchDistributorOperator(BaseOperator):
             # The training has an end of its own, whatever becomes of the secrets backend meanwhile.
             self.log.warning("the connection's secrets cannot be masked: %s", type(problem).__name__)
         task_try = TaskTry(context["ti"])
-        with detaching(lambda: RunHandle.attach(event["directory"]), task_try, self.stop_grace, self.log):
-            handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+        handle: RunHandle[Any] = RunHandle.attach(event["directory"])
+        if handle.nonce != event["nonce"]:
+            return self.execute(context)
+        with detaching(lambda: handle, task_try, self.stop_grace, self.log):
             push_links(task_try.ti, spark_ui=handle.status().engine_url, directory=handle.directory)
             if not handle.status().final:
                 # The trigger has lost sight of it; its training has not.
                 self._task_log(handle, task_try, attached=True).follow()
+        if task_try.is_replaced(handle):
+            return self.execute(context)
         return self._deliver(context, handle, (positional(self.op_args), keyword(self.op_kwargs)))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:

@@ -104,7 +104,7 @@ class TaskLog:
         if not self._is_killed():
             return
         if self._try.was_ended_by_user():
-            end(self._handle, self._stop_grace)
+            end(self._handle, self._stop_grace, self._try.receiver)
             raise RunCancelledError(
                 f"a user ended the task, and with it the run in {self._handle.directory}", requested=True
             )

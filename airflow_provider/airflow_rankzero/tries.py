@@ -19,6 +19,8 @@ from rankzero.pipeline import lease as leases
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
 
+    from rankzero import RunHandle
+
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_DELAY = timedelta(hours=24)
@@ -43,6 +45,14 @@ class TaskTry:
     def receiver(self) -> dict[str, Any]:
         """Identifies this try in the record of a delivery, which Airflow's listener acknowledges."""
         return {"task_instance": str(getattr(self.ti, "id", "")), "try": self.ti.try_number}
+
+    def is_replaced(self, handle: RunHandle[Any]) -> bool:
+        """Returns True if the run that this try follows was ended for an earlier try, which a user has cleared.
+
+        The process that ends it may learn of the clear after this try has attached.
+        """
+        receiver = handle.cancelled_for() if handle.status().state == "cancelled" else {}
+        return bool(receiver) and receiver != self.receiver
 
     @property
     def is_followed_by_another(self) -> bool:

@@ -16,7 +16,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 from airflow_rankzero import tries
 from airflow_rankzero.connection.target import Target
 from rankzero import RunHandle
-from rankzero.errors import RankZeroError
+from rankzero.errors import RankZeroError, RunNotFoundError
 from rankzero.pipeline import Follower, LineWritten
 
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ class RunTrigger(BaseTrigger):
 
     Args:
         directory: The run directory, which the triggerer must be able to read and to write.
-        submission: Number of the run's submission; this trigger must not end another one.
+        nonce: `RunHandle.nonce` of the submission that this trigger follows; it must neither deliver nor end another.
         conn_id: The task's connection, whose secrets are masked in the lines; None if it has none.
         log_ranks: Ranks whose lines are shown; None for all.
         attached: True if an earlier try has shown lines of this training.
@@ -50,7 +50,7 @@ class RunTrigger(BaseTrigger):
     def __init__(
         self,
         directory: str,
-        submission: int,
+        nonce: str,
         conn_id: str | None = None,
         log_ranks: list[int] | None = None,
         attached: bool = False,
@@ -58,7 +58,7 @@ class RunTrigger(BaseTrigger):
         super().__init__()  # type: ignore[no-untyped-call]
         self.conn_id = conn_id
         self.directory = directory
-        self.submission = submission
+        self.nonce = nonce
         self.log_ranks = log_ranks
         self.attached = attached
 
@@ -66,7 +66,7 @@ class RunTrigger(BaseTrigger):
         """Returns the class and arguments from which Airflow recreates this trigger."""
         arguments = {
             "directory": self.directory,
-            "submission": self.submission,
+            "nonce": self.nonce,
             "conn_id": self.conn_id,
             "log_ranks": self.log_ranks,
             "attached": self.attached,
@@ -74,9 +74,9 @@ class RunTrigger(BaseTrigger):
         return "airflow_rankzero.triggers.RunTrigger", arguments
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Yields one event: ``directory`` and, if the run can no longer be read, ``error``."""
+        """Yields one event: ``directory``, ``nonce`` and, if the run can no longer be read, ``error``."""
         try:
-            handle = await _in_thread(RunHandle[Any].attach, self.directory)
+            handle = await _in_thread(self._attach)
             # A triggerer that cannot write there cannot keep the run alive: its task has to follow.
             await _in_thread(handle.renew_lease)
             await _in_thread(self._mask_secrets)
@@ -89,6 +89,13 @@ class RunTrigger(BaseTrigger):
             yield self._event(error=f"{type(error).__name__}: {error}")
             return
         yield self._event()
+
+    def _attach(self) -> RunHandle[Any]:
+        """Returns the run. Raises RunNotFoundError if it was submitted again, because another try has it then."""
+        handle = RunHandle[Any].attach(self.directory)
+        if handle.nonce != self.nonce:
+            raise RunNotFoundError(f"the run in {self.directory} was submitted again")
+        return handle
 
     def _mask_secrets(self) -> None:
         """Registers the connection's secrets in this process, so that Airflow masks them in its log.
@@ -103,7 +110,7 @@ class RunTrigger(BaseTrigger):
         return Follower(handle, ranks=self.log_ranks, attached=self.attached)
 
     def _event(self, **facts: str) -> TriggerEvent:
-        return TriggerEvent({"directory": self.directory, **facts})  # type: ignore[no-untyped-call]
+        return TriggerEvent({"directory": self.directory, "nonce": self.nonce, **facts})  # type: ignore[no-untyped-call]
 
     async def on_kill(self) -> None:
         """Ends the run after a user has marked or cleared the task.
@@ -119,9 +126,7 @@ class RunTrigger(BaseTrigger):
             self.log.info("another triggerer follows the run in %s", self.directory)
             return
         with contextlib.suppress(OSError, RankZeroError):
-            handle = RunHandle[Any].attach(self.directory)
-            if handle.submission == self.submission:
-                handle.cancel()
+            self._attach().cancel(tries.TaskTry(ti).receiver if ti is not None else None)
 
     def _show_new(self, follower: Follower) -> bool:
         """Logs the lines since the last call, and returns True if the run has ended."""

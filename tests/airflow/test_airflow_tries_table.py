@@ -1,5 +1,6 @@
 """Every row of the table in `docs/tries.md`, with Airflow's task runner and database."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,6 +341,37 @@ def test_a_clear_after_the_death_of_a_worker_compares_the_code(airflow: Airflow)
     airflow.place.let("end")
     assert airflow.try_again()
     airflow.place.assert_outcome("from scratch", airflow.xcom())
+
+
+@pytest.mark.soak
+def test_a_try_whose_run_is_ended_for_a_cleared_one_resumes_the_training(
+    airflow: Airflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A triggerer learns late that its deferred task was cleared, when the next try has attached to the run."""
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+    from airflow_rankzero import RunTrigger
+
+    with airflow.apart() as process:
+        process.kill()
+        process.wait()
+    airflow.notice_death()
+    handle, ranks = airflow.place.run(), airflow.place.ranks()
+
+    def end_cleared() -> None:
+        until(lambda: airflow.state() == "running" and airflow.follows(), WAIT, "the next try")
+        trigger = RunTrigger(handle.directory, handle.nonce)
+        trigger.task_instance = SimpleNamespace(
+            id="of-the-first-try", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(lambda **_: {"r": {"train": "running"}}))
+            asyncio.run(trigger.on_kill())
+        until(lambda: not ranks & airflow.place.ranks(), WAIT, "the end of the first ranks")
+
+    with airflow.beside(end_cleared):
+        assert airflow.try_again(retries=1)
+    airflow.place.assert_outcome("resumes", airflow.xcom())
 
 
 @pytest.mark.usefixtures("hangups")

@@ -76,6 +76,54 @@ def test_a_mark_ends_a_training_that_nobody_follows(
     assert handle.status().state == "cancelled"
 
 
+def test_a_mark_ends_no_run_that_was_submitted_after_it(
+    dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.models.taskinstance import TaskInstance
+    from airflow.sdk import task
+    from airflow.utils.session import create_session
+    from sqlalchemy import select
+
+    from airflow_rankzero import marks
+
+    settle = marks_settle(monkeypatch)
+
+    @task(task_id="train")
+    def note(**context: Any) -> None:
+        context["ti"].xcom_push(key="run_directory", value=str(tmp_path / "left"))
+
+    note()
+    outcome = run_dag(dag)
+    settle()
+    launcher = Launcher(1, store=tmp_path, run_id="left")
+    before = launcher.submit(wait_long)
+    until(lambda: before.status().state == "running", 60, "the training")
+    state_of = marks._state_of
+
+    def submit_again(key: dict[str, Any]) -> str | None:
+        state = state_of(key)
+        before.cancel()
+        assert before.wait(60)
+        launcher.submit(wait_long)
+        return state
+
+    monkeypatch.setattr(marks, "_state_of", submit_again)
+    with create_session() as session:
+        ti = session.scalars(select(TaskInstance).where(TaskInstance.run_id == outcome.run_id)).one()
+        ti.state = "failed"
+        session.commit()
+        marks.on_task_instance_failed(previous_state=None, task_instance=ti)
+    settle()
+    after = launcher.find()
+    assert after
+    assert after.submission == 1
+    try:
+        until(lambda: after.status().state == "running", 60, "the next training")
+    finally:
+        after.cancel()
+        assert after.wait(60)
+
+
 @pytest.mark.parametrize("end", ["failed", "success"])
 def test_the_end_of_a_dag_run_ends_a_training_that_nobody_follows(
     dag: Any, run_dag: RunDag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str

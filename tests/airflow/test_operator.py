@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from tests.airflow import versions
 from tests.conftest import until
+
+from rankzero import Launcher
 
 RunDag = Callable[..., Any]
 
@@ -273,6 +276,32 @@ def test_deferred_task_gives_the_same(dag: Any, run_dag: RunDag, tmp_path: Path)
     outcome = run_dag(dag)
     assert outcome.state == "success", outcome.errors
     assert outcome.xcom("train").load()["weights"].tolist() == [6.0] * 3
+
+
+def test_a_deferred_task_delivers_no_other_run_of_its_name(dag: Any, run_dag: RunDag, tmp_path: Path) -> None:
+    from airflow_rankzero import TorchDistributorOperator
+
+    calls: list[int] = []
+
+    def replace_after_deferral(context: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            (directory,) = tmp_path.iterdir()
+            shutil.rmtree(directory)
+            Launcher(1, store=tmp_path, run_id=directory.name).submit(lambda: 8).wait(120)
+
+    TorchDistributorOperator(
+        task_id="train",
+        train=lambda: 7,
+        num_processes=1,
+        store=str(tmp_path),
+        conn_id="here",
+        deferrable=True,
+        pre_execute=replace_after_deferral,
+    )
+    outcome = run_dag(dag)
+    assert outcome.xcom("train") == 7, outcome.errors
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("mark", ["AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CONTAINER"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import Launcher
+from rankzero import Launcher, RunHandle
 from rankzero.job import Job
 from rankzero.run import RunDirectory, RunStatus
 from rankzero.store import files
@@ -26,11 +27,11 @@ def train(folder: str) -> int:
     return 7
 
 
-def make_trigger(directory: str, submission: int = 0) -> Any:
+def make_trigger(handle: RunHandle[Any], nonce: str = "") -> Any:
     """As the triggerer makes it: from what was stored in the database."""
     from airflow_rankzero import RunTrigger
 
-    path, arguments = RunTrigger(directory, submission, {"0": [0, 0]}).serialize()
+    path, arguments = RunTrigger(handle.directory, nonce or handle.nonce).serialize()
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)(**arguments)
 
@@ -47,7 +48,7 @@ def test_it_shows_the_lines_and_fires_at_the_end(tmp_path: Path, capfd: pytest.C
 
     async def follow() -> dict[str, Any]:
         nonlocal shown
-        trigger = make_trigger(handle.directory)
+        trigger = make_trigger(handle)
         following = asyncio.create_task(first(trigger))
         while "[0] line 2" not in shown:
             await asyncio.sleep(0.05)
@@ -57,10 +58,10 @@ def test_it_shows_the_lines_and_fires_at_the_end(tmp_path: Path, capfd: pytest.C
         following.cancel()
         await trigger.cleanup()
         (tmp_path / "go").touch()
-        return await first(make_trigger(handle.directory))
+        return await first(make_trigger(handle))
 
     event = asyncio.run(asyncio.wait_for(follow(), 120))
-    assert event == {"directory": handle.directory}
+    assert event == {"directory": handle.directory, "nonce": handle.nonce}
     assert handle.result() == 7
     assert "[0] the last line" in shown + capfd.readouterr().out
 
@@ -69,7 +70,7 @@ def test_a_user_s_kill_ends_the_run(tmp_path: Path) -> None:
     handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
 
     async def kill() -> dict[str, Any]:
-        trigger = make_trigger(handle.directory)
+        trigger = make_trigger(handle)
         await trigger.on_kill()
         return await first(trigger)
 
@@ -78,15 +79,15 @@ def test_a_user_s_kill_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("submission", "state"),
+    ("nonce", "state"),
     [
-        pytest.param(1, None, id="a try after a clear has submitted it again"),
-        pytest.param(0, "deferred", id="another triggerer has it now"),
-        pytest.param(0, OSError("no API server"), id="nobody knows"),
+        pytest.param("of another", None, id="a try after a clear has submitted it again"),
+        pytest.param("", "deferred", id="another triggerer has it now"),
+        pytest.param("", OSError("no API server"), id="nobody knows"),
     ],
 )
 def test_a_run_that_is_not_the_triggers_to_end_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submission: int, state: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nonce: str, state: Any
 ) -> None:
     from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
@@ -97,15 +98,29 @@ def test_a_run_that_is_not_the_triggers_to_end_goes_on(
 
     monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", staticmethod(get_task_states))
     handle = Launcher(1, store=tmp_path / "store").submit(train, str(tmp_path))
-    trigger = make_trigger(handle.directory, submission)
-    trigger.task_instance = SimpleNamespace(dag_id="d", task_id="train", run_id="r", map_index=-1)
+    trigger = make_trigger(handle, nonce)
+    trigger.task_instance = SimpleNamespace(id="i", try_number=1, dag_id="d", task_id="train", run_id="r", map_index=-1)
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
+    (tmp_path / "go").touch()
+    assert handle.result(120) == 7
+
+
+def test_a_trigger_does_not_follow_another_run_of_the_same_name(tmp_path: Path) -> None:
+    """The directory was removed, and its name and the number of its submission are those of another run."""
+    launcher = Launcher(1, store=tmp_path / "store", run_id="run")
+    trigger = make_trigger(launcher.submit(int))
+    shutil.rmtree(tmp_path / "store" / "run")
+    handle = launcher.submit(train, str(tmp_path))
+    event = asyncio.run(asyncio.wait_for(first(trigger), 60))
+    assert "submitted again" in event["error"]
     asyncio.run(asyncio.wait_for(trigger.on_kill(), 120))
     (tmp_path / "go").touch()
     assert handle.result(120) == 7
 
 
 def test_a_run_that_cannot_be_found_is_an_event_for_the_task(tmp_path: Path) -> None:
-    event = asyncio.run(asyncio.wait_for(first(make_trigger(str(tmp_path / "nothing"))), 60))
+    handle = RunHandle[Any](str(tmp_path / "nothing"))
+    event = asyncio.run(asyncio.wait_for(first(make_trigger(handle, "of a run")), 60))
     assert event["directory"] == str(tmp_path / "nothing")
     assert "RunNotFoundError" in event["error"]
 
@@ -114,11 +129,12 @@ def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even while their store does not answer."""
-    directories = [f"memory://{tmp_path.name}/run-{number}" for number in range(100)]
-    for directory in directories:
-        run = RunDirectory(directory)
+    handles = [RunHandle[Any](f"memory://{tmp_path.name}/run-{number}") for number in range(100)]
+    for handle in handles:
+        run = RunDirectory(handle.directory)
         run.write_submission(Job("run", "train", 1, 1, False, None, None, 60.0, {}))
         run.write_status(RunStatus(state="succeeded"))
+    triggers = [make_trigger(handle) for handle in handles]
     through, asked, answers = files._filesystem, threading.Event(), threading.Event()
 
     def stall(location: str) -> tuple[Any, str]:
@@ -127,7 +143,7 @@ def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
         return through(location)
 
     async def follow() -> list[dict[str, Any]]:
-        following = [asyncio.create_task(first(make_trigger(directory))) for directory in directories]
+        following = [asyncio.create_task(first(trigger)) for trigger in triggers]
         while not asked.is_set():
             await asyncio.sleep(0.01)
         try:
@@ -140,4 +156,4 @@ def test_a_hundred_deferred_trainings_leave_the_triggerer_its_threads(
 
     monkeypatch.setattr(files, "_filesystem", stall)
     events = asyncio.run(asyncio.wait_for(follow(), 120))
-    assert events == [{"directory": directory} for directory in directories]
+    assert events == [{"directory": handle.directory, "nonce": ""} for handle in handles]

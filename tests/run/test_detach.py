@@ -28,7 +28,7 @@ class Run:
             raise KeyboardInterrupt(name)
         self.calls.append(name)
 
-    def cancel(self) -> None:
+    def cancel(self, receiver: Mapping[str, Any] | None = None) -> None:
         self._call("cancel")
 
     def wait(self, timeout: float) -> bool:

@@ -11,7 +11,7 @@
         driver        names the driver; created once, so that one driver runs the submission
         starting      the driver's process, until it writes a status; not on an object store
         stage-K/      files between a driver in a stage, its tasks and its submitter; see `rankzero.task.staged`
-        cancel        a request to end this submission
+        cancel        a request to end this submission; may name the orchestrator's try for which it is
     token         proves to an agent that it sees the same directory as the driver
     events.jsonl  state changes, metrics, checkpoints and failures, one JSON object a line
     logs/         rank-N.log for every rank; on an object store one stream, ``lines``, for all of them
@@ -36,6 +36,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -368,9 +369,14 @@ class RunDirectory:
         """Replaces the status durably with one that was read from another location."""
         store.write_bytes(self.path("status.json"), data, durable=True)
 
-    def request_cancel(self, submission: int) -> None:
-        """Stores a request to end one submission, which its driver polls for."""
-        store.write_bytes(self.submission_path(submission, "cancel"), b"requested")
+    def request_cancel(self, submission: int, receiver: Mapping[str, Any] | None = None) -> None:
+        """Stores a request to end one submission, which its driver polls for.
+
+        Args:
+            submission: Number of the submission.
+            receiver: The orchestrator's try for which the end is requested; None if it is requested for all.
+        """
+        store.write_bytes(self.submission_path(submission, "cancel"), json.dumps(receiver or {}).encode())
 
     def cancel_requested(self, submission: int) -> bool:
         """Returns True if the end of this submission was requested. Makes one request to an object store."""
@@ -379,6 +385,12 @@ class RunDirectory:
         except FileNotFoundError:
             return False
         return True
+
+    def cancelled_for(self, submission: int) -> dict[str, Any]:
+        """Returns the try for which the end of a submission was requested; empty if none, or for all."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return dict(json.loads(store.read_bytes(self.submission_path(submission, "cancel"))))
+        return {}
 
     def renew_lease(self, bound: float | None = None) -> None:
         """Renews the lease of the run for ``bound`` seconds; None renews it for its ``orphan_timeout``."""

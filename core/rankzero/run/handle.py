@@ -78,13 +78,17 @@ class RunHandle(Generic[R]):
         self._lease = Renewal(self._run) if follows else None
 
     @staticmethod
-    def attach(directory: str | os.PathLike[str]) -> RunHandle[Any]:
+    def attach(directory: str | os.PathLike[str], *, follows: bool = True) -> RunHandle[Any]:
         """Returns the handle of an existing run.
+
+        Args:
+            directory: The run directory.
+            follows: False for a reader that does not keep the run alive.
 
         Raises:
             RunNotFoundError: the directory holds no run.
         """
-        handle: RunHandle[Any] = RunHandle(os.fspath(directory))
+        handle: RunHandle[Any] = RunHandle(os.fspath(directory), follows=follows)
         # Reads the run, and so raises if there is none.
         handle._bound  # noqa: B018
         return handle
@@ -132,6 +136,11 @@ class RunHandle(Generic[R]):
     def submission(self) -> int:
         """Returns how often this run id was submitted before its last submission."""
         return self._run.job().submission
+
+    @property
+    def nonce(self) -> str:
+        """Returns random digits that identify the last submission, also after the directory was removed and reused."""
+        return self._run.job().nonce
 
     @property
     def created(self) -> float:
@@ -306,14 +315,18 @@ class RunHandle(Generic[R]):
         """Returns the committed checkpoints, oldest first."""
         return list_committed(self._run, self._run.job().fresh_since)
 
-    def cancel(self) -> None:
+    def cancel(self, receiver: Mapping[str, Any] | None = None) -> None:
         """Requests the end of the run; call `wait` for the end. Does nothing if the run has ended.
 
         The request concerns only the submission that this handle was made for, and no later one.
+
+        Args:
+            receiver: The orchestrator's try whose end also ends the run, as in `offer`. Another try that follows the
+                run by then finds this in `cancelled_for`, and may submit the run again.
         """
         status = self._current.read()
         if not status.final and status.submission <= self._bound:
-            self._run.request_cancel(self._bound)
+            self._run.request_cancel(self._bound, receiver)
             self._is_ending = True
             if status.driver_pid is None and self._is_for_a_cluster() and self._run.claim_driver(self._bound):
                 # If the cluster starts the driver later, it finds the submission claimed and exits.
@@ -322,6 +335,14 @@ class RunHandle(Generic[R]):
                 self._run.write_status(ended)
             elif self._run.is_remote:
                 self._wake_driver(status)
+
+    def cancelled_for(self) -> dict[str, Any]:
+        """Returns the try for which the end of this submission was requested; empty if none, or for all tries.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
+        return self._run.cancelled_for(self._bound)
 
     @functools.cached_property
     def _bound(self) -> int:

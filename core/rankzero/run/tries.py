@@ -98,10 +98,16 @@ def _detach_or_end(
         end(handle, stop_grace)
 
 
-def end(handle: RunHandle[Any], stop_grace: float) -> None:
-    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires."""
+def end(handle: RunHandle[Any], stop_grace: float, receiver: Mapping[str, Any] | None = None) -> None:
+    """Cancels a run and waits for its end. A run that cannot be cancelled now ends when its lease expires.
+
+    Args:
+        handle: The run.
+        stop_grace: Seconds between SIGTERM and SIGKILL for the ranks.
+        receiver: The try whose end this is: see `RunHandle.cancel`.
+    """
     with contextlib.suppress(OSError, RankZeroError):
-        handle.cancel()
+        handle.cancel(receiver)
         handle.wait(stop_grace + CANCEL_TIMEOUT)
 
 
