@@ -1,6 +1,7 @@
 """A flow that trains with the Prefect integration of `example_integrations`, served by a runner of Prefect."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -35,5 +36,18 @@ def pipeline(folder: str) -> None:
         raise RuntimeError("the step after the training failed")
 
 
+def fail(folder: str) -> None:
+    """Fails in each try."""
+    raise ValueError("no data")
+
+
+@flow
+def failing(folder: str, *args: str) -> None:
+    """Fails in the training, or before it if there are too many arguments."""
+    train.with_options(retries=1)(fail, folder, *args, launcher=Launcher(1, store=f"{folder}/runs"))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        failing(*sys.argv[1:])
     pipeline.serve(name="local")

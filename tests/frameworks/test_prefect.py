@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from rankzero import RunHandle
 
 INSTALLED = ROOT / ".frameworks" / "prefect" / "site-packages"
 EXAMPLES = ROOT / "example_integrations"
+FLOW = ROOT / "tests/frameworks/prefect_flow.py"
 PUBLIC = {"rankzero", "rankzero.pipeline", "rankzero.errors", "rankzero.tracking"}
 WAIT = 240.0
 
@@ -113,7 +115,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     try:
         prefect.start("-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", prefect.url[17:-4])
         prefect.until(lambda: prefect.find("health"), "the server replies")
-        prefect.start(str(ROOT / "tests/frameworks/prefect_flow.py"))
+        prefect.start(str(FLOW))
         yield prefect
     finally:
         servers.stop(prefect.processes)
@@ -152,3 +154,17 @@ class TestPrefect:
         prefect.await_state(flow_run, "Cancelled")
         assert run_of(tmp_path, flow_run).status().state == "cancelled"
         assert not (tmp_path / "delivered").exists()
+
+    def test_a_failed_training_is_tried_again_and_wrong_arguments_are_not(
+        self, prefect: Prefect, tmp_path: Path
+    ) -> None:
+        def output(*arguments: str) -> str:
+            command = [sys.executable, str(FLOW), str(tmp_path), *arguments]
+            done = subprocess.run(command, env=prefect.environment, capture_output=True, text=True, timeout=WAIT)
+            assert done.returncode == 1
+            return done.stdout + done.stderr
+
+        assert "Retry 1/1" in output()
+        mistaken = output("one argument too many")
+        assert "InvalidJobError" in mistaken
+        assert "Retry 1/1" not in mistaken
