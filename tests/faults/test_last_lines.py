@@ -5,12 +5,13 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.conftest import until
 
-from rankzero import store
+from rankzero import RunHandle, store
 from rankzero.driver import Recorder
 from rankzero.driver import recorder as recorders
 from rankzero.job import Job
@@ -143,3 +144,34 @@ def test_a_submitter_that_was_held_up_leaves_the_status_of_its_successor(
     assert run.claim(1)
     run.write_submission(make_job(1))
     assert (run.status().submission, run.job().submission) == (2, 2)
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed"])
+def test_a_status_that_lands_late_hides_no_outcome(run: RunDirectory, state: str) -> None:
+    """The request of a heartbeat was delayed and repeated, and arrives after the final status."""
+
+    def drive() -> bytes:
+        recorder = Recorder(run, 0, 0)
+        recorder.note_thread()
+        recorder.update(state="running")
+        until(lambda: run.status().state == "running", WAIT, "the first status")
+        late = store.read_bytes(run.path("status.json"))
+        recorder.finish(state=state, error=None if state == "succeeded" else {"message": "the cause"})
+        return late
+
+    with ThreadPoolExecutor(1) as executor:
+        late = executor.submit(drive).result(WAIT)
+    handle = RunHandle.attach(run.directory)
+    assert handle.status().state == state
+    store.write_bytes(run.path("status.json"), late)
+    until(lambda: handle.driver_lives(run.status()) is False, WAIT, "the end of the driver's thread")
+    for found in (handle.status(), RunHandle.attach(run.directory).status()):
+        assert (found.state, found.error) == (state, None if state == "succeeded" else {"message": "the cause"})
+    # Success that was recorded counts also if its driver died before it wrote the final status.
+    run.write_status(replace(run.status(), result={"uri": "there"}))
+    store.write_bytes(run.path("status.json"), late)
+    assert RunHandle.attach(run.directory).status().state == "succeeded"
+    # The next submission of the directory has an outcome of its own.
+    assert run.claim(1)
+    run.write_submission(make_job(1))
+    assert RunHandle.attach(run.directory).status().state == "pending"

@@ -50,6 +50,11 @@ class CurrentStatus:
             return known
         return RunStatus(attempt=job.first_attempt, submission=job.submission, heartbeat=job.created, nonce=job.nonce)
 
+    def outcome(self, status: RunStatus) -> RunStatus:
+        """Returns the recorded outcome if a late write has replaced it by this status; else the status itself."""
+        found = None if status.certain else self._run.outcome(status.submission)
+        return found if found and found.nonce == status.nonce else status
+
 
 def owns(run: RunDirectory, submission: int, nonce: str) -> bool:
     """Returns True if a run directory still belongs to this submission, so that its driver may write there.

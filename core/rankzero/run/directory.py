@@ -10,6 +10,7 @@
         modules.zip   the user's modules;  modules.txt  lists the files in it, and those left out, for people
         driver        names the driver; created once, so that one driver runs the submission
         starting      the driver's process, until it writes a status; not on an object store
+        outcome.json  the status since success or the end is certain; only on an object store
         stage-K/      files between a driver in a stage, its tasks and its submitter; see `rankzero.task.staged`
         cancel        a request to end this submission; may name the orchestrator's try for which it is
     token         proves to an agent that it sees the same directory as the driver
@@ -58,6 +59,9 @@ LINES = "logs/lines"
 
 IDENTITY = "identity.json"
 """The file with the identity of a submission's training, by parts."""
+
+OUTCOME = "outcome.json"
+"""The file with the certain status of a submission on an object store."""
 
 DATASETS = "datasets"
 """The folder of rows that Spark has computed for the ranks, with a folder for each dataset."""
@@ -343,8 +347,23 @@ class RunDirectory:
 
     def status(self) -> RunStatus:
         """Returns the last status that was written. Raises RunNotFoundError."""
+        return self._read_status(self.path("status.json"))
+
+    def outcome(self, submission: int) -> RunStatus | None:
+        """Returns the status with which a submission on an object store ended or was certain to succeed; else None.
+
+        Only a certain status is written to this object. A delayed request of an earlier heartbeat, which the server
+        executes after the final write, can therefore replace ``status.json`` but not the outcome.
+        """
+        if not self.is_remote:
+            return None
+        with contextlib.suppress(RunNotFoundError):
+            return self._read_status(self.submission_path(submission, OUTCOME))
+        return None
+
+    def _read_status(self, path: str) -> RunStatus:
         try:
-            data = store.read_bytes(self.path("status.json"))
+            data = store.read_bytes(path)
         except FileNotFoundError:
             raise RunNotFoundError(f"no run lives in {self.directory}") from None
         if not data.strip(b"\0"):
@@ -359,11 +378,14 @@ class RunDirectory:
             # The driver of a later version may have written more fields.
             return RunStatus(**{name: value for name, value in facts.items() if name in _STATUS_FIELDS})
         except (AttributeError, TypeError, ValueError) as error:
-            raise RunNotFoundError(f"status.json in {self.directory} was not written by rankzero: {error}") from None
+            raise RunNotFoundError(f"{path} was not written by rankzero: {error}") from None
 
     def write_status(self, status: RunStatus) -> None:
         """Replaces the status. The write is durable if the outcome is certain; a heartbeat is not worth an fsync."""
-        store.write_bytes(self.path("status.json"), json.dumps(vars(status)).encode(), durable=status.certain)
+        data = json.dumps(vars(status)).encode()
+        if self.is_remote and status.certain:
+            store.write_bytes(self.submission_path(status.submission, OUTCOME), data)
+        store.write_bytes(self.path("status.json"), data, durable=status.certain)
 
     def put_status_back(self, data: bytes) -> None:
         """Replaces the status durably with one that was read from another location."""

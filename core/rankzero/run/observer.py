@@ -74,6 +74,9 @@ class Observer:
         before, status = status, self.patiently(self._current.read, timeout)
         if status.final or status.heartbeat != before.heartbeat:
             return status
+        status = self.patiently(lambda: self._current.outcome(before), timeout)
+        if status.final:
+            return status
         if status.certain:
             return replace(status, state="succeeded", ended=status.heartbeat)
         who = f"process {status.driver_pid} on {status.driver_host}" if status.driver_pid else "not started"
