@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -168,3 +169,37 @@ def test_no_attempt_gets_the_number_of_one_that_left_rows(tmp_path: Path) -> Non
     handle = launcher.submit(max, 3, 4)
     assert handle.result(60.0) == 4
     assert handle.status().attempt == 8
+
+
+def count_starts() -> int:
+    """Returns how often the training was started from its checkpoint."""
+    import rankzero.train as rt
+
+    checkpoint = rt.get_checkpoint()
+    starts = checkpoint.load()["starts"] + 1 if checkpoint else 0
+    rt.report({}, checkpoint={"starts": starts})
+    return int(starts)
+
+
+class Repeated(Try):
+    """A try by which an orchestrator, and not a user, repeats a step that had succeeded."""
+
+    def repeats(self, receiver: Mapping[str, Any]) -> bool:
+        return True
+
+
+def test_a_repeated_step_resumes_if_its_delivered_result_was_deleted(
+    durable: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    with durable.durable(count_starts, (), {}, Try("scheduled"), LOG) as opened:
+        assert opened.handle.result(60) == 0
+        opened.handle.offer({"step": "train"})
+        opened.handle.acknowledge()
+    with durable.durable(count_starts, (), {}, Repeated("scheduled"), LOG) as opened:
+        assert opened.attached
+        assert opened.handle.result(60) == 0
+    shutil.rmtree(Path(opened.handle.directory) / "result")
+    with durable.durable(count_starts, (), {}, Repeated("scheduled"), LOG) as opened:
+        assert not opened.attached
+        assert opened.handle.result(60) == 1
+    assert "was deleted, so it resumes from its last checkpoint" in caplog.text

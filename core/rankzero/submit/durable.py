@@ -65,7 +65,7 @@ def open_durable(
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
         identity = request.identity_of(train, args, kwargs)
         template = replace(request.template, generation=caller.generation)
-        request = replace(request, identity=identity, template=template, retrier=caller.retrier)
+        request = replace(request, identity=identity, template=template, caller=caller)
         before = submission.find(run)
         if before and _reconcile(before, request.asked(train, identity), caller, log) in (
             Decision.ATTACH,
@@ -97,7 +97,7 @@ def _await_trackers(handle: RunHandle[Any]) -> None:
 
 
 def _reconcile(before: RunHandle[Any], asked: Asked, caller: PipelineTry, log: Any) -> Decision:
-    """Decides what the run is to this try. A living run of another training is ended."""
+    """Decides what the run is to this try, as `submission.submit` does. A living run of another training is ended."""
     run = RunDirectory(before.directory)
     existing = submission.assess(run, asked, caller)
     assert existing

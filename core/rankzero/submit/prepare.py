@@ -20,6 +20,7 @@ from rankzero.job import Job, NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import IDENTITY, LINES, RunDirectory, log_name
 from rankzero.run.identity import Asked, Identity
+from rankzero.run.tries import PipelineTry
 from rankzero.submit import datasets, payload, submission
 from rankzero.submit.datasets import Datasets
 from rankzero.submit.identity import identity_of
@@ -48,7 +49,7 @@ class Request:
         sources: What the user gave for ranks to read, by name.
         code: What travels because the user says so.
         trackers: What `rankzero.submit.trackers.pack` has made of them. May hold secrets.
-        retrier: The process with which the retries of a pipeline step end: `rankzero.run.tries.PipelineTry`.
+        caller: The try of a pipeline step that makes the request; None outside of one.
     """
 
     engine: Engine
@@ -62,7 +63,7 @@ class Request:
     sources: Mapping[str, Any] = field(default_factory=dict)
     code: UserCode = field(default_factory=UserCode)
     trackers: Mapping[str, Any] | None = field(default=None, repr=False)
-    retrier: Mapping[str, Any] | None = None
+    caller: PipelineTry | None = None
 
     @property
     def directory(self) -> str:
@@ -71,8 +72,8 @@ class Request:
 
     def private(self) -> dict[str, Any]:
         """Returns the values that may hold secrets, which are sent to the driver and written into no file."""
-        spec = self.engine.to_spec()[1]
-        return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": self.retrier}
+        spec, retrier = self.engine.to_spec()[1], self.caller.retrier if self.caller else None
+        return {"env": dict(self.env), "engine": spec, "trackers": self.trackers, "retrier": retrier}
 
     def identity_of(
         self,
@@ -148,26 +149,23 @@ def prepare(
         unless_started.callback(found.discard, before)
         asked = request.asked(train, request.identity_of(train, args, kwargs, found))
         job = replace(job, identity=asked.identity.digest, queries=dict(found.queries))
-        start_timeout = job.start_timeout if engine.drives_elsewhere else 0.0
-        started = _submit(run, job, asked, parts, request.code, found, start_timeout)
+        started = _submit(run, job, asked, parts, request, found)
         if started:
             unless_started.pop_all()
             datasets.remove_replaced(before, found)
     return run, started
 
 
-def _submit(
-    run: RunDirectory, job: Job, asked: Asked, parts: Payload, code: UserCode, found: Datasets, start_timeout: float
-) -> bool:
+def _submit(run: RunDirectory, job: Job, asked: Asked, parts: Payload, request: Request, found: Datasets) -> bool:
     """Submits the job with its files; see `submission.submit`."""
     files = {"payload.pkl": parts.data, **found.files()}
     listings: dict[str, list[Part]] = {IDENTITY: [asked.identity.to_json()]}
     if parts.modules is not None:
         files["modules.zip"] = [parts.modules.data]
         listings["modules.txt"] = [parts.modules.listing.encode("utf-8", "replace")]
-    if code.archive is not None:
-        files[ARCHIVE] = [code.archive]
-        listings["code.txt"] = [code.listing.encode("utf-8", "replace")]
+    if request.code.archive is not None:
+        files[ARCHIVE] = [request.code.archive]
+        listings["code.txt"] = [request.code.listing.encode("utf-8", "replace")]
     arguments = _describe_arguments(parts)
 
     def make_job(number: int, first_attempt: int, fresh_since: int) -> Job:
@@ -190,7 +188,8 @@ def _submit(
             log_starts=_ends_of_logs(run, job.num_processes) if number else {},
         )
 
-    return submission.submit(run, asked, make_job, files | listings, start_timeout)
+    start_timeout = job.start_timeout if request.engine.drives_elsewhere else 0.0
+    return submission.submit(run, asked, make_job, files | listings, start_timeout, request.caller)
 
 
 @functools.cache

@@ -168,6 +168,7 @@ def submit(
     make_job: Callable[[int, int, int], Job],
     files: dict[str, list[Part]],
     start_timeout: float = 0.0,
+    caller: PipelineTry | None = None,
 ) -> bool:
     """Makes this the next submission of the run, unless the same training is live or its result undelivered.
 
@@ -177,6 +178,7 @@ def submit(
         make_job: Makes the job of a submission from its number, its first attempt and `Job.fresh_since`.
         files: The parts of each file, by name: payload, modules and their listing.
         start_timeout: Seconds for the driver to start on a cluster before its first heartbeat; 0 for the usual limit.
+        caller: The pipeline step that submits the run, as for `assess`.
 
     Returns:
         True if the caller must start a driver; False if it should attach to an existing run.
@@ -188,7 +190,7 @@ def submit(
     try:
         number = 0
         while True:
-            existing = assess(run, asked)
+            existing = assess(run, asked, caller)
             if existing and existing.ending:
                 await_end(run, existing.job)
                 continue
