@@ -1,15 +1,21 @@
-"""Writes docs/reference.md from the public names and their docstrings: python scripts/reference.py [--check]."""
+"""Writes what is derived from the code: python scripts/reference.py [--check].
+
+docs/reference.md comes from the public names and their docstrings. Lines of two modules, which type checkers need, come
+from the table of options: the arguments of Airflow's operator, and the fields of Dagster's resource.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_overloads
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+ROOT = Path(__file__).parent.parent
 
 PACKAGES = {
     "rankzero": "Core",
@@ -40,7 +46,7 @@ _PAGE = re.compile(r"\bdocs/([a-z-]+\.md#[a-z-]+)")
 """Another page, as a docstring names it."""
 
 
-def page() -> str:
+def page(name: str = "") -> str:
     """The whole page."""
     parts = ["# Reference", "", "Made from the docstrings by `make reference`; do not edit.", ""]
     for package, title in PACKAGES.items():
@@ -167,14 +173,56 @@ def _linked(line: str) -> str:
     return _PAGE.sub(r"[\1](\1)", line)
 
 
+BEGIN, END = "    # Options of a run, made by `make reference`:\n", "    # The end of these options.\n"
+
+
+def with_options(name: str, lines: Iterable[str]) -> str:
+    """A module with a line for each option between its two marks."""
+    before, _, rest = (ROOT / name).read_text().partition(BEGIN)
+    return before + BEGIN + "".join(f"    {line}\n" for line in lines) + END + rest.partition(END)[2]
+
+
+def arguments(name: str) -> str:
+    """The module with the operator's arguments."""
+    from airflow_rankzero.templates import OPTIONS, annotation
+
+    return with_options(name, (f"{each}: {annotation(option)}" for each, option in OPTIONS.items()))
+
+
+def fields(name: str) -> str:
+    """The module with the resource's fields: the options that one plain type can hold."""
+    from dagster_rankzero.fields import OPTIONS, option_field
+
+    lines = []
+    for each, option in OPTIONS.items():
+        if plain := option.kind.plain:
+            default = option_field(each).default
+            optional = default is None or (option.default is not None and "None" in option.type)
+            kind = f"{plain if get_origin(plain) else plain.__name__}{' | None' if optional else ''}"
+            lines.append(f'{each}: {kind} = option_field("{each}")')
+    return with_options(name, lines)
+
+
+FILES = {
+    "airflow_provider/airflow_rankzero/arguments.py": arguments,
+    "dagster_integration/dagster_rankzero/launcher_fields.py": fields,
+    "docs/reference.md": page,
+}
+"""What makes each file; the page shows the modules."""
+
+
 def main() -> None:
-    """Writes the page, or says whether it is what it should be."""
-    made = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != made:
-            sys.exit(f"{PAGE.name} is not what the docstrings say: make reference")
-    else:
-        PAGE.write_text(made)
+    """Writes the files, or says which of them is not what it should be."""
+    for name, make in FILES.items():
+        path, made = ROOT / name, make(name)
+        if path.exists() and path.read_text() == made:
+            continue
+        if "--check" in sys.argv[1:]:
+            sys.exit(f"{path.name} is not what the code says: make reference")
+        path.write_text(made)
+        if path.suffix == ".py":
+            # The page shows the module, which this process has imported.
+            os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":

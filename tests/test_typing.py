@@ -23,6 +23,8 @@ launcher.run(train, 0.1, step=3)
 wrong: int = launcher.run(train, 0.1)
 launcher.submit(train)
 Launcher(2, use_gpus=True)
+Launcher(2, timeout="soon")
+launcher.timeout = 3.0
 """
 
 DAG_FILE = """
@@ -49,10 +51,34 @@ def misspelt() -> None: ...
 def mistyped() -> None: ...
 """
 
+OPERATOR = """
+from airflow_rankzero import TorchDistributorOperator
+
+TorchDistributorOperator(task_id="a", train=print, num_processes="{{ params.n }}", timeout="{{ 5 }}", retries=2)
+TorchDistributorOperator(task_id="b", train=print, num_processes=(2, 8), use_gpu=None, log_ranks=[0])
+TorchDistributorOperator(task_id="c", train=print, num_proceses=2)
+TorchDistributorOperator(task_id="d", train=print, stop_grace="{{ 5 }}")
+TorchDistributorOperator(task_id="e", train=print, retries="many")
+"""
+
+RESOURCE = """
+from dagster_rankzero import TorchDistributorResource
+
+class Ours(TorchDistributorResource):
+    team: str = "vision"
+
+TorchDistributorResource(master="yarn", num_processes=4, timeout=3.0, env={"A": "b"}, pipes=True)
+Ours(team="audio", num_processes=2, store="s3://bucket/runs")
+TorchDistributorResource(num_proceses=4)
+TorchDistributorResource(timeout="soon")
+Ours(stop_grace=None)
+"""
 
 PROGRAMS = {
-    "launcher": (PROGRAM, 'run(train, "fast")', [0, 1, 2, 3, 4]),
+    "launcher": (PROGRAM, 'run(train, "fast")', [0, 1, 2, 3, 4, 5, 6]),
     "decorator": (DAG_FILE, 'train("fast")', [0, 1, 2, 3, 5]),
+    "operator": (OPERATOR, 'task_id="c"', [0, 1, 2]),
+    "resource": (RESOURCE, "(num_proceses=4)", [0, 1, 2]),
 }
 """A program, its first wrong line, and the wrong lines counted from there."""
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from airflow.sdk.definitions.retry_policy import RetryPolicy
 
     from rankzero import CheckpointConfig
-    from rankzero.pipeline import RestartOn, WorldSize
+    from rankzero.pipeline import NumProcesses, RestartOn
     from rankzero.tracking import Tracker
+
 
 Callbacks = Callable[..., Any] | Collection[Callable[..., Any]] | None
 
@@ -76,38 +77,45 @@ class TaskArguments(TypedDict, total=False):
     render_template_as_native_obj: bool | None
 
 
-class TrainingArguments(TaskArguments, total=False):
-    """Keyword arguments of `TorchDistributorOperator`, which describes them, and of every Airflow operator."""
+class OperatorArguments(TaskArguments, total=False):
+    """Keyword arguments for the options of a run, and those of every Airflow operator."""
 
-    num_processes: WorldSize | str
+    # Options of a run, made by `make reference`:
+    num_processes: NumProcesses | str
+    use_gpu: bool | None
     processes_per_task: int | str | None
     cpus_per_process: int | None
-    use_gpu: bool | None
     backend: str | None
-    conn_id: str | None
-    master: str | None
-    spark_conf: Mapping[str, str] | None
     env: Mapping[str, str] | None
-    store: str | os.PathLike[str] | None
     timeout: float | str | None
     start_timeout: float | str
     hang_timeout: float | str | None
+    orphan_timeout: float | None
     max_restarts: int | str
     restart_on: RestartOn
+    store: str | os.PathLike[str] | None
+    dataset: Any | None
     max_preemptions: int | None
-    checkpoints: CheckpointConfig | None
-    ports: tuple[int, int] | None
     stop_grace: float
     exit_timeout: float
-    orphan_timeout: float | None
+    ports: tuple[int, int] | None
+    checkpoints: CheckpointConfig | None
     warm_start: bool
     encrypt: bool | None
     code_version: str | None
     working_dir: str | os.PathLike[str] | None
     py_files: Sequence[str | os.PathLike[str]]
     excludes: Sequence[str]
-    dataset: str | os.PathLike[str] | Mapping[str, Any] | None
     trackers: Sequence[Tracker]
+    # The end of these options.
+
+
+class TrainingArguments(OperatorArguments, total=False):
+    """Keyword arguments of `TorchDistributorOperator`, which describes them, and of every Airflow operator."""
+
+    conn_id: str | None
+    master: str | None
+    spark_conf: Mapping[str, str] | None
     retry_user_errors: bool
     log_ranks: Sequence[int] | None
     deferrable: bool

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from airflow.sdk import BaseOperator
 
@@ -30,15 +30,16 @@ from airflow_rankzero.tries import TaskTry
 from airflow_rankzero.xcom import value_of
 from rankzero import CheckpointConfig, Launcher, RunHandle
 from rankzero.errors import InvalidJobError, RankZeroError
-from rankzero.pipeline import EXIT_TIMEOUT, STOP_GRACE, Follower, attempt, detaching, end, may_retry
+from rankzero.pipeline import Follower, attempt, described, detaching, end, may_retry
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from rankzero.pipeline import Opened, RestartOn, WorldSize
-    from rankzero.tracking import Tracker
+    from airflow_rankzero.arguments import OperatorArguments
+    from rankzero.pipeline import Opened
 
 
+@described(templates.OPTIONS)
 class TorchDistributorOperator(BaseOperator):
     """Runs PyTorch on ``num_processes`` ranks as a barrier Spark job; rank 0's value is the task's XCom.
 
@@ -59,61 +60,17 @@ class TorchDistributorOperator(BaseOperator):
         op_args: Positional arguments of the function, or the rest of the command line (templated).
         op_kwargs: Keyword arguments of the function (templated). XCom values are given as
             ``op_kwargs={"data": prepare.output}``.
-        num_processes: World size, the number of ranks (templated, like the numbers below that say so). ``"auto"`` is
-            the number of slots, if the engine reports it. A pair such as ``(2, 8)``, or ``"2:8"``, is elastic: each
-            attempt starts with as many ranks between the two as the cluster has slots.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes`` (templated). None: the connection's
-            value, else 1.
-        cpus_per_process: Cores of each rank: see `rankzero.Launcher`.
-        use_gpu: True assigns one GPU to each rank. Without enough GPUs the task fails. None: the connection's value.
-        backend: Backend of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``, or
-            None if the function decides.
         conn_id: Connection of type ``rankzero`` or ``spark`` (templated). None: ``master``.
         master: Spark's master in place of a connection: ``spark://host:7077``, ``yarn``, ``k8s://...``, ``local[4]``
             (templated). None: an embedded ``local[N]`` Spark.
         spark_conf: Spark configuration (templated); overrides the connection's.
-        env: Environment variables for the ranks (templated).
-        store: Root of the run directories, an absolute path or an fsspec URL that the next tasks can read
-            (templated). None: the connection's value, else ``[rankzero] store`` of Airflow's configuration, else
-            ``$RANKZERO_STORE``, else ``~/.rankzero/runs``.
-        timeout: Seconds the run may take once every rank has started (templated); None for no limit.
-        start_timeout: Seconds until every rank must have started (templated).
-        hang_timeout: Seconds without a report or an optimizer step of any rank after which an attempt ends
-            (templated).
-        max_restarts: New attempts, from the last checkpoint, within this try of the task: after a killed rank, a
-            lost host or executor, a hang, a `rankzero.RetryableError` (templated).
-        restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
-            ``("CUDA error", ConnectionError)``, or a function of the exception (texts are templated).
-        max_preemptions: New attempts after the cluster took a slot back; None for as many as ``max_restarts``.
-        checkpoints: Which checkpoints are kept; None for the newest two.
-        ports: First and last port on which the run's driver and rank 0 may listen, for firewalls.
-        stop_grace: Seconds between SIGTERM and SIGKILL when the run ends early.
-        exit_timeout: Seconds that a rank's exit handlers and non-daemon threads get once every rank has
-            returned.
-        orphan_timeout: Seconds that the run continues without a follower; None computes them from the
-            task's retries and their delays.
-        warm_start: True forks ranks from a warm server, a process with torch loaded, of which each executor has one
-            that ends with it. False starts every rank as a new interpreter.
-        encrypt: True encrypts the connections between the run's driver and its agents; None: if Spark encrypts its
-            own connections.
-        code_version: Replaces the code in the identity of the training. None: the code counts by content, so that a
-            task whose function, script or modules have changed begins from scratch.
-        working_dir: A directory that is shipped with the job: each rank starts in a copy of it (templated). A relative
-            path starts at the DAG file's directory, like those of ``py_files`` and ``dataset``.
-        py_files: Python files, zips, wheels and directories of packages to ship, for ranks to import (templated).
-        excludes: Patterns, as in a .gitignore, of files in ``working_dir`` and ``py_files`` that are not shipped
-            (templated).
-        dataset: Data that ranks read by `rankzero.train.get_dataset_shard`: the path or URL of a table, the name of one
-            or a query, which the connection's Spark computes, the result of an operator whose function returned
-            `rankzero.train.write_rows`; or a dict of these by name (templated).
-        trackers: External systems that receive the run's events, such as ``[MLflow()]``: see
-            `rankzero.tracking.Tracker`.
         retry_user_errors: True applies ``retries`` to exceptions of the training function, too.
         log_ranks: Ranks whose lines the task's log shows, such as ``[0]``; None for all. A rank whose failure ends the
             run is shown as well, and every line is in the run directory.
         deferrable: True frees the worker slot while the ranks train; the triggerer follows them. The driver of the
             run stays on the worker's host. In a container for this task alone (KubernetesExecutor) it would end
             with the container, so there the task does not defer, and warns.
+        **options: Every option of a run, which `rankzero.options` describes. A relative path begins at the DAG file.
         kwargs: Arguments of every Airflow operator, ``task_id`` first of all.
 
     Raises:
@@ -143,80 +100,41 @@ class TorchDistributorOperator(BaseOperator):
     operator_extra_links = (SparkUILink(), RunDirectoryLink(), ReportLink())
     ui_color = "#f4e3d7"
 
+    num_processes: Any
+    env: Mapping[str, Any] | None
+    store: str | os.PathLike[str] | None
+    stop_grace: float
+    working_dir: Any
+    py_files: Any
+    dataset: Any
+
     # Template fields are assigned unchanged: when a DAG file is parsed they may be XComArgs.
+    @templates.takes_options
     def __init__(
         self,
         *,
         train: Callable[..., Any] | str | os.PathLike[str] | Sequence[str],
         op_args: Collection[Any] = (),
         op_kwargs: Mapping[str, Any] | None = None,
-        num_processes: WorldSize | str = 2,
-        processes_per_task: int | str | None = None,
-        cpus_per_process: int | None = None,
-        use_gpu: bool | None = None,
-        backend: str | None = "auto",
         conn_id: str | None = None,
         master: str | None = None,
         spark_conf: Mapping[str, str] | None = None,
-        env: Mapping[str, str] | None = None,
-        store: str | os.PathLike[str] | None = None,
-        timeout: float | str | None = None,
-        start_timeout: float | str = 600.0,
-        hang_timeout: float | str | None = None,
-        max_restarts: int | str = 0,
-        restart_on: RestartOn = (),
-        max_preemptions: int | None = None,
-        checkpoints: CheckpointConfig | None = None,
-        ports: tuple[int, int] | None = None,
-        stop_grace: float = STOP_GRACE,
-        exit_timeout: float = EXIT_TIMEOUT,
-        orphan_timeout: float | None = None,
-        warm_start: bool = True,
-        encrypt: bool | None = None,
-        code_version: str | None = None,
-        working_dir: str | os.PathLike[str] | None = None,
-        py_files: Sequence[str | os.PathLike[str]] = (),
-        excludes: Sequence[str] = (),
-        dataset: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        trackers: Sequence[Tracker] = (),
         retry_user_errors: bool = True,
         log_ranks: Sequence[int] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
-        **kwargs: Any,
+        **kwargs: Unpack[OperatorArguments],
     ) -> None:
-        super().__init__(**kwargs)
+        given: dict[str, Any] = {**kwargs}
+        options = {name: given.pop(name, option.default) for name, option in templates.OPTIONS.items()}
+        super().__init__(**given)
+        for name, value in options.items():
+            setattr(self, name, value)
         self.train = train
         self.op_args = op_args
         self.op_kwargs: Mapping[str, Any] = op_kwargs or {}
-        self.num_processes = num_processes
-        self.processes_per_task = processes_per_task
-        self.cpus_per_process = cpus_per_process
-        self.use_gpu = use_gpu
-        self.backend = backend
         self.conn_id = conn_id
         self.master = master
         self.spark_conf = spark_conf
-        self.env = env
-        self.store = store
-        self.timeout = timeout
-        self.start_timeout = start_timeout
-        self.hang_timeout = hang_timeout
-        self.max_restarts = max_restarts
-        self.restart_on = restart_on
-        self.max_preemptions = max_preemptions
-        self.checkpoints = checkpoints
-        self.ports = ports
-        self.stop_grace = stop_grace
-        self.exit_timeout = exit_timeout
-        self.orphan_timeout = orphan_timeout
-        self.warm_start = warm_start
-        self.encrypt = encrypt
-        self.code_version = code_version
-        self.working_dir = working_dir
-        self.py_files = py_files
-        self.excludes = excludes
-        self.dataset = dataset
-        self.trackers = trackers
         self.retry_user_errors = retry_user_errors
         self.log_ranks = None if log_ranks is None else list(log_ranks)
         self.deferrable = deferrable
@@ -397,19 +315,8 @@ class TorchDistributorOperator(BaseOperator):
         }
         store = self.store or target.store or config.store_or_default()
         paths.check_store(store)
-        options: dict[str, Any] = {name: getattr(self, name) for name in templates.LAUNCHER_FIELDS}
+        options = {name: getattr(self, name) for name in templates.OPTIONS}
+        options |= {"env": as_text("env", self.env), "store": store}
         options |= {name: value for name, value in decided_here.items() if options[name] is None}
-        return Launcher(
-            **options,
-            engine=engine,
-            env=as_text("env", self.env),
-            store=store,
-            run_id=run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index),
-            labels=names,
-            code_version=self.code_version,
-            working_dir=self.working_dir,
-            py_files=self.py_files,
-            excludes=self.excludes,
-            dataset=self.dataset,
-            trackers=self.trackers,
-        )
+        run_id = run_id_of(ti.dag_id, ti.run_id, ti.task_id, map_index)
+        return Launcher(**options, engine=engine, run_id=run_id, labels=names)

@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from airflow.sdk import ObjectStoragePath
 
 from airflow_rankzero.paths import check_store
 from rankzero import Launcher
 from rankzero.errors import InvalidJobError
-from rankzero.pipeline import AUTO
+from rankzero.pipeline import Option, step_options
+
+F = TypeVar("F", bound=Callable[..., None])
+
+OPTIONS = step_options(
+    late="Templated.",
+    num_processes={"default": 2},
+    processes_per_task={"default": None, "more": "None: the connection's value, else 1."},
+    use_gpu={"default": None, "more": "None: the connection's value."},
+    store={"more": "The connection's value, and ``[rankzero] store`` of Airflow's configuration, come before these."},
+    orphan_timeout={"help": "Seconds that a run continues without a follower; None: until the next try of the task."},
+    checkpoints={"default": None, "more": "None: the newest two."},
+)
+"""The options of a run, by name, that are arguments of the operator; None as a default: the connection decides."""
 
 TEMPLATE_FIELDS = (
-    "train",
-    "op_args",
-    "op_kwargs",
-    "num_processes",
-    "processes_per_task",
-    "conn_id",
-    "master",
-    "spark_conf",
-    "env",
-    "store",
-    "timeout",
-    "start_timeout",
-    "hang_timeout",
-    "max_restarts",
-    "restart_on",
-    "working_dir",
-    "py_files",
-    "excludes",
-    "dataset",
+    *("train", "op_args", "op_kwargs", "conn_id", "master", "spark_conf"),
+    *(name for name, option in OPTIONS.items() if option.late),
 )
 """What may be a template, or an XCom. ``train`` only while it is a string: Airflow calls what can be called."""
 
-LAUNCHER_FIELDS = (
-    "num_processes",
-    "processes_per_task",
-    "cpus_per_process",
-    "use_gpu",
-    "backend",
-    "timeout",
-    "start_timeout",
-    "hang_timeout",
-    "max_restarts",
-    "restart_on",
-    "max_preemptions",
-    "checkpoints",
-    "ports",
-    "stop_grace",
-    "exit_timeout",
-    "orphan_timeout",
-    "warm_start",
-    "encrypt",
-)
-"""Arguments of the operator that `rankzero.Launcher` checks. Texts are not among them: they may hold templates."""
 
-_WHOLE_NUMBERS = ("num_processes", "processes_per_task", "max_restarts")
-_SECONDS = ("timeout", "start_timeout", "hang_timeout")
-_OPTIONAL = ("processes_per_task", "timeout", "hang_timeout")
-# None says here that the connection, or a default, decides.
-_DECIDED_ELSEWHERE = ("processes_per_task", "use_gpu", "checkpoints")
+def annotation(option: Option) -> str:
+    """Returns the type of an operator's argument: that of the option, or a text that is rendered to a number."""
+    types = [kind for kind in option.type.split(" | ") if kind != "None"]
+    late = ["str"] if option.is_number else []
+    optional = ["None"] if option.default is None or "None" in option.type else []
+    return " | ".join([*types, *late, *optional])
+
+
+def takes_options(init: F) -> F:
+    """Gives a constructor a signature with an argument for each option, by which Airflow finds default arguments."""
+    signature = inspect.signature(init)
+    *own, rest = signature.parameters.values()
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation(option))
+        for name, option in OPTIONS.items()
+    ]
+    parameters = [*own, *added, rest.replace(annotation="Any")]
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return init
 
 
 def fields_to_render(task: Any, names: Iterable[str]) -> list[str]:
@@ -95,23 +85,15 @@ def convert(name: str, value: Any) -> Any:
         >>> convert("num_processes", "2:8")
         (2, 8)
     """
-    if not isinstance(value, str) or name not in _WHOLE_NUMBERS + _SECONDS:
+    option = OPTIONS.get(name)
+    if not isinstance(value, str) or option is None or not option.is_number:
         return value
-    if name in _OPTIONAL and value.strip() in ("", "None"):
+    if option.default is None and value.strip() in ("", "None"):
         return None
-    if name == "num_processes" and value.strip() == AUTO:
-        return AUTO
-    if name == "num_processes" and ":" in value:
-        return tuple(convert(name, bound) for bound in value.split(":"))
     try:
-        return int(value)
-    except ValueError:
-        if name in _WHOLE_NUMBERS:
-            raise InvalidJobError(f"{name} is {value!r}; it must be a whole number, or render to one") from None
-    try:
-        return float(value)
-    except ValueError:
-        raise InvalidJobError(f"{name} is {value!r}; it must be a number of seconds, or render to one") from None
+        return option.read(value)
+    except InvalidJobError as error:
+        raise InvalidJobError(f"{error}, or render to one") from None
 
 
 def check_early(task: Any) -> None:
@@ -123,7 +105,7 @@ def check_early(task: Any) -> None:
     Raises:
         InvalidJobError: says which value, and what to do.
     """
-    given = {name: getattr(task, name) for name in LAUNCHER_FIELDS}
+    given = {name: getattr(task, name) for name in OPTIONS}
     late = {name for name, value in given.items() if _is_late(value)}
     if fixed := sorted(late.difference(TEMPLATE_FIELDS)):
         raise InvalidJobError(
@@ -140,22 +122,24 @@ def check_early(task: Any) -> None:
             f"conn_id is {task.conn_id!r} and master is {task.master!r}: a connection names its master, so give one of "
             "the two (conn_id=None where default_args hold one)"
         )
-    if task.store and not _is_late(task.store):
-        check_store(task.store)
-    _check_known({name: convert(name, value) for name, value in given.items() if name not in late})
-
-
-def _is_late(value: Any) -> bool:
-    """Returns True for a value that is resolved at run time: a template, an XCom, a mapped task group's argument."""
-    if isinstance(value, str):
-        return any(mark in value for mark in ("{{", "{%", "{#"))
-    return hasattr(value, "resolve") and not isinstance(value, os.PathLike)
-
-
-def _check_known(known: Mapping[str, Any]) -> None:
-    values = {name: value for name, value in known.items() if value is not None or name not in _DECIDED_ELSEWHERE}
+    # The variables of the process that reads the DAG file may differ from the worker's; the others need heavy imports.
+    known = {name: convert(name, given[name]) for name in set(given) - late - {"env", "dataset", "trackers"}}
     # The connection decides about GPUs later, and with GPUs every backend is valid.
+    values = {name: value for name, value in known.items() if value is not None or OPTIONS[name].default is not None}
     values.setdefault("use_gpu", True)
     if "num_processes" not in values:
         values["num_processes"] = values.get("processes_per_task", 1)
     Launcher(**values)
+    if values.get("store"):
+        check_store(values["store"])
+
+
+def _is_late(value: Any) -> bool:
+    """Returns True for a value that is resolved at run time: a template, an XCom, a mapped task group's argument."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_late, value))
+    if isinstance(value, dict):
+        return any(map(_is_late, value.values()))
+    if isinstance(value, str):
+        return any(mark in value for mark in ("{{", "{%", "{#"))
+    return hasattr(value, "resolve") and not isinstance(value, os.PathLike)

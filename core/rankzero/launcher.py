@@ -6,22 +6,22 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from rankzero import job as jobs
 from rankzero import store
-from rankzero.bounds import EXIT_TIMEOUT, STOP_GRACE
 from rankzero.errors import InvalidJobError
-from rankzero.job import Job
+from rankzero.job import Job, world_bounds
+from rankzero.kinds import COUNT_FROM_ONE
+from rankzero.options import TABLE, Options, described
 from rankzero.report.cost import prices_from_environment
-from rankzero.run.checkpoints import CheckpointConfig
 from rankzero.run.handle import RunHandle
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from rankzero.engines.base import Engine
+    from rankzero.kinds import WorldSize
     from rankzero.run.identity import Identity
     from rankzero.run.tries import PipelineTry
     from rankzero.submit import durable
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rankzero.submit.user_code import UserCode
     from rankzero.sweep import Search, StopRule, Sweep
     from rankzero.sweep.trials import Mode
-    from rankzero.tracking.tracker import Tracker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,71 +62,13 @@ def print_line(line: str) -> None:
             logger.warning("the lines of the ranks cannot be written to standard output (%s); the run continues", error)
 
 
+@described(TABLE)
 @dataclass(frozen=True)
-class Launcher:
+class Launcher(Options):
     """Runs training functions and scripts on all ranks. The attributes are the whole configuration.
 
     Attributes:
-        num_processes: World size, the number of ranks. ``"auto"``: one rank for each slot that the engine reports: a
-            GPU with ``use_gpu``, else a core of this machine or a task slot of the cluster. A pair such as ``(2, 8)``
-            is elastic: each attempt starts with as many ranks between the two as the cluster has slots (once no
-            more have become free for 30 s), and continues from the last checkpoint.
-        engine: The engine that runs the ranks: `LocalEngine()` (the default for None), `SparkEngine(...)`,
-            `SparkConnectEngine(...)`.
-        use_gpu: True assigns one GPU to each rank. Without enough GPUs the job is rejected.
-        processes_per_task: Ranks in one Spark task. Must divide ``num_processes``.
-        cpus_per_process: Cores of each rank, which also set its ``OMP_NUM_THREADS``. On a cluster a task then takes
-            ``cpus_per_process * processes_per_task`` cores, whatever the session's ``spark.task.cpus``; a task that
-            takes all cores of an executor gets one for itself. None: the session decides.
-        backend: Backend of the process group: ``"auto"`` (nccl with GPUs, else gloo), ``"nccl"``, ``"gloo"``,
-            or None if the training function decides. The function reads it as ``get_context().backend``.
-        env: Environment variables for the ranks.
-        timeout: Seconds the run may take, all attempts together, once every rank has started; None for no limit.
-        start_timeout: Seconds until every rank of an attempt must have started.
-        hang_timeout: Seconds after which an attempt in which no rank progresses ends with a `HangError`; None
-            for no limit. Progress is a call of `rankzero.train.report` or a step of a torch optimizer. Ranks that wait
-            in a collective for ranks that have returned end with that error after 5 minutes in any case.
-        orphan_timeout: Seconds without a follower after which a submitted run cancels itself; None lets it
-            continue. `RunHandle.wait`, ``result``, ``logs(follow=True)`` and ``events(follow=True)`` follow.
-        max_restarts: New attempts, from the last checkpoint, after a rank was killed by a signal, a host or
-            executor was lost, a hang, a `RetryableError`, or an exception that ``restart_on`` names. Other exceptions
-            of the function end the run.
-        restart_on: Exceptions of the function that count among ``max_restarts``: texts and classes, such as
-            ``("CUDA error", ConnectionError)``, or a function that is called with the exception, in the rank that
-            raised it, and returns True for another attempt. A text matches as a part of ``type: message``, or as the
-            qualified name of a class of the exception.
-        store: Root of the run directories, a path or an fsspec URL. None: ``$RANKZERO_STORE``, else
-            ``~/.rankzero/runs``.
-        run_id: Name of the run; None creates a random one. A live run is not started twice; one that failed or
-            was cancelled resumes from its last checkpoint; see `submit` for one that succeeded.
-        dataset: Data that ranks read by `rankzero.train.get_dataset_shard`: a Spark DataFrame, the path or URL of a
-            Parquet, Delta or Arrow table, or with a Spark engine the name of a table or a query; or a dict of these by
-            name. A single one has the name ``"train"``. Spark computes a DataFrame once, into the run's directory.
-        max_preemptions: New attempts after the cluster took a slot back (SIGTERM from outside); None for as
-            many as ``max_restarts``, counted separately.
-        stop_grace: Seconds between SIGTERM and SIGKILL when a run ends early: time to save a checkpoint.
-        exit_timeout: Seconds that a rank's exit handlers and non-daemon threads get once every rank has
-            returned, for example to finish an upload. The rank's log names those that were cut off.
-        ports: First and last port on which the driver and rank 0 may listen, for firewalls; None lets the
-            system choose. The ports of a collective library's connections are not affected.
-        checkpoints: Which checkpoints are kept.
-        warm_start: True forks ranks from a warm server, a process with torch loaded, of which each executor has one
-            that ends with it. False starts every rank as a new interpreter.
-        encrypt: True encrypts the connections between the run's driver and its agents, for arguments, results,
-            checkpoints and lines that do not use the store. None: if Spark encrypts its own connections. Traffic
-            between ranks is torch's, and is not encrypted.
-
-        labels: Labels of the run, which are kept in its ``job.json``: see `RunHandle.labels`.
-        code_version: Replaces the code in the identity of the training. None: the code counts by content, so that a
-            run id whose function, script or modules have changed begins from scratch.
-        working_dir: A directory that is shipped with the job: each rank starts in a copy of it, which is first on its
-            search path. Hidden files, files named like a key or a password, and files that match a
-            ``.rankzeroignore`` there (in the format of .gitignore) are not shipped.
-        py_files: Python files, zips, eggs, wheels and directories of packages to ship, for ranks to import. Modules
-            that a function or script imports are shipped automatically; these are for imports that cannot be found.
-        excludes: Patterns, as in a .gitignore, of files in ``working_dir`` and ``py_files`` that are not shipped.
-        trackers: External systems that receive the run's events, such as ``[MLflow()]``: see
-            `rankzero.tracking.Tracker`. A run never waits for a tracker, and never fails because of one.
+        **options: Every option of `rankzero.options.Options`, which describes them.
 
     Raises:
         InvalidJobError: a value is wrong; the message names it and says what to do.
@@ -143,80 +84,6 @@ class Launcher:
         >>> Launcher(num_processes=2).run(train, lr=0.5)
         1.0
     """
-
-    num_processes: jobs.NumProcesses = 1
-    _: KW_ONLY
-    engine: Engine | None = None
-    use_gpu: bool = False
-    processes_per_task: int = 1
-    cpus_per_process: int | None = None
-    backend: str | None = "auto"
-    env: Mapping[str, str] | None = field(default=None, repr=False)
-    timeout: float | None = None
-    start_timeout: float = 600.0
-    hang_timeout: float | None = None
-    orphan_timeout: float | None = None
-    max_restarts: int = 0
-    restart_on: jobs.RestartOn = ()
-    store: str | os.PathLike[str] | None = None
-    run_id: str | None = None
-    dataset: Any = None
-    max_preemptions: int | None = None
-    stop_grace: float = STOP_GRACE
-    exit_timeout: float = EXIT_TIMEOUT
-    ports: tuple[int, int] | None = None
-    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    warm_start: bool = True
-    encrypt: bool | None = None
-    labels: Mapping[str, str] | None = None
-    code_version: str | None = None
-    working_dir: str | os.PathLike[str] | None = None
-    py_files: Sequence[str | os.PathLike[str]] = ()
-    excludes: Sequence[str] = ()
-    trackers: Sequence[Tracker] = field(default=(), repr=False)
-
-    def __post_init__(self) -> None:
-        if self.num_processes == jobs.AUTO:
-            jobs.check_counts(self.processes_per_task, self.processes_per_task)
-        else:
-            object.__setattr__(self, "num_processes", jobs.check_counts(self.num_processes, self.processes_per_task))
-        object.__setattr__(self, "restart_on", jobs.check_restart_on(self.restart_on))
-        jobs.check_choices(self.use_gpu, self.backend)
-        jobs.check_seconds("timeout", self.timeout)
-        jobs.check_seconds("start_timeout", self.start_timeout, optional=False)
-        jobs.check_strings("env", self.env)
-        jobs.check_run_id(self.run_id)
-        if self.store is not None and not isinstance(self.store, (str, os.PathLike)):
-            raise InvalidJobError(f"store is {self.store!r}; it must be a path or an fsspec URL")
-        jobs.check_seconds("hang_timeout", self.hang_timeout)
-        jobs.check_seconds("orphan_timeout", self.orphan_timeout)
-        jobs.check_seconds("stop_grace", self.stop_grace, optional=False)
-        jobs.check_seconds("exit_timeout", self.exit_timeout, optional=False)
-        jobs.check_limit("cpus_per_process", self.cpus_per_process, optional=True, least=1)
-        if self.cpus_per_process is not None and self.num_processes == jobs.AUTO:
-            raise InvalidJobError('num_processes="auto" does not know cpus_per_process: give the number of ranks')
-        jobs.check_limit("max_restarts", self.max_restarts)
-        jobs.check_limit("max_preemptions", self.max_preemptions, optional=True)
-        jobs.check_ports(self.ports)
-        jobs.check_flag("warm_start", self.warm_start)
-        if self.encrypt is not None:
-            jobs.check_flag("encrypt", self.encrypt)
-        jobs.check_strings("labels", self.labels)
-        if self.code_version is not None and not isinstance(self.code_version, str):
-            raise InvalidJobError(f"code_version is {self.code_version!r}; it must be a string or None")
-        jobs.check_paths("working_dir", () if self.working_dir is None else (self.working_dir,))
-        jobs.check_paths("py_files", self.py_files)
-        jobs.check_paths("excludes", self.excludes)
-        if self.trackers:
-            from rankzero.submit import trackers
-
-            trackers.check(self.trackers)
-        if not isinstance(self.checkpoints, CheckpointConfig):
-            raise InvalidJobError(f"checkpoints is {self.checkpoints!r}; give a CheckpointConfig")
-        if self.dataset is not None:
-            from rankzero.submit import datasets
-
-            datasets.check(self.dataset)
 
     def options(self, **changes: Any) -> Launcher:
         """Returns a copy with changed fields. Raises InvalidJobError for a field that does not exist."""
@@ -358,9 +225,7 @@ class Launcher:
         from rankzero.sweep.search import ListedParams, Search
         from rankzero.sweep.trials import RunNames, run_trials
 
-        jobs.check_limit("max_parallel", max_parallel)
-        if max_parallel < 1:
-            raise InvalidJobError(f"max_parallel is {max_parallel!r}; it must be 1 or more")
+        COUNT_FROM_ONE.check("max_parallel", max_parallel)
         if mode not in ("min", "max"):
             raise InvalidJobError(f'mode is {mode!r}; use "min" or "max"')
         if stop is not None and metric is None:
@@ -459,9 +324,8 @@ class Launcher:
 
         if self.run_id is None:
             raise InvalidJobError("a step finds its run by the run_id: give Launcher(run_id=...)")
-        # Every try of the step finds the run by the step's name and store, whatever name a trainer has.
-        named = self._for(train).options(run_id=self.run_id, store=self.store)
-        return open_durable(replace(named._request(), identity=identity), train, args, kwargs, caller, log)
+        request = self._for(train, named=False)._request()
+        return open_durable(replace(request, identity=identity), train, args, kwargs, caller, log)
 
     def identity(self, train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Identity:
         """Returns the identity of a training: its code, its arguments, the number of ranks.
@@ -480,12 +344,18 @@ class Launcher:
         """
         return self._for(train)._request().identity_of(train, args, kwargs)
 
-    def _for(self, train: Any) -> Launcher:
-        """Returns this launcher with the ``launch_options`` of a compatibility layer's trainer."""
-        options = getattr(train, "launch_options", None)
-        return self.options(**options()) if callable(options) else self
+    def _for(self, train: Any, *, named: bool = True) -> Launcher:
+        """Returns this launcher with the options of a compatibility layer's trainer.
 
-    def _world(self) -> jobs.WorldSize:
+        Args:
+            train: As for `run`. A trainer has ``launch_options``, and ``launch_names``: its ``run_id`` and ``store``.
+            named: False for a pipeline step, every try of which finds the run by the step's own name and store.
+        """
+        methods = ("launch_options", "launch_names") if named else ("launch_options",)
+        given = [method() for name in methods if callable(method := getattr(train, name, None))]
+        return self.options(**{name: value for options in given for name, value in options.items()}) if given else self
+
+    def _world(self) -> WorldSize:
         if isinstance(self.num_processes, (int, tuple)):
             return self.num_processes
         found = self._engine().num_processes(self.processes_per_task, use_gpu=self.use_gpu)
@@ -503,41 +373,25 @@ class Launcher:
         if self.restart_on and not self.max_restarts:
             logger.warning("restart_on=%r restarts nothing, since max_restarts is 0", self.restart_on)
         world = self._world()
-        least, most = jobs.world_bounds(world)
-        template = Job(
-            run_id=self.run_id or "",
-            name="",
-            num_processes=most,
-            min_processes=least if isinstance(world, tuple) else None,
-            processes_per_task=self.processes_per_task,
-            cpus_per_process=self.cpus_per_process,
-            use_gpu=self.use_gpu,
-            backend=self.backend,
-            timeout=self.timeout,
-            start_timeout=self.start_timeout,
-            engine={},
-            hang_timeout=self.hang_timeout,
-            orphan_timeout=self.orphan_timeout,
-            max_restarts=self.max_restarts,
-            max_preemptions=self.max_restarts if self.max_preemptions is None else self.max_preemptions,
-            stop_grace=self.stop_grace,
-            exit_timeout=self.exit_timeout,
-            ports=list(self.ports) if self.ports else None,
-            checkpoints=asdict(self.checkpoints),
-            warm_start=self.warm_start,
-            encrypt=self.encrypt,
-            labels=jobs.check_strings("labels", self.labels),
-            prices=prices_from_environment(),
-        )
-        env = jobs.check_strings("env", self.env)
+        least, most = world_bounds(world)
+        own = {each.name: getattr(self, each.name) for each in fields(Job) if each.name in TABLE}
+        decided = {
+            "run_id": self.run_id or "",
+            "num_processes": most,
+            "min_processes": least if isinstance(world, tuple) else None,
+            "max_preemptions": self.max_restarts if self.max_preemptions is None else self.max_preemptions,
+            "ports": list(self.ports) if self.ports else None,
+            "checkpoints": asdict(self.checkpoints),
+            "labels": dict(self.labels or {}),
+            "engine": {},
+        }
         engine = self._engine()
         return Request(
             engine,
             self._root(),
-            template,
+            Job(name="", prices=prices_from_environment(), **{**own, **decided}),
             self.num_processes,
-            env,
-            self.code_version,
+            dict(self.env or {}),
             restart_on=self.restart_on,
             sources=datasets.check(self.dataset),
             code=self._code(),

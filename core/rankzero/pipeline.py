@@ -29,8 +29,10 @@ Describe it
     reports.
 
 Take options
-    `NumProcesses`, `WorldSize`, `RestartOn`, `AUTO`, `EXIT_TIMEOUT`, `STOP_GRACE`, `DEFAULT_STORE` and `STORE_VARIABLE`
-    are the types and defaults of options; `check_counts`, `world_bounds`, `describe_world`, `qualified_name`,
+    `step_options` returns the table of the options of a run, each an `Option` with its name, default, help and checks.
+    `described` puts their help into the docstring of a class.
+    `NumProcesses`, `RestartOn`, `AUTO`, `DEFAULT_STORE` and `STORE_VARIABLE` are types and defaults of options;
+    `world_bounds`, `describe_world`, `qualified_name`,
     `is_module_reference` and `datasets` check and show them. `store` joins and normalizes paths and URLs, `secrets_of`
     finds what a log must not show. `find_problems` and `examine` test a connection: an `Examination` has findings, and
     the level of a finding is `OK` where nothing is wrong.
@@ -44,8 +46,6 @@ from rankzero import lazy_names
 
 if TYPE_CHECKING:
     from rankzero import store as store
-    from rankzero.bounds import EXIT_TIMEOUT as EXIT_TIMEOUT
-    from rankzero.bounds import STOP_GRACE as STOP_GRACE
     from rankzero.bounds import VALUE_LIMIT as VALUE_LIMIT
     from rankzero.doctor.before import find_problems as find_problems
     from rankzero.doctor.examine import Examination as Examination
@@ -53,19 +53,20 @@ if TYPE_CHECKING:
     from rankzero.doctor.findings import OK as OK
     from rankzero.engines.base import Engine as Engine
     from rankzero.host.processes import describe_process as describe_process
-    from rankzero.job import AUTO as AUTO
     from rankzero.job import Job as Job
-    from rankzero.job import NumProcesses as NumProcesses
-    from rankzero.job import RestartOn as RestartOn
-    from rankzero.job import WorldSize as WorldSize
-    from rankzero.job import check_counts as check_counts
     from rankzero.job import describe_world as describe_world
     from rankzero.job import qualified_name as qualified_name
     from rankzero.job import world_bounds as world_bounds
+    from rankzero.kinds import AUTO as AUTO
+    from rankzero.kinds import NumProcesses as NumProcesses
+    from rankzero.kinds import RestartOn as RestartOn
     from rankzero.launcher import DEFAULT_STORE as DEFAULT_STORE
     from rankzero.launcher import STORE_VARIABLE as STORE_VARIABLE
     from rankzero.launcher import print_line as print_line
     from rankzero.masking import secrets_of as secrets_of
+    from rankzero.options import Option as Option
+    from rankzero.options import described as described
+    from rankzero.options import step_options as step_options
     from rankzero.report import curves as curves
     from rankzero.report import pages as pages
     from rankzero.report.page import REPORT_FILE as REPORT_FILE
@@ -98,11 +99,11 @@ if TYPE_CHECKING:
     from rankzero.values.ref import map_refs as map_refs
 
 _NAMES = (
-    "store report.curves report.pages run.lease run.reports submit.datasets values.formats "
-    "bounds.EXIT_TIMEOUT bounds.STOP_GRACE bounds.VALUE_LIMIT doctor.before.find_problems doctor.examine.Examination "
-    "doctor.examine.examine doctor.findings.OK engines.base.Engine host.processes.describe_process job.AUTO job.Job "
-    "job.NumProcesses job.RestartOn job.WorldSize job.check_counts job.describe_world job.qualified_name "
-    "job.world_bounds launcher.DEFAULT_STORE launcher.STORE_VARIABLE launcher.print_line masking.secrets_of "
+    "store report.curves report.pages run.lease run.reports submit.datasets values.formats bounds.VALUE_LIMIT "
+    "doctor.before.find_problems doctor.examine.Examination doctor.examine.examine doctor.findings.OK "
+    "engines.base.Engine host.processes.describe_process job.Job job.describe_world job.qualified_name "
+    "job.world_bounds kinds.AUTO kinds.NumProcesses kinds.RestartOn launcher.DEFAULT_STORE launcher.STORE_VARIABLE "
+    "launcher.print_line masking.secrets_of options.Option options.described options.step_options "
     "report.page.REPORT_FILE run.tries.attempt run.tries.PipelineTry run.tries.detaching run.tries.end "
     "run.follower.EngineOpened run.follower.Follower run.follower.LineWritten run.follower.MetricsReported "
     "run.follower.RunEnded run.identity.Identity run.reports.is_number run.tries.may_retry submit.durable.Opened "

@@ -5,18 +5,34 @@ Dagster ignores unknown fields, so that a misspelt ``master`` would train on ano
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_origin
 
 import dagster as dg
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from dagster_rankzero._compat import variable_of
+from rankzero.pipeline import step_options
+
+OPTIONS = step_options(
+    orphan_timeout={
+        "help": "Seconds for which a training continues after the process of its step has died, until the next try of "
+        "the step attaches to it. None: the longest delay of the retry policy plus 15 minutes."
+    }
+)
+"""The options of a run, by name, that are fields of the resource."""
 
 ADDED = frozenset({"env", "spark_conf"})
 """Fields whose entries in the options of one training are added to those of the resource."""
 
 LIKENESS = 0.7
 """Least similarity, at most 1, of a name that is suggested: at 0.6 "store" would be suggested for "mastr", too."""
+
+
+def option_field(name: str) -> Any:
+    """Returns the field of an option of a run, with its default, and its help for the UI."""
+    option = OPTIONS[name]
+    default = [] if option.default == () else {} if get_origin(option.kind.plain) is dict else option.default
+    return Field(default=default, description=option.help.replace("None", "null").replace("``", "`"))
 
 
 class KnownFields(dg.Config):

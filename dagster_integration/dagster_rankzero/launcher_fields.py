@@ -8,8 +8,8 @@ import dagster as dg
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from dagster_rankzero._compat import variable_of
-from dagster_rankzero.fields import KnownFields
-from rankzero.pipeline import AUTO, EXIT_TIMEOUT, STOP_GRACE, NumProcesses, check_counts, qualified_name, world_bounds
+from dagster_rankzero.fields import OPTIONS, KnownFields, option_field
+from rankzero.pipeline import AUTO, NumProcesses, qualified_name, world_bounds
 
 if TYPE_CHECKING:
     from rankzero import Launcher
@@ -72,99 +72,34 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         description="The smallest world size: each attempt starts with as many ranks between it and num_processes as "
         "the cluster can give. Left out: num_processes, always. In Python num_processes=(2, 8) says both.",
     )
-    processes_per_task: int = Field(default=1, description="Ranks in one Spark task; must divide num_processes.")
-    cpus_per_process: int | None = Field(
-        default=None,
-        description="Cores of each rank, which also set its OMP_NUM_THREADS; on a cluster Spark reserves them. "
-        "Left out: as the Spark settings have it.",
-    )
-    use_gpu: bool = Field(default=False, description="Give every rank one GPU; refuse to run without.")
-    backend: str | None = Field(
-        default="auto",
-        description="Of the process group: auto (nccl with GPUs, else gloo), nccl, gloo, or null "
-        "if the training function decides.",
-    )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for the ranks.")
-    store: str | None = Field(
-        default=None,
-        description="Root of the run directories, an absolute path or an fsspec URL. "
-        "Left out: $RANKZERO_STORE, else ~/.rankzero/runs.",
-    )
-    timeout: float | None = Field(default=None, description="Seconds a run may take once every rank has started.")
-    start_timeout: float = Field(default=600.0, description="Seconds until every rank must have started.")
-    hang_timeout: float | None = Field(
-        default=None,
-        description="Seconds without a report or an optimizer step of any rank after which an attempt ends.",
-    )
-    max_restarts: int = Field(
-        default=0,
-        description="New attempts, from the last checkpoint, within one step: after a killed rank, a lost host or "
-        "executor, a hang, a RetryableError.",
-    )
-    restart_on: list[str] = Field(
-        default_factory=list,
-        description="Exceptions of the function that count among max_restarts: parts of their type and message, or "
-        "qualified names of their classes.",
-    )
-    max_preemptions: int | None = Field(
-        default=None,
-        description="New attempts after the cluster took a place back; null for as many as max_restarts.",
-    )
-    stop_grace: float = Field(
-        default=STOP_GRACE, description="Seconds between SIGTERM and SIGKILL when a run ends early."
-    )
-    exit_timeout: float = Field(
-        default=EXIT_TIMEOUT,
-        description="Seconds that a rank's exit handlers and threads that are no daemons get once every rank has "
-        "returned.",
-    )
-    orphan_timeout: float | None = Field(
-        default=None,
-        description="Seconds for which a training continues after the process of its step has died, until the next "
-        "try of the step attaches to it. Left out: the longest delay of the retry policy plus 15 minutes.",
-    )
-    ports: list[int] | None = Field(
-        default=None,
-        description="First and last port on which the driver and rank 0 may listen, for firewalls; null lets the "
-        "system choose.",
-    )
+    # Options of a run, made by `make reference`:
+    use_gpu: bool = option_field("use_gpu")
+    processes_per_task: int = option_field("processes_per_task")
+    cpus_per_process: int | None = option_field("cpus_per_process")
+    backend: str | None = option_field("backend")
+    env: dict[str, str] = option_field("env")
+    timeout: float | None = option_field("timeout")
+    start_timeout: float = option_field("start_timeout")
+    hang_timeout: float | None = option_field("hang_timeout")
+    orphan_timeout: float | None = option_field("orphan_timeout")
+    max_restarts: int = option_field("max_restarts")
+    restart_on: list[str] = option_field("restart_on")
+    store: str | None = option_field("store")
+    dataset: str | None = option_field("dataset")
+    max_preemptions: int | None = option_field("max_preemptions")
+    stop_grace: float = option_field("stop_grace")
+    exit_timeout: float = option_field("exit_timeout")
+    ports: list[int] | None = option_field("ports")
+    warm_start: bool = option_field("warm_start")
+    encrypt: bool | None = option_field("encrypt")
+    code_version: str | None = option_field("code_version")
+    working_dir: str | None = option_field("working_dir")
+    py_files: list[str] = option_field("py_files")
+    excludes: list[str] = option_field("excludes")
+    # The end of these options.
     checkpoints: Checkpoints = Field(
         default_factory=Checkpoints,
         description="Which checkpoints are kept: num_to_keep, metric, mode, as a dict or a CheckpointConfig.",
-    )
-    warm_start: bool = Field(
-        default=True,
-        description="Fork ranks from a process that has torch loaded, one for each executor; false starts every "
-        "rank as a new interpreter.",
-    )
-    encrypt: bool | None = Field(
-        default=None,
-        description="Encrypt what crosses between a run's driver and its agents. Left out: where Spark's own "
-        "connections are encrypted.",
-    )
-    code_version: str | None = Field(
-        default=None,
-        description="Version of the code in the identity of a training. Left out: the content of the code, so that a "
-        "step whose function, script or modules have changed starts from scratch.",
-    )
-    working_dir: str | None = Field(
-        default=None,
-        description="A directory that travels with the job: each rank starts in a copy of it. In a "
-        "component's YAML a relative path, also of py_files, begins in the component's folder, else in the working "
-        "directory of the step's process.",
-    )
-    py_files: list[str] = Field(
-        default=[],
-        description="Python files, zips, wheels and directories of packages that travel, for ranks to import.",
-    )
-    excludes: list[str] = Field(
-        default=[], description="Patterns, as in a .gitignore, of what in working_dir and py_files stays here."
-    )
-
-    dataset: str | None = Field(
-        default=None,
-        description="What ranks read: the path or URL of a table, or with Spark the name of one or a query. In Python "
-        "options(dataset=...) takes a Spark DataFrame, a ResultRef of a table, or a dict of these by name, too.",
     )
     trackers: dg.ResourceDependency[Any] = []  # type: ignore[assignment]  # noqa: RUF012
     _dataset: Any = PrivateAttr(default=None)
@@ -189,7 +124,7 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
         """Splits an elastic world size into two fields and turns ``auto`` into None: Dagster's fields have one type."""
         size = given.get("num_processes") if isinstance(given, dict) else None
         if isinstance(size, (tuple, list)):
-            least, most = world_bounds(check_counts(size, 1))
+            least, most = world_bounds(OPTIONS["num_processes"].check(size))
             return {**given, "num_processes": most, "min_processes": least}
         return {**given, "num_processes": None} if size == AUTO else given
 
@@ -220,35 +155,15 @@ class LauncherFields(KnownFields, dg.ConfigurableResource):  # type: ignore[type
                 f"store is {self.store!r}, a relative path, which would begin in the directory of the step's process; "
                 "give an absolute path or a URL"
             )
-        return Launcher(
-            self._world,
-            engine=self._engine(),
-            use_gpu=self.use_gpu,
-            processes_per_task=self.processes_per_task,
-            cpus_per_process=self.cpus_per_process,
-            backend=self.backend,
-            env={**self.env, **env},
-            timeout=self.timeout,
-            start_timeout=self.start_timeout,
-            hang_timeout=self.hang_timeout,
-            orphan_timeout=self.orphan_timeout,
-            max_restarts=self.max_restarts,
-            restart_on=tuple(self.restart_on),
-            max_preemptions=self.max_preemptions,
-            stop_grace=self.stop_grace,
-            exit_timeout=self.exit_timeout,
-            store=self.store,
-            ports=None if self.ports is None else tuple(self.ports),  # type: ignore[arg-type]
-            checkpoints=CheckpointConfig(**dict(self.checkpoints)),
-            warm_start=self.warm_start,
-            encrypt=self.encrypt,
-            code_version=self.code_version,
-            working_dir=self.working_dir,
-            py_files=self.py_files,
-            excludes=self.excludes,
-            trackers=self.trackers,
-            dataset=self.dataset if self._dataset is None else self._dataset,
-        )
+        options = {name: getattr(self, name) for name in OPTIONS}
+        options |= {
+            "num_processes": self._world,
+            "env": {**self.env, **env},
+            "checkpoints": CheckpointConfig(**dict(self.checkpoints)),
+        }
+        if self._dataset is not None:
+            options["dataset"] = self._dataset
+        return Launcher(engine=self._engine(), **options)
 
     def _engine(self) -> "Engine":
         if self.engine == "local":

@@ -3,7 +3,7 @@
 import pytest
 
 from airflow_rankzero import run_id_of
-from rankzero.job import check_run_id
+from rankzero.kinds import RUN_ID
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from rankzero.job import check_run_id
 )
 def test_run_id_tells_the_task(dag_id: str, dag_run_id: str, task_id: str, map_index: int, start: str) -> None:
     run_id = run_id_of(dag_id, dag_run_id, task_id, map_index)
-    check_run_id(run_id)
+    RUN_ID.check("run_id", run_id)
     assert run_id.startswith(start)
     assert run_id == run_id_of(dag_id, dag_run_id, task_id, map_index)
 
@@ -30,5 +30,5 @@ def test_names_that_look_alike_in_a_directory_are_told_apart() -> None:
 def test_long_names_are_cut_and_told_apart() -> None:
     run_ids = {run_id_of("d" * 250, "r" * 250, "t" * 250, index) for index in range(3)}
     for run_id in run_ids:
-        check_run_id(run_id)
+        RUN_ID.check("run_id", run_id)
     assert len(run_ids) == 3

@@ -47,6 +47,15 @@ def test_the_guides_name_of_torch_config(run_config: RunConfig) -> None:
     assert trainer.launch_options()["backend"] == "gloo"
 
 
+def test_a_backend_for_gpus_is_checked_with_the_workers_gpus() -> None:
+    nccl = TorchConfig(backend="nccl")
+    with_gpu = TorchTrainer(train_func, torch_config=nccl, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
+    assert Launcher().options(**with_gpu.launch_options()).backend == "nccl"
+    without = TorchTrainer(train_func, torch_config=nccl, scaling_config=ScalingConfig(num_workers=2))
+    with pytest.raises(InvalidJobError, match='backend="nccl" needs use_gpu=True'):
+        without.fit()
+
+
 def test_who_a_worker_is(run_config: RunConfig) -> None:
     def loop(config: dict[str, int]) -> Any:
         context = train.get_context()

@@ -23,9 +23,9 @@ from rankzero import (
     StartTimeoutError,
     WorkerFailedError,
 )
-from rankzero import job as jobs
 from rankzero.driver import policy
 from rankzero.job import Job
+from rankzero.kinds import RESTART_ON
 from rankzero.worker import CommandError, describe
 from rankzero.worker import restarts as worker
 
@@ -267,8 +267,8 @@ def is_stale(error: BaseException) -> bool:
     ],
 )
 def test_what_restart_on_names(restart_on: Any, restarts: bool) -> None:
-    assert restart_on == () or jobs.check_restart_on(restart_on)
-    worker.install(pickle.dumps(jobs.check_restart_on(restart_on)))
+    assert restart_on == () or RESTART_ON.check("restart_on", restart_on)
+    worker.install(pickle.dumps(RESTART_ON.check("restart_on", restart_on)))
     matched = worker.what_matches(MountLostError(116, "Stale file handle"), "MountLostError: Stale file handle")
     worker.install(None)
     assert (matched is not None) is restarts

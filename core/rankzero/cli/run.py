@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from rankzero.errors import (
     RunCancelledError,
     RunTimeoutError,
 )
+from rankzero.kinds import FLAG
+from rankzero.options import TABLE
 
 if TYPE_CHECKING:
     from rankzero.run.handle import RunHandle
@@ -49,6 +52,31 @@ def _ignored(command: Any) -> Any:
     return command
 
 
+_FORMS: dict[Any, dict[str, Any]] = {
+    bool: {"is_flag": True},
+    float: {"callback": words.seconds},
+    int: {"type": int},
+    dict[str, str]: {"multiple": True, "callback": words.pairs},
+    list[str]: {"multiple": True},
+}
+"""Arguments of `click.option` by the type of an option's plain value."""
+
+
+def _launcher_options(command: Any) -> Any:
+    """Adds the options of a run that a command line can hold, each with the first sentence of its help."""
+    for each in reversed(TABLE.values()):
+        kind, name = each.kind, each.name.replace("_", "-")
+        if kind.form:
+            flag = f"--{name}/--no-{name}" if kind is FLAG and each.default is not False else f"--{name}"
+            default = f"{each.default:g}s" if isinstance(each.default, float) else each.default
+            default = None if kind.plain is None or default == () else default
+            arguments = {"metavar": kind.form, "default": default, **_FORMS.get(kind.plain, {})}
+            text = re.split(r"[.;:](?: |$)", each.help.replace("`", ""))[0]
+            flags = [each.name, flag, *each.flag.split()]
+            command = click.option(*flags, show_default=True, help=f"{text}.", **arguments)(command)
+    return command
+
+
 def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     if value:
         click.echo(f"rankzero: {param.opts[0]} has no meaning here and is ignored", err=True)
@@ -61,7 +89,7 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
         "token_normalize_func": lambda name: name.replace("_", "-"),
     }
 )
-@click.option("-n", "--num-processes", metavar="N", help="Ranks: a number, 'auto', or 'MIN:MAX' for an elastic world.")
+@_launcher_options
 @click.option("--nproc-per-node", metavar="N", help="torchrun's: ranks of each node; 'auto', 'gpu' and 'cpu' too.")
 @click.option("--nnodes", metavar="N", help="torchrun's: nodes, or MIN:MAX.")
 @click.option(
@@ -75,19 +103,6 @@ def _note_ignored(ctx: click.Context, param: click.Parameter, value: Any) -> Non
     help="Where the driver of the run is: here, or on the Spark cluster.",
 )
 @click.option("--conf", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Spark configuration.")
-@click.option("--env", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Variables for the ranks.")
-@click.option("--use-gpu", is_flag=True, help="A GPU for each rank.")
-@click.option("--processes-per-task", type=int, default=1, show_default=True, help="Ranks of one Spark task.")
-@click.option("--backend", default="auto", show_default=True, help="auto, nccl, gloo or none.")
-@click.option("--max-restarts", type=int, default=0, show_default=True, help="Attempts after a lost or killed rank.")
-@click.option("--timeout", callback=words.seconds, metavar="TIME", help="Limit of the training: 90m, 12h.")
-@click.option("--start-timeout", callback=words.seconds, metavar="TIME", default="10m", show_default=True)
-@click.option("--hang-timeout", callback=words.seconds, metavar="TIME", help="End a training without progress.")
-@click.option("--store", metavar="STORE", help="Root of the run directories. [default: $RANKZERO_STORE]")
-@click.option("--run-id", metavar="ID", help="Name of the run, by which a failed run resumes.")
-@click.option(
-    "--label", multiple=True, callback=words.pairs, metavar="NAME=VALUE", help="Label of the run, for filters."
-)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
 @click.option("--detach", "-d", is_flag=True, help="Start it, print its directory and return.")
@@ -176,19 +191,16 @@ def _launcher(
     deploy_mode: str,
     node_rank: int,
     conf: dict[str, str],
-    label: dict[str, str],
-    backend: str,
     **options: Any,
 ) -> Any:
     from rankzero.launcher import Launcher
 
     _refuse_nodes(nnodes, node_rank, engine)
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     return Launcher(
         _world(num_processes, nproc_per_node, nnodes, use_gpu=options["use_gpu"]),
         engine=engine_of(engine, conf, deploy_mode),
-        backend=None if backend == "none" else backend,
-        labels=label,
-        **options,
+        **{name: TABLE[name].read(value) if isinstance(value, str) else value for name, value in given.items()},
     )
 
 

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rankzero import job as jobs
 from rankzero.errors import EngineError, InsufficientSlotsError, InvalidJobError
+from rankzero.kinds import POSITIVE
 from rankzero.launcher import Launcher
 
 if TYPE_CHECKING:
@@ -225,8 +225,7 @@ def _count(value: Any) -> int:
         count = value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = value
-    jobs.check_counts(count, 1)
-    return int(count)
+    return int(POSITIVE.check("num_processes", count))
 
 
 def _flag(name: str, value: Any) -> bool:

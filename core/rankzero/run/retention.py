@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero import store
-from rankzero.job import check_seconds
+from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import DATASETS, RunDirectory
 from rankzero.run.handle import RunHandle
@@ -154,7 +154,7 @@ def collect(
         >>> collect("runs", older_than=30 * 86400, dry_run=True).size
         0
     """
-    check_seconds("older_than", older_than, optional=False)
+    SECONDS.check("older_than", older_than)
     now = time.time() if now is None else now
     root = store.normalize(location)
     removed: list[Removed] = []

@@ -14,7 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from rankzero.job import NumProcesses
+from rankzero.kinds import NumProcesses
 from rankzero.run.identity import (
     ARGUMENT,
     CODE_VERSION,

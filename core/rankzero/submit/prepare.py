@@ -16,7 +16,8 @@ from rankzero import job as jobs
 from rankzero import store
 from rankzero.engines.base import Engine
 from rankzero.errors import InvalidJobError
-from rankzero.job import Job, NumProcesses
+from rankzero.job import Job
+from rankzero.kinds import NumProcesses
 from rankzero.run import growing, pieces
 from rankzero.run.directory import IDENTITY, LINES, RunDirectory, log_name
 from rankzero.run.identity import Asked, Identity
@@ -43,7 +44,6 @@ class Request:
         num_processes: World size as the launcher was given it, which is a part of the identity: the value of ``"auto"``
             differs between machines, and the training does not.
         env: Environment variables for the ranks. May hold secrets.
-        code_version: Replaces the code in the identity of the training; None: the code itself counts.
         identity: The identity of the training, if it is known already; else None.
         restart_on: Exceptions after which the user wants another attempt.
         sources: What the user gave for ranks to read, by name.
@@ -57,7 +57,6 @@ class Request:
     template: Job
     num_processes: NumProcesses
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    code_version: str | None = None
     identity: Identity | None = None
     restart_on: object = ()
     sources: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class Request:
         if self.identity is not None:
             return self.identity
         read = found.digests if found else datasets.digests_of(self.sources, self.engine)
-        return identity_of(train, args, kwargs, self.num_processes, self.code_version, self.code, read)
+        return identity_of(train, args, kwargs, self.num_processes, self.template.code_version, self.code, read)
 
     def asked(self, train: Any, identity: Identity) -> Asked:
         """Returns the facts about this request that decide about an existing run with the same id.
@@ -138,7 +137,7 @@ def prepare(
     spec, _ = engine.to_spec()
     run_id = request.template.run_id or jobs.new_run_id(parts.name)
     params = params_of(train, args, kwargs, request.env)
-    template = replace(request.template, params=params, code_version=request.code_version)
+    template = replace(request.template, params=params)
     job = replace(template, run_id=run_id, name=parts.name, engine=spec, torch=_torch())
     engine.check(job)
     engine.check_store(request.root)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankzero import job as jobs
+from rankzero import kinds
 from rankzero.errors import InvalidJobError
 from rankzero.run.checkpoints import CheckpointConfig as KeptCheckpoints
 
@@ -52,7 +52,7 @@ class ScalingConfig:
         _removed("topology", self.topology, "there are no TPUs here")
         _removed("use_tpu=True", self.use_tpu or None, "there are no TPUs here")
         _removed("accelerator_type", self.accelerator_type, "choose the executors in Spark's configuration")
-        jobs.check_choices(self.use_gpu, "auto")
+        kinds.FLAG.check("use_gpu", self.use_gpu)
         resources = dict(self.resources_per_worker or {})
         if self.gpus_per_worker not in (0, 1):
             raise InvalidJobError(f"resources_per_worker has GPU={resources['GPU']}; a worker has one GPU or none")
@@ -80,8 +80,8 @@ class TorchConfig:
     timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
-        jobs.check_choices(False, self.backend)
-        jobs.check_seconds("timeout_s", self.timeout_s, optional=False)
+        kinds.BACKEND.check("backend", self.backend)
+        kinds.SECONDS.check("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ class RunConfig:
     log_to_file: Any = None
 
     def __post_init__(self) -> None:
-        jobs.check_run_id(self.name)
+        if self.name is not None:
+            kinds.RUN_ID.check("run_id", self.name)
         _removed("storage_filesystem", self.storage_filesystem, "give storage_path as an fsspec URL")
         _removed("callbacks", self.callbacks or None, "act in the training function")
         _removed("logging_config", self.logging_config, "configure logging in the training function")
@@ -176,4 +177,4 @@ class RunConfig:
         if unknown := set(self.worker_runtime_env) - {"env_vars"}:
             names = ", ".join(sorted(unknown))
             raise InvalidJobError(f"worker_runtime_env has {names}; only env_vars: install packages on the executors")
-        jobs.check_strings("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars"))
+        kinds.STRINGS.check("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars"))

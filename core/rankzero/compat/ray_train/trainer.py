@@ -159,13 +159,14 @@ class TorchTrainer:
             options["dataset"] = tables
         if self.torch_config.backend:
             options["backend"] = self.torch_config.backend
-        if run.name:
-            options["run_id"] = run.name
-        if run.storage_path:
-            options["store"] = run.storage_path
         if env := run.worker_runtime_env.get("env_vars"):
             options["env"] = env
         return options
+
+    def launch_names(self) -> dict[str, Any]:
+        """Returns the name and the store of the run, which a pipeline step replaces by its own."""
+        given = {"run_id": self.run_config.name, "store": self.run_config.storage_path}
+        return {name: value for name, value in given.items() if value}
 
     @property
     def resumes_by_name(self) -> bool:

@@ -47,7 +47,8 @@ from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config
 from rankzero.errors import EngineError, InvalidJobError
 from rankzero.host.network import address_towards, without_brackets
-from rankzero.job import Job, check_strings
+from rankzero.job import Job
+from rankzero.kinds import STRINGS
 from rankzero.task.start import start_ahead
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class SparkEngine(Engine):
     session: SparkSession | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        cpus = check_strings("conf", self.conf).get(TASK_CPUS, "1")
+        cpus = STRINGS.check("conf", self.conf).get(TASK_CPUS, "1")
         if not cpus.isdecimal() or int(cpus) < 1:
             raise InvalidJobError(f"{TASK_CPUS} is {cpus!r}; it must be a positive whole number")
         if self.session is not None and (self.master is not None or self.conf):
