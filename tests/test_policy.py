@@ -6,7 +6,7 @@ import pytest
 
 from rankzero import errors
 from rankzero.driver import Failure, failure, policy
-from rankzero.run import RunStatus, liveness
+from rankzero.run import RunStatus, observer
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
 ECHO = Failure(0, "a", order=0, exception_type="RuntimeError", message="Connection closed by peer", collateral=True)
@@ -158,7 +158,7 @@ def test_nobody_is_missing_where_nobody_waits() -> None:
     ],
 )
 def test_a_driver_whose_heartbeat_stands_still_is_dead(age: float, unchanged: float, dead: bool) -> None:
-    assert liveness.driver_is_dead(age, unchanged, liveness.dead_after(RunStatus())) is dead
+    assert observer.driver_is_dead(age, unchanged, observer.dead_after(RunStatus())) is dead
 
 
 NOW, PATIENT = 0.0, policy.GROWTH_TIMEOUT

@@ -12,7 +12,7 @@ from rankzero.driver import Inbox, Recorder, Watch
 from rankzero.driver import recorder as recorders
 from rankzero.job import Job
 from rankzero.pipeline import Follower, LineWritten
-from rankzero.run import INTERVAL_REMOTE, LONGEST_PACE, RunDirectory
+from rankzero.run import LONGEST_PACE, RENEWAL_INTERVAL_REMOTE, RunDirectory
 from rankzero.run.pace import pace
 
 RANKS = 64
@@ -49,7 +49,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankzero.driver.status._FLUSH_TIME", 1.0 / SCALE)
     monkeypatch.setattr("rankzero.driver.status.DRIVER_DEAD_AFTER", 15.0 / SCALE)
     monkeypatch.setattr("rankzero.driver.watch.LEASE_INTERVAL", 30.0 / SCALE)
-    monkeypatch.setattr("rankzero.run.renewal.INTERVAL_REMOTE", 60.0 / SCALE)
+    monkeypatch.setattr("rankzero.run.lease.RENEWAL_INTERVAL_REMOTE", 60.0 / SCALE)
     monkeypatch.setattr("rankzero.run.handle.FOLLOW_INTERVAL", 0.001)
 
 
@@ -123,7 +123,7 @@ def test_a_day_of_64_ranks_costs_less_than_50_000_requests_to_write_and_20_000_t
     to_write = sum(found[key] / (beats if key[0] == "PUT" else due) for key in DRIVERS)
     # The lease comes each minute, also of a slow look, and once at the beginning.
     to_follow = found["GET", "logs/"] / successes + found["GET", "status.json"] / looks
-    to_follow += found["PUT", "lease"] / (due + INTERVAL_REMOTE / LONGEST_PACE)
+    to_follow += found["PUT", "lease"] / (due + RENEWAL_INTERVAL_REMOTE / LONGEST_PACE)
     day = looks_of_a_day()
     print(f"{day} looks a day, each {to_write:.2f} requests to write, {to_follow:.2f} to follow:")
     print(f"{day * to_write:.0f} requests to write and {day * to_follow:.0f} to follow a day of {RANKS} ranks", found)

@@ -36,9 +36,9 @@ print("resumed from", before and before.load()["step"], flush=True)
 # Fifteen seconds without a heartbeat are for clusters; one second may pass on a busy machine.
 PROGRAM = """
 from rankzero.driver import recorder
-from rankzero.run import liveness
+from rankzero.run import observer
 recorder.HEARTBEAT_INTERVAL = 0.5
-liveness.DRIVER_DEAD_AFTER, liveness._MISSED = 3.0, 1.0
+observer.DRIVER_DEAD_AFTER, observer._MISSED = 3.0, 1.0
 from rankzero.cli import main
 main()
 """

@@ -15,7 +15,7 @@ from tests.conftest import until
 
 from rankzero import Launcher, RunHandle
 from rankzero.host import process_namespace, process_start, this_thread
-from rankzero.run import RunDirectory, RunStatus, liveness, process_lives
+from rankzero.run import RunDirectory, RunStatus, observer, process_lives
 from rankzero.submit import owned
 
 WAIT = 60.0
@@ -42,8 +42,8 @@ def full_store(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         write(run, status)
 
     monkeypatch.setattr(RunDirectory, "write_status", write_if_there_is_room)
-    monkeypatch.setattr(liveness, "DRIVER_STALE_AFTER", 0.5)
-    monkeypatch.setattr(liveness, "dead_after", lambda _: 0.5)
+    monkeypatch.setattr(observer, "DRIVER_STALE_AFTER", 0.5)
+    monkeypatch.setattr(observer, "dead_after", lambda _: 0.5)
     monkeypatch.setattr(owned, "CANCEL_TIMEOUT", 0.5)
     return room
 
@@ -110,8 +110,8 @@ def test_a_driver_that_starts_slowly_is_alive_as_long_as_its_process(
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\nsleep 3\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    monkeypatch.setattr(liveness, "DRIVER_DEAD_AFTER", 0.2)
-    monkeypatch.setattr(liveness, "_MISSED", 0)
+    monkeypatch.setattr(observer, "DRIVER_DEAD_AFTER", 0.2)
+    monkeypatch.setattr(observer, "_MISSED", 0)
     named = launcher.options(run_id="run")
     with monkeypatch.context() as starting:
         starting.setattr(sys, "executable", str(slow))
@@ -130,4 +130,4 @@ def test_a_driver_that_ends_before_its_first_heartbeat_is_dead(
         first = launcher.options(run_id="run").submit(max, 1, 2)
     reader = RunHandle[int].attach(first.directory)
     # Long before a heartbeat would have been missed.
-    until(lambda: reader.status().state == "failed", liveness.DRIVER_DEAD_AFTER / 2, "the end of the driver")
+    until(lambda: reader.status().state == "failed", observer.DRIVER_DEAD_AFTER / 2, "the end of the driver")

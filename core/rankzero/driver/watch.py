@@ -12,7 +12,7 @@ from rankzero.driver.recorder import Recorder
 from rankzero.errors import RunCancelledError
 from rankzero.job import Job
 from rankzero.run.directory import RunDirectory
-from rankzero.run.renewal import interval_of
+from rankzero.run.lease import interval_of
 
 logger = logging.getLogger(__name__)
 

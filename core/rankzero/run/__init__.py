@@ -20,8 +20,8 @@ lazy_names(
     "checkpoints.list_committed checkpoints.Manifest current.CurrentStatus current.owns "
     "tries.detaching directory.EVENTS directory.LINES directory.RunDirectory directory.RunStatus growing.Position "
     "identity.Asked identity.compare identity.Comparison identity.describe identity.Identity lease.longest_delay "
-    "lease.power listing.list_runs liveness.dead_after liveness.process_lives pace.LONGEST_PACE pieces.PieceWriter "
-    "reconcile.decide reconcile.Decision renewal.INTERVAL_REMOTE "
+    "lease.power listing.list_runs observer.dead_after observer.process_lives pace.LONGEST_PACE pieces.PieceWriter "
+    "reconcile.decide reconcile.Decision lease.RENEWAL_INTERVAL_REMOTE "
     "retention.ABANDONED retention.Age retention.CLAIM_PATIENCE retention.collect retention.EARLIER "
     "retention.HALF_REMOVED retention.HIDDEN retention.is_due tries.may_retry",
 )

@@ -31,10 +31,10 @@ from rankzero.run.delivery import Delivery
 from rankzero.run.directory import EVENTS, LINES, RunDirectory, RunStatus, compare_job
 from rankzero.run.growing import Position
 from rankzero.run.identity import Asked, Comparison, Identity
+from rankzero.run.lease import Renewal
 from rankzero.run.lines import LineReader
 from rankzero.run.observer import Observer, OwnDriver
 from rankzero.run.pace import LONGEST_PACE, SHORTEST_PACE
-from rankzero.run.renewal import Renewal
 from rankzero.run.reports import OfTraining
 from rankzero.values.ref import ResultRef
 

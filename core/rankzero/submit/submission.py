@@ -28,7 +28,7 @@ from rankzero.run.checkpoints import FOLDER
 from rankzero.run.directory import RunDirectory, RunStatus, compare_job
 from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, Comparison, describe
-from rankzero.run.liveness import dead_after
+from rankzero.run.observer import dead_after
 from rankzero.run.reconcile import Decision, decide
 from rankzero.run.tries import PipelineTry
 from rankzero.values.envelope import Part
