@@ -4,17 +4,18 @@ from typing import Any
 
 import pytest
 
+from rankzero.channel import Join
 from rankzero.driver import Member, Roster
 
 
-def join(host: str, workers: int = 1, **changes: Any) -> dict[str, Any]:
+def join(host: str, workers: int = 1, **changes: Any) -> Join:
     facts = {"host": host, "address": host, "hostname": host, "python": "3.11.7", "gpus": [], "workers": workers}
-    return {**facts, **changes}
+    return Join(**{**facts, "pid": 1, **changes})
 
 
-def roster_of(*messages: dict[str, Any], num_agents: int | None = None) -> Roster:
-    roster = Roster(num_agents or len(messages), 1)
-    for task, message in enumerate(messages):
+def roster_of(*joins: Join, num_agents: int | None = None) -> Roster:
+    roster = Roster(num_agents or len(joins), 1)
+    for task, message in enumerate(joins):
         assert roster.join(task, message, 0.0)
     return roster
 

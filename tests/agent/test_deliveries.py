@@ -14,7 +14,7 @@ import pytest
 import rankzero.train as rt
 from rankzero import Launcher
 from rankzero.agent import output
-from rankzero.channel import frames, pace
+from rankzero.channel import Finished, frames, pace
 from rankzero.driver import Recorder
 from rankzero.worker import Control
 from rankzero.worker import control as controls
@@ -108,7 +108,7 @@ def test_reports_travel_together_and_take_the_outcome_with_them(
     for number in (1, 2, 3):
         rank.report(row(number))
     assert select.select([agent], [], [], 0.2)[0] == [], "a report did not wait"
-    rank.send({"type": "commit"})
+    rank.send(Finished(time=0.0))
     assert receive(agent) == [[1, 2, 3], "commit"]
 
 

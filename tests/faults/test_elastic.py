@@ -334,7 +334,7 @@ def test_a_command_is_matched_by_what_is_known_of_its_end(facts: dict[str, Any],
         failure = describe(CommandError(f"the command 'x' exited with code {facts['exit_code']}", facts))
     finally:
         worker.install(None)
-    assert (failure["matched"] == wanted) is matches
+    assert (failure.matched == wanted) is matches
 
 
 @pytest.mark.parametrize("bad", [3, [3], [""], "", [int], int, [lambda error: True]])

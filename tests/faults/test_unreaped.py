@@ -12,7 +12,20 @@ import pytest
 from tests.conftest import until
 
 from rankzero import EngineError, Launcher, LocalEngine, RankZeroError
-from rankzero.channel import ChannelClient, ChannelClosed
+from rankzero.channel import (
+    Assign,
+    ChannelClient,
+    ChannelClosed,
+    End,
+    Finished,
+    Join,
+    Ready,
+    Rendezvous,
+    Returned,
+    Usage,
+    decode,
+    encode,
+)
 from rankzero.engines import AgentConfig, AgentGroup, LocalSession, OnEnd
 from rankzero.job import Job
 from rankzero.pipeline import formats
@@ -69,24 +82,14 @@ class StuckAgent(AgentGroup):
 
     def _work(self) -> None:
         self._client.start()
-        self._client.queue(
-            {
-                "type": "join",
-                "host": "127.0.0.1",
-                "address": "127.0.0.1",
-                "hostname": "here",
-                "pid": 1,
-                "python": platform.python_version(),
-                "gpus": [],
-                "workers": 1,
-            }
-        )
+        join = Join("127.0.0.1", "127.0.0.1", "here", pid=1, python=platform.python_version(), gpus=[], workers=1)
+        self._client.queue(encode(join))
         try:
-            self._await("start")
+            self._await(Assign)
             self._finish()
-            self._await("end")
+            self._await(End)
             while not (self._cancelled.wait(SAMPLE_INTERVAL) or Path(self._folder, "stop").exists()):
-                self._client.queue({"type": "usage", "time": time.time(), "cores": 1})
+                self._client.queue(encode(Usage({"time": time.time(), "cores": 1})))
                 Path(self._folder, "sampled").touch()
         except ChannelClosed:
             pass
@@ -94,21 +97,19 @@ class StuckAgent(AgentGroup):
         self._ended.set()
         self._on_end(None)
 
-    def _await(self, kind: str) -> None:
+    def _await(self, kind: type) -> None:
         while not self._cancelled.is_set():
             select.select([self._client.fileno()], [], [], 0.1)
-            if any(message["type"] == kind for message in self._client.receive()):
+            if any(isinstance(decode(message), kind) for message in self._client.receive()):
                 return
 
     def _finish(self) -> None:
         path = f"{self._folder}/value.json"
         size, digest = formats.write(7, formats.JSON, path)
         result = {"format": formats.JSON, "size": size, "digest": digest, "path": path, "summary": {}, "value": 7}
-        rank = {"local_rank": 0, "time": time.time()}
-        self._client.queue({"type": "rendezvous", "port": 1})
-        self._client.queue({**rank, "type": "ready", "torch": ""})
-        self._client.queue({**rank, "type": "returned"})
-        self._client.queue({**rank, "type": "commit", "result": result})
+        now = time.time()
+        for message in (Rendezvous(port=1), Ready(torch=""), Returned(now), Finished(now, result)):
+            self._client.queue(encode(message, local_rank=0))
 
 
 def test_samples_of_a_host_do_not_delay_the_end_of_a_run_whose_rank_cannot_be_reaped(

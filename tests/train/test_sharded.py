@@ -19,12 +19,13 @@ WRITERS = 2
 def checkpoint_of(directory: str) -> Any:
     """The newest checkpoint of another run, as a rank of this one would get it."""
     import rankzero.train as rt
+    from rankzero.channel import Start
     from rankzero.run import Manifest
     from rankzero.train import CheckpointWriter, Parts
 
     context = rt.get_context()
     manifest = max(Path(directory, "checkpoints").glob("*/checkpoint.json"))
-    start = {"shared": True, "run_directory": directory, "run_token": "", "scratch": "", "checkpoint": None}
+    start = Start(directory, run_token="", shared=True, scratch="")
     writer = CheckpointWriter(Parts(start, str), -1, context.rank, context.world_size, print)
     writer.committed(Manifest(**json.loads(manifest.read_text())).for_ranks([context.rank]))
     return writer.last

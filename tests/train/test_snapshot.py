@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rankzero import ResultError
+from rankzero.channel import Start
 from rankzero.train import CheckpointWriter, Parts, snapshot
 from rankzero.values import formats
 
@@ -85,7 +86,7 @@ def test_what_cannot_be_pickled_is_refused_at_once() -> None:
 
 
 def test_who_waits_for_a_checkpoint_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = {"shared": True, "run_directory": str(tmp_path), "run_token": "", "scratch": "", "checkpoint": None}
+    start = Start(str(tmp_path), run_token="", shared=True, scratch="")
     parts = Parts(start, str)
     writer = CheckpointWriter(parts, 1, 0, 1, print)
     part = {"file": "rank-0.json", "format": "json", "size": 2, "sha256": ""}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rankzero.agent.output import PUMP_INTERVAL
 from rankzero.agent.ranks import Rank
+from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.errors import LOST
 from rankzero.worker.leaving import cut_off_message
@@ -92,7 +93,7 @@ class Ending:
     def leave(self, why: str, cause: str) -> None:
         """Stops the ranks without a request of the driver, and reports the reason to it."""
         if not self.has_begun:
-            self._client.queue({"type": "leaving", "why": why, "cause": cause})
+            self._client.queue(messages.encode(messages.Leaving(why, cause)))
         self.stop()
 
     def orphan(self) -> None:
@@ -105,14 +106,14 @@ class Ending:
     def release(self) -> None:
         """Lets the ranks that have committed exit: without a driver, waiting for their peers is of no use."""
         for rank in self._ranks:
-            if rank.outcome == "commit" and rank not in self._released:
+            if isinstance(rank.outcome, messages.Finished) and rank not in self._released:
                 self._released.append(rank)
-                rank.tell({"type": "end"})
+                rank.tell(messages.End())
 
     def await_exits(self) -> None:
         """Lets all ranks run their exit handlers and exit, once each has finished; a `stop` keeps its grace."""
         for rank in self._ranks:
-            rank.tell({"type": "end"})
+            rank.tell(messages.End())
         self.has_begun = True
         if not self.is_early:
             self.kill_at = time.monotonic() + self._exit_timeout + EXIT_MARGIN

@@ -16,7 +16,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.agent.kept import KeptFiles
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Assign, Start
 from rankzero.data import manifest
 from rankzero.values.digest import digest_of_file
 from rankzero.values.unpacking import unpack
@@ -30,16 +30,16 @@ class InputError(Exception):
 
 
 class Inputs:
-    """Finds or fetches the files of a ``start`` message."""
+    """Finds or fetches the files of the ranks of one agent."""
 
-    def __init__(self, start: Message, scratch: str) -> None:
+    def __init__(self, assigned: Assign, scratch: str) -> None:
         """Finds out which files this host has and which are missing.
 
         Args:
-            start: The driver's ``start`` message.
+            assigned: The driver's message.
             scratch: Directory of this task for fetched files.
         """
-        self._start = start
+        self._assigned = assigned
         self._scratch = scratch
         self._kept = KeptFiles(scratch)
         self.shared = self._sees_run_directory()
@@ -47,7 +47,7 @@ class Inputs:
         self._here: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         """The files to fetch: name to local path."""
-        for name, file in start["files"].items():
+        for name, file in assigned.files.items():
             if _is_for_workers(name, file):
                 continue
             here = file["location"]
@@ -58,12 +58,12 @@ class Inputs:
             self._here[name] = here
 
     def _sees_run_directory(self) -> bool:
-        directory = self._start["run_directory"]
+        directory = self._assigned.run_directory
         if store.is_url(directory):
             return False
         try:
             with open(os.path.join(directory, "token")) as file:
-                return file.read() == self._start["run_token"] and os.access(directory, os.W_OK)
+                return file.read() == self._assigned.run_token and os.access(directory, os.W_OK)
         except OSError:
             return False
 
@@ -76,36 +76,39 @@ class Inputs:
         """Returns the local path for a file that is fetched at a worker's request."""
         return os.path.join(self._scratch, name)
 
-    def message(self) -> Message:
-        """Returns the ``start`` message for every worker of this task; requires that no file is missing.
+    def message(self, ports: list[int] | None) -> Start:
+        """Returns the `Start` of every worker of this task, without its context; requires that no file is missing.
+
+        Args:
+            ports: First and last port that a worker may bind; None for any.
 
         Raises:
             InputError: the digest of a file differs from the driver's, or an archive cannot be unpacked.
         """
-        files = self._start["files"]
+        files = self._assigned.files
         # Checked once here for all workers, which unpickle it.
         self._check("payload.pkl")
         for name in _CODE & self._here.keys():
             self._check(name)
             if name in self.missing:
                 self._kept.keep(files[name]["digest"], self._here[name])
-        directory = self._start["run_directory"]
-        return {
-            "type": "start",
-            "master_addr": self._start["master_addr"],
-            "payload": self._here["payload.pkl"],
-            "modules": self._unpack_modules(),
-            "code": self._unpack_code(),
-            "refs": {file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
-            "result_directory": os.path.join(directory, "result") if self.shared else self._scratch,
-            "checkpoint": self._start["checkpoint"],
-            "run_directory": directory,
-            "run_token": self._start["run_token"],
-            "shared": self.shared,
-            "scratch": self._scratch,
-            "datasets": self._here.get(manifest.FILE),
-            "beat_interval": self._start["beat_interval"],
-        }
+        directory = self._assigned.run_directory
+        return Start(
+            master_addr=self._assigned.master_addr,
+            payload=self._here["payload.pkl"],
+            modules=self._unpack_modules(),
+            code=self._unpack_code(),
+            refs={file["uri"]: [name, self._here.get(name)] for name, file in files.items() if "uri" in file},
+            result_directory=os.path.join(directory, "result") if self.shared else self._scratch,
+            checkpoint=self._assigned.checkpoint,
+            run_directory=directory,
+            run_token=self._assigned.run_token,
+            shared=self.shared,
+            scratch=self._scratch,
+            datasets=self._here.get(manifest.FILE),
+            beat_interval=self._assigned.beat_interval,
+            ports=ports,
+        )
 
     def _unpack_modules(self) -> str | None:
         if MODULES not in self._here:
@@ -125,7 +128,7 @@ class Inputs:
         return directory
 
     def _check(self, name: str) -> None:
-        digest = self._start["files"][name]["digest"]
+        digest = self._assigned.files[name]["digest"]
         if digest_of_file(self._here[name], digest) != digest:
             raise InputError(
                 f"{name} does not carry the digest that the driver recorded: it was changed or damaged, or an "
@@ -135,13 +138,13 @@ class Inputs:
     def context(self, local_rank: int, local_world_size: int, use_gpu: bool) -> dict[str, Any]:
         """Returns the fields of one worker's `rankzero.train.TrainContext`."""
         return {
-            **self._start["context"],
-            "rank": self._start["first_rank"] + local_rank,
+            **self._assigned.context,
+            "rank": self._assigned.first_rank + local_rank,
             "local_rank": local_rank,
             "local_world_size": local_world_size,
-            "node_rank": self._start["node_rank"],
+            "node_rank": self._assigned.node_rank,
             "use_gpu": use_gpu,
-            "storage_path": self._start["run_directory"] if self.shared else None,
+            "storage_path": self._assigned.run_directory if self.shared else None,
         }
 
 

@@ -14,6 +14,7 @@ from typing import IO
 
 from rankzero.agent.lines import LineSplitter, is_own_frame
 from rankzero.bounds import LOG_TAIL, LOG_TAIL_WIDTH
+from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient
 from rankzero.channel.pace import DELIVERY_INTERVAL
 
@@ -144,7 +145,7 @@ class RankOutput:
             lines = [*lines, f"rankzero: {self._dropped} log lines were dropped, the driver was too slow"]
             self._dropped = 0
         if lines:
-            self._client.queue({"type": "log", "local_rank": self._local_rank, "lines": lines}, bulk=True)
+            self._client.queue(messages.encode(messages.Log(lines), self._local_rank), bulk=True)
 
     def _store(self, lines: list[str]) -> None:
         data = ("\n".join(lines) + "\n").encode("utf-8", "replace")

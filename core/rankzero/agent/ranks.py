@@ -14,9 +14,9 @@ from typing import IO, Any
 
 from rankzero.agent.lines import is_own_frame
 from rankzero.agent.output import RankOutput
-from rankzero.channel import frames
+from rankzero.channel import frames, messages
 from rankzero.channel.agent_end.client import ChannelClient
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Message, encode
 from rankzero.host import forked
 from rankzero.host.processes import cpu_seconds
 from rankzero.worker import main as worker
@@ -45,10 +45,11 @@ class Rank:
         """
         self.local_rank = local_rank
         self.alive = True
-        self.outcome: str | None = None
+        self.outcome: messages.Finished | messages.Failed | None = None
         self.writing: set[int] = set()
         """Numbers of the checkpoints that the training reported and the worker has not written yet."""
         self.cut_off_at: float | None = None
+        self._client = client
         self.output = RankOutput(local_rank, client, config["scratch"])
         self.decoder = frames.Decoder()
         self.decoder.trust(None)
@@ -73,8 +74,12 @@ class Rank:
 
     def tell(self, message: Message) -> None:
         """Sends a message now, or later by `flush` if the worker does not read; ignores a dead worker."""
-        self._unsent += frames.encode(message)
+        self._unsent += frames.encode(encode(message))
         self.flush()
+
+    def send(self, message: Message) -> None:
+        """Sends a message of the worker, or about it, to the driver."""
+        self._client.queue(encode(message, self.local_rank))
 
     def flush(self) -> bool:
         """Sends pending bytes without blocking, since the worker may be stopped; returns True if some are left."""
@@ -95,21 +100,20 @@ class Rank:
 
     def note(self, message: Message) -> None:
         """Records the state that a message of the worker reports: heartbeat, checkpoints, outcome."""
-        kind = message["type"]
         self._beat_at = time.monotonic()
-        if kind == "checkpoint-begun":
-            self.writing.add(message["index"])
-        elif kind in ("checkpoint", "checkpoint-failed"):
-            self.writing.discard(message["index"])
-        if kind in ("commit", "failure"):
-            self.outcome = kind
+        if isinstance(message, messages.PartBegun):
+            self.writing.add(message.index)
+        elif isinstance(message, (messages.Part, messages.PartFailed)):
+            self.writing.discard(message.index)
+        elif isinstance(message, (messages.Finished, messages.Failed)):
+            self.outcome = message
 
     def ask_for_stack(self) -> None:
         """Makes the worker write its stack, which `take_stack` collects."""
         self._stack = b""
         self.kill(worker.STACK_SIGNAL)
         # Sent after the signal: the worker handles the message in a thread, which may wait for the GIL or a device.
-        self.tell({"type": "dump"})
+        self.tell(messages.Dump())
 
     def peek(self) -> None:
         """Makes the worker write the stack of its main thread for `position`; the log does not show it."""
@@ -117,11 +121,11 @@ class Rank:
         if self.outcome is None:
             self.kill(worker.STACK_SIGNAL)
 
-    def position(self) -> dict[str, Any] | None:
+    def position(self) -> messages.Position | None:
         """Returns the worker's stack and used processor time; None if it has finished or exited."""
         if self.outcome is not None or not self.alive:
             return None
-        return {"stack": self._stack.decode(errors="replace"), "cpu": cpu_seconds(self.pid)}
+        return messages.Position(self._stack.decode(errors="replace"), cpu_seconds(self.pid))
 
     def take_stack(self, data: bytes) -> None:
         """Adds bytes that were read from the stack pipe."""
@@ -132,7 +136,7 @@ class Rank:
 
         The stack is also added to the rank's log, where the worker adds those of all threads unless it holds the GIL.
         """
-        if self.outcome == "commit":
+        if isinstance(self.outcome, messages.Finished):
             return "it had returned"
         if not self.alive:
             return "its process had ended"

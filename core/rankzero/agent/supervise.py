@@ -25,8 +25,9 @@ from rankzero.agent.ending import Ending
 from rankzero.agent.inputs import InputError, Inputs
 from rankzero.agent.output import PUMP_INTERVAL
 from rankzero.agent.ranks import Rank, rank_environment
+from rankzero.channel import messages
 from rankzero.channel.agent_end.client import ChannelClient, ChannelClosed
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Message, decode, encode
 from rankzero.channel.pace import next_delivery
 from rankzero.errors import PREEMPTED
 from rankzero.host import descendants, network
@@ -75,7 +76,7 @@ class Agent:
         self._ending = Ending(self._ranks, self._client, config["grace"], config["exit_timeout"])
         self._inputs: Inputs | None = None
         self._asking: dict[str, list[Rank]] = {}
-        self._fetched: dict[str, Message] = {}
+        self._fetched: dict[str, messages.Fetched] = {}
         self._lost: str | None = None
         self._stacks_at: float | None = None
         self._positions_at: float | None = None
@@ -140,19 +141,19 @@ class Agent:
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             for rank in self._ranks:
-                self._client.queue({"type": "stack", "local_rank": rank.local_rank, "text": rank.stack()})
+                rank.send(messages.Stack(rank.stack()))
         if self._positions_at is not None and now >= self._positions_at:
             self._positions_at = None
             for rank in self._ranks:
                 if position := rank.position():
-                    self._client.queue({"type": "position", "local_rank": rank.local_rank, **position})
+                    rank.send(position)
         if self._listen_at is not None and now >= self._listen_at:
             self._listen_at = None
             for rank in self._quiet:
                 self._listen_to(rank)
             self._quiet.clear()
         if self._usage and (sample := self._usage.sample(now)):
-            self._client.queue({**sample, "type": "usage"})
+            self._client.queue(encode(messages.Usage(sample)))
         for rank in self._ranks:
             rank.output.pump()
             rank.flush()
@@ -170,55 +171,52 @@ class Agent:
 
     def _join(self) -> None:
         hosts, port = self._config["driver"]
-        self._client.queue(
-            {
-                "type": "join",
-                "host": self._config["host"],
-                "address": network.address_towards(hosts, port) or self._config["host"],
-                "hostname": socket.gethostname(),
-                "pid": os.getpid(),
-                "python": ".".join(map(str, sys.version_info[:3])),
-                "gpus": self._config["gpus"],
-                "workers": len(self._ranks),
-            }
+        join = messages.Join(
+            host=self._config["host"],
+            address=network.address_towards(hosts, port) or self._config["host"],
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            python=".".join(map(str, sys.version_info[:3])),
+            gpus=self._config["gpus"],
+            workers=len(self._ranks),
         )
+        self._client.queue(encode(join))
 
     def _on_driver(self) -> None:
         try:
             for message in self._client.receive():
-                self._on_message(message)
+                self._on_message(decode(message))
         except ChannelClosed as error:
             self._lost = str(error)
             self._unwatch(self._client.fileno())
             self._ending.stop()
 
     def _on_message(self, message: Message) -> None:
-        kind = message["type"]
-        if kind == "start":
-            if message["sample_usage"]:
+        if isinstance(message, messages.Assign):
+            if message.sample_usage:
                 self._usage = UsageSampler(use_gpu=self._config["use_gpu"], now=time.monotonic())
             self._inputs = Inputs(message, self._config["scratch"])
             self._inputs.fetch(self._client.fetch)
             self._start_when_complete()
-        elif kind == "fetched":
+        elif isinstance(message, messages.Fetched):
             self._on_fetched(message)
-        elif kind in ("go", "checkpoint", "checkpoint-lost"):
+        elif isinstance(message, (messages.Go, messages.Committed, messages.NotCommitted)):
             for rank in self._ranks:
                 rank.tell(message)
-        elif kind == "dump":
+        elif isinstance(message, messages.Dump):
             for rank in self._ranks:
                 rank.ask_for_stack()
             self._stacks_at = time.monotonic() + STACKS_WAIT
-        elif kind == "peek":
+        elif isinstance(message, messages.Peek):
             for rank in self._ranks:
                 rank.peek()
             self._positions_at = time.monotonic() + STACKS_WAIT
-        elif kind == "stop":
+        elif isinstance(message, messages.Stop):
             for rank in self._ranks:
                 # A rank may just have reported a checkpoint that it is writing.
                 self._drain(rank, self._on_control)
-            self._ending.stop(message["grace"])
-        elif kind == "end":
+            self._ending.stop(message.grace)
+        elif isinstance(message, messages.End):
             self._ending.await_exits()
 
     def _fetch_for(self, rank: Rank, name: str) -> None:
@@ -231,20 +229,20 @@ class Agent:
             self._client.fetch(name, self._inputs.path_for(name))
         self._asking.setdefault(name, []).append(rank)
 
-    def _on_fetched(self, message: Message) -> None:
+    def _on_fetched(self, message: messages.Fetched) -> None:
         assert self._inputs is not None
-        if asking := self._asking.pop(message["name"], None):
-            if "error" not in message:
-                self._fetched[message["name"]] = message
+        if asking := self._asking.pop(message.name, None):
+            if message.error is None:
+                self._fetched[message.name] = message
             for rank in asking:
                 rank.tell(message)
             return
-        if "error" in message:
-            text = f"{message['name']} cannot be had from the driver: {message['error']}"
-            facts = {"exception_type": "rankzero.errors.ResultError", "message": text, "exit_code": 1}
-            self._client.queue({"type": "failure", "local_rank": 0, "time": time.time(), **facts})
+        if message.error is not None:
+            text = f"{message.name} cannot be had from the driver: {message.error}"
+            kind = "rankzero.errors.ResultError"
+            self._ranks[0].send(messages.Failed(time.time(), exception_type=kind, message=text, exit_code=1))
             return
-        del self._inputs.missing[message["name"]]
+        del self._inputs.missing[message.name]
         self._start_when_complete()
 
     def _start_when_complete(self) -> None:
@@ -252,13 +250,13 @@ class Agent:
         if inputs is None or inputs.missing:
             return
         try:
-            common = inputs.message()
+            common = inputs.message(self._config["ports"])
         except InputError as error:
             sys.exit(f"on {socket.gethostname()}: {error}")
         for rank in self._ranks:
             context = inputs.context(rank.local_rank, len(self._ranks), self._config["use_gpu"])
             env = {**rank_environment(context, self._config), **self._interfaces()}
-            rank.tell({**common, "context": context, "env": env, "ports": self._config["ports"]})
+            rank.tell(common.having(context=context, env=env))
 
     def _interfaces(self) -> dict[str, str]:
         """Returns the variables that select the network interface of gloo and NCCL, except those the user set."""
@@ -298,38 +296,36 @@ class Agent:
         rank.decoder.feed(data)
         for message in rank.decoder:
             assert isinstance(message, dict)
-            self._on_rank_message(rank, message)
+            self._on_rank_message(rank, decode(message))
         return True
 
     def _on_rank_message(self, rank: Rank, message: Message) -> None:
-        kind = message["type"]
-        if kind == "fetch":
-            self._fetch_for(rank, message["name"])
+        if isinstance(message, messages.Fetch):
+            self._fetch_for(rank, message.name)
             return
-        message["local_rank"] = rank.local_rank
         rank.note(message)
-        if kind == "checkpoint-begun":
+        if isinstance(message, messages.PartBegun):
             return
-        if kind == "commit":
+        if isinstance(message, messages.Finished):
             # Lines that the rank printed before it committed must appear before that in the log.
             self._drain(rank, self._on_output)
-            result = message.get("result")
+            result = message.result
             if result and os.path.dirname(result["path"]) == self._config["scratch"]:
-                self._client.send_file("value", result["path"], message, result["digest"])
+                then = encode(message, rank.local_rank)
+                self._client.send_file("value", result["path"], then, result["digest"])
                 return
-        elif kind == "failure":
+        elif isinstance(message, messages.Failed):
             self._drain(rank, self._on_output)
-            message["log_tail"] = rank.output.tail
             # A failure after a request to exit is not the cause of the run's end.
-            message["collateral"] = message["collateral"] or self._ending.is_early
-        elif kind == "checkpoint" and not message["shared"]:
+            is_secondary = message.collateral or self._ending.is_early
+            message = message.having(log_tail=rank.output.tail, collateral=is_secondary)
+        elif isinstance(message, messages.Part) and not message.shared:
             self._ending.has_parts = True
-            name = f"checkpoint-{message['index']}-{rank.local_rank}"
-            self._client.send_file(name, message["path"], {**message, "upload": name}, message["sha256"])
+            name = f"checkpoint-{message.index}-{rank.local_rank}"
+            then = encode(message.having(upload=name), rank.local_rank)
+            self._client.send_file(name, message.path, then, message.sha256)
             return
-        elif kind == "rendezvous":
-            del message["local_rank"]
-        self._client.queue(message)
+        rank.send(message)
 
     def _on_cut_off(self, rank: Rank) -> None:
         """Kills a rank that has closed its connection, and reports a failure: its outcome could not be received."""
@@ -340,8 +336,7 @@ class Agent:
             f"it closed the connection to its agent and did not end within {CUT_OFF_GRACE:g} s: a rank must not "
             "replace its program (exec) or close descriptors that it has not opened"
         )
-        facts = {"message": text, "exit_code": 1, "collateral": False}
-        self._on_rank_message(rank, {"type": "failure", "time": time.time(), **facts})
+        self._on_rank_message(rank, messages.Failed(time.time(), message=text, exit_code=1))
         rank.kill(signal.SIGKILL)
 
     def _listen_to(self, rank: Rank) -> None:
@@ -412,18 +407,10 @@ class Agent:
         code = os.waitstatus_to_exitcode(status)
         if rank.outcome is None and self._ending.has_begun:
             # Ranks of other agents may wait for this one to exit.
-            self._client.queue({"type": "exited", "local_rank": rank.local_rank})
+            rank.send(messages.Exited())
         elif rank.outcome is None:
-            self._client.queue(
-                {
-                    "type": "failure",
-                    "local_rank": rank.local_rank,
-                    "time": time.time(),
-                    "exit_code": code if code >= 0 else None,
-                    "signal": signal_name(-code) if code < 0 else None,
-                    "log_tail": rank.output.tail,
-                }
-            )
+            how = {"exit_code": code} if code >= 0 else {"signal": signal_name(-code)}
+            rank.send(messages.Failed(time.time(), log_tail=rank.output.tail, **how))
 
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), _READ):

@@ -6,6 +6,7 @@ ranks or results, and never unpickles. An agent whose driver is slow keeps lines
 rank's last lines with it, since it overtakes them. The driver's end has no TLS socket, but records between transport
 and connection, so connections in the middle of a TLS handshake count as unproved ones. Why there is such a channel:
 docs/decisions/003-our-own-channel.md.
+`messages` has the kinds of messages that driver, agents and ranks exchange.
 """
 
 from rankzero import lazy_names
@@ -15,6 +16,8 @@ lazy_names(
     "agent_end.client.ChannelClient agent_end.client.ChannelClosed auth.Handshake auth.Hello auth.new_secret "
     "driver_end.files.Uploads driver_end.server.ChannelServer driver_end.server.DISCONNECTED driver_end.server.LOST "
     "driver_end.server.RECONNECTED driver_end.tls.Identity driver_end.tls.make_identity frames.Decoder "
-    "frames.FrameError frames.Message frames.Sealer session.ACK session.BULK session.CONTENT session.CONTROL "
-    "session.LEFT session.LOGS session.Session session.UPLOADS sockets.listen",
+    "frames.FrameError frames.Message frames.Sealer messages.Assign messages.decode messages.encode messages.End "
+    "messages.Failed messages.Finished messages.Join messages.Ready messages.Rendezvous messages.Returned "
+    "messages.Start messages.Usage session.ACK session.BULK session.CONTENT session.CONTROL "
+    "session.LEFT session.LOGS session.MADE_UP session.Session session.UPLOADS sockets.listen",
 )

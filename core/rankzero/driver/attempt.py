@@ -10,9 +10,9 @@ from typing import Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.driver_end.server import DISCONNECTED, LOST, RECONNECTED, ChannelServer
-from rankzero.channel.frames import Message
-from rankzero.channel.session import LEFT
+from rankzero.channel import messages
+from rankzero.channel.driver_end.server import ChannelServer
+from rankzero.channel.messages import Message, decode, encode
 from rankzero.driver import policy, verdict
 from rankzero.driver.agents import agent_config
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer, NotOwnerError
@@ -73,8 +73,8 @@ class Attempt:
         self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
         self._outcome = Outcome(job.num_processes)
         self._rendezvous = self._recorded = False
-        self._hang = HangWatch(job.num_processes, lambda: self._server.broadcast({"type": "dump"}))
-        self._remaining = RemainingWatch(job.num_processes, lambda: self._server.broadcast({"type": "peek"}))
+        self._hang = HangWatch(job.num_processes, lambda: self._broadcast(messages.Dump()))
+        self._remaining = RemainingWatch(job.num_processes, lambda: self._broadcast(messages.Peek()))
         self._stopping = False
         self._engine_error: BaseException | None = None
         self._engine_ended = False
@@ -188,7 +188,7 @@ class Attempt:
     def _on_engine_end(self, error: BaseException | None) -> None:
         self._send({"type": ENGINE_ENDED, "error": error})
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         """Puts a message from one of the driver's own threads into the driver's queue. Any thread may call it."""
         self._messages.put((DRIVER, message))
 
@@ -212,14 +212,14 @@ class Attempt:
                     self._check(group)
         except BaseException as error:
             self._stopping = True
-            self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
+            self._broadcast(messages.Stop(self._job.stop_grace))
             self._await_agents(group, self._job.stop_grace + policy.STOP_MARGIN)
             # Messages that arrived meanwhile may complete a checkpoint, which is committed first.
             self._take_all()
             self._await_commits(policy.STOP_MARGIN if isinstance(error, RunCancelledError) else COMMIT_TIMEOUT)
             raise
         self._record_success()
-        self._server.broadcast({"type": "end"})
+        self._broadcast(messages.End())
         self._await_agents(group, self._job.exit_timeout + policy.END_TIMEOUT, patient=True)
         self._await_commits(COMMIT_TIMEOUT)
 
@@ -247,13 +247,13 @@ class Attempt:
             if not released and self._outcome.is_over:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 released = True
-                self._server.broadcast({"type": "end"})
-            if kind == LOST:
+                self._broadcast(messages.End())
+            if kind == messages.Lost.kind:
                 break
-            if patient and kind not in (None, DISCONNECTED, "usage"):
+            if patient and kind not in (None, messages.Disconnected.kind, messages.Usage.kind):
                 deadline = time.monotonic() + timeout
             if patient and self._is_called_off():
-                self._server.broadcast({"type": "stop", "grace": self._job.stop_grace})
+                self._broadcast(messages.Stop(self._job.stop_grace))
                 deadline, patient = time.monotonic() + self._job.stop_grace + policy.STOP_MARGIN, False
         if not self._engine_ended:
             logger.warning("agents did not end in time; cancelling them at the engine")
@@ -306,21 +306,25 @@ class Attempt:
         while self._take(0.0):
             pass
 
-    def _handle(self, task: int, message: Message) -> None:
-        kind = message["type"]
+    def _broadcast(self, message: Message) -> None:
+        self._server.broadcast(encode(message))
+
+    def _handle(self, task: int, wire: dict[str, Any]) -> None:
         if task == DRIVER:
-            self._handle_own(kind, message)
-        elif kind == "join":
+            self._handle_own(wire["type"], wire)
+            return
+        message = decode(wire)
+        if isinstance(message, messages.Join):
             self._on_join(task, message)
-        elif kind == LEFT:
+        elif isinstance(message, messages.Left):
             self._group.note_disconnect(task)
         elif member := self._roster.get(task):
-            if "local_rank" in message:
-                self._handle_rank(self._roster.rank(member, message["local_rank"]), member, message)
+            if "local_rank" in wire:
+                self._handle_rank(self._roster.rank(member, wire["local_rank"]), wire["local_rank"], member, message)
             else:
                 self._handle_agent(member, message)
 
-    def _handle_own(self, kind: str, message: Message) -> None:
+    def _handle_own(self, kind: str, message: dict[str, Any]) -> None:
         if kind == ENGINE_ENDED:
             self._engine_ended = True
             self._engine_error = message["error"]
@@ -330,9 +334,9 @@ class Attempt:
             self._recorder.event(event)
             self._recorder.update(checkpoint=manifest.id)
             for member in self._roster.numbered():
-                self._server.send(member.task, {"type": "checkpoint", "manifest": manifest.for_ranks(member.ranks)})
+                self._server.send(member.task, encode(messages.Committed(manifest.for_ranks(member.ranks))))
         elif kind == CHECKPOINT_LOST:
-            self._server.broadcast(message)
+            self._broadcast(messages.NotCommitted(message["index"]))
         elif kind == SUCCESS_RECORDED:
             self._recorded = True
         elif kind == RESULT_STORED:
@@ -341,70 +345,68 @@ class Attempt:
             assert kind == INTERRUPT
 
     def _handle_agent(self, member: Member, message: Message) -> None:
-        kind = message["type"]
-        if kind == "rendezvous":
-            self._on_rendezvous(member, message)
-        elif kind == "uploaded":
+        if isinstance(message, messages.Uploaded):
             self._storage.note_upload(member.task, message)
-        elif kind == "usage":
-            self._recorder.event({**message, "host": member.name})
-        elif kind == "leaving":
-            member.leave(message["why"], time.monotonic(), message["cause"])
-        elif kind == DISCONNECTED:
+        elif isinstance(message, messages.Usage):
+            self._recorder.event({"type": message.kind, **message.sample, "host": member.name})
+        elif isinstance(message, messages.Leaving):
+            member.leave(message.why, time.monotonic(), message.cause)
+        elif isinstance(message, messages.Disconnected):
             member.disconnected_at = time.monotonic()
-        elif kind == RECONNECTED:
+        elif isinstance(message, messages.Reconnected):
             member.disconnected_at = None
-        elif kind == LOST:
+        elif isinstance(message, messages.Lost):
             why = "its connection timed out: its host died or the network to it is cut"
             member.leave(why, time.monotonic())
             for rank in member.ranks:
                 self._outcome.note_over(rank)
 
-    def _handle_rank(self, rank: int, member: Member, message: Message) -> None:
-        kind = message["type"]
-        if kind in ("commit", "failure", "exited"):
+    def _handle_rank(self, rank: int, local_rank: int, member: Member, message: Message) -> None:
+        if isinstance(message, (messages.Finished, messages.Failed, messages.Exited)):
             self._outcome.note_over(rank)
-        if kind == "log":
-            self._recorder.log(rank, message["lines"])
-        elif kind == "metric":
-            self._recorder.metrics(rank, message["rows"])
-        elif kind == "beat":
-            self._hang.on_beat(rank, message["progress"], time.monotonic())
-        elif kind == "ready":
-            self._roster.note_ready(member.task, message["local_rank"], message["torch"])
+        if isinstance(message, messages.Log):
+            self._recorder.log(rank, message.lines)
+        elif isinstance(message, messages.Metrics):
+            self._recorder.metrics(rank, message.rows)
+        elif isinstance(message, messages.Beat):
+            self._hang.on_beat(rank, message.progress, time.monotonic())
+        elif isinstance(message, messages.Ready):
+            self._roster.note_ready(member.task, local_rank, message.torch)
             self._note_start()
-        elif kind == "checkpoint-kind":
-            self._storage.note_kind(rank, sharded=message["sharded"])
-        elif kind == "checkpoint":
+        elif isinstance(message, messages.Rendezvous):
+            self._on_rendezvous(member, message)
+        elif isinstance(message, messages.PartKind):
+            self._storage.note_kind(rank, sharded=message.sharded)
+        elif isinstance(message, messages.Part):
             self._storage.add_part(rank, member.task, message)
-        elif kind == "checkpoint-failed":
-            self._committer.drop(message["index"])
-        elif kind == "returned" and not self._stopping and member.left_at is None:
-            self._outcome.note_returned(rank)
-            self._hang.on_return(rank, time.monotonic())
-            self._note_phase("returned", rank, member, message)
-        elif kind == "entered":
-            self._note_phase("entered", rank, member, message)
-        elif kind == "stack":
-            self._hang.on_stack(rank, message["text"])
-        elif kind == "position":
-            self._remaining.note(rank, message["stack"], message["cpu"])
-        elif kind == "commit" and not self._outcome.has_returned(rank):
+        elif isinstance(message, messages.PartFailed):
+            self._committer.drop(message.index)
+        elif isinstance(message, messages.Returned):
+            if not self._stopping and member.left_at is None:
+                self._outcome.note_returned(rank)
+                self._hang.on_return(rank, time.monotonic())
+                self._note_phase(rank, member, message)
+        elif isinstance(message, messages.Entered):
+            self._note_phase(rank, member, message)
+        elif isinstance(message, messages.Stack):
+            self._hang.on_stack(rank, message.text)
+        elif isinstance(message, messages.Position):
+            self._remaining.note(rank, message.stack, message.cpu)
+        elif isinstance(message, messages.Finished) and not self._outcome.has_returned(rank):
             # The rank exited cleanly because it was asked to: the training was stopped, not finished.
-            self._on_failure(rank, member, {"exit_code": 0, "message": "ended when it was asked to"})
-        elif kind == "commit":
+            stopped = messages.Failed(message.time, exit_code=0, message="ended when it was asked to")
+            self._on_failure(rank, member, stopped)
+        elif isinstance(message, messages.Finished):
             self._storage.commit(rank, member.task, message)
-        elif kind == "failure":
+        elif isinstance(message, messages.Failed):
             self._on_failure(rank, member, message)
 
-    def _note_phase(self, phase: str, rank: int, member: Member, message: Message) -> None:
+    def _note_phase(self, rank: int, member: Member, message: messages.Entered | messages.Returned) -> None:
         """Records when a rank reached a phase, for the report of the run."""
-        facts: dict[str, Any] = {
-            name: message[name] for name in ("started", "imported", "time", "torch") if name in message
-        }
-        self._recorder.event({**facts, "type": phase, "rank": rank, "attempt": self._number, "host": member.name})
+        of_rank = {"type": message.kind, "rank": rank, "attempt": self._number, "host": member.name}
+        self._recorder.event({**message.facts(), **of_rank})
 
-    def _on_join(self, task: int, message: Message) -> None:
+    def _on_join(self, task: int, message: messages.Join) -> None:
         if self._roster.is_surplus(task):
             self._dismiss(task)
             return
@@ -419,14 +421,13 @@ class Attempt:
             self._assign_ranks(chosen)
 
     def _dismiss(self, task: int) -> None:
-        self._server.send(task, {"type": "stop", "grace": 0.0})
+        self._server.send(task, encode(messages.Stop(grace=0.0)))
 
     def _assign_ranks(self, members: list[Member]) -> None:
         for task in filter(self._roster.is_surplus, range(self._roster.num_expected)):
             self._dismiss(task)
-        # Computed once: computing it for each agent would be quadratic in their number.
-        same = {
-            "type": "start",
+        # Encoded once: encoding it for each agent would be quadratic in their number.
+        same: dict[str, Any] = {
             "master_addr": self._roster.rendezvous_hosts(members[0])[0],
             "run_directory": self._run.directory,
             "run_token": self._token,
@@ -441,17 +442,21 @@ class Attempt:
         }
         sampled: set[str] = set()
         for node_rank, member in enumerate(members):
-            resume = self._resume.for_ranks(member.ranks) if self._resume else None
-            own = {"first_rank": member.first_rank, "node_rank": node_rank, "checkpoint": resume}
+            assert member.first_rank is not None
             # One agent of each host samples the host's use of CPU, memory and GPUs.
-            own["sample_usage"] = member.host not in sampled
+            assign = messages.Assign(
+                **same,
+                first_rank=member.first_rank,
+                node_rank=node_rank,
+                sample_usage=member.host not in sampled,
+                checkpoint=self._resume.for_ranks(member.ranks) if self._resume else None,
+            )
             sampled.add(member.host)
-            self._server.send(member.task, {**same, **own})
+            self._server.send(member.task, encode(assign))
 
-    def _on_rendezvous(self, member: Member, message: Message) -> None:
+    def _on_rendezvous(self, member: Member, message: messages.Rendezvous) -> None:
         hosts, one_host = self._roster.rendezvous_hosts(member), self._roster.is_on_one_host()
-        where = {"master_hosts": hosts, "master_port": message["port"], "one_host": one_host}
-        self._server.broadcast({"type": "go", **where})
+        self._broadcast(messages.Go(hosts, message.port, one_host))
         self._rendezvous = True
         self._note_start()
 
@@ -465,9 +470,9 @@ class Attempt:
                 self._recorder.event({"type": "versions", "what": what})
                 self._recorder.log(0, [f"rankzero: {what}"])
 
-    def _on_failure(self, rank: int, member: Member, message: Message) -> None:
+    def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
         left = member.left_at is not None
-        facts = self._recorder.mask.facts(message)
+        facts = self._recorder.mask.facts(message.facts())
         failure = self._outcome.note_failure(rank, member.name, facts, time.monotonic(), was_asked_to=left)
         if failure:
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.bounds import LOG_TAIL_WIDTH
-from rankzero.channel.frames import Message
 from rankzero.driver import policy
 from rankzero.driver.failure import Failure, is_conclusive
 from rankzero.driver.roster import Member
@@ -77,7 +76,9 @@ class Outcome:
         self._result = result, value
         self._committed.add(rank)
 
-    def note_failure(self, rank: int, host: str, message: Message, now: float, *, was_asked_to: bool) -> Failure | None:
+    def note_failure(
+        self, rank: int, host: str, message: Mapping[str, Any], now: float, *, was_asked_to: bool
+    ) -> Failure | None:
         """Records a failure and returns it; returns None for a rank that had committed, since its success stands.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Join
 from rankzero.driver import policy
 from rankzero.errors import LOST
 from rankzero.host.network import is_loopback
@@ -102,7 +102,7 @@ class Roster:
         self._members: dict[int, Member] = {}
         self._ready: set[tuple[int, int]] = set()
 
-    def join(self, task: int, message: Message, now: float) -> Member | None:
+    def join(self, task: int, message: Join, now: float) -> Member | None:
         """Adds a member and returns it; returns None if the task already has one, which then counts as lost.
 
         Only the driver decides about restarts, so ranks of two attempts never mix.
@@ -110,8 +110,8 @@ class Roster:
         if task in self._members:
             self._members[task].leave("another agent joined in its place", now)
             return None
-        facts = {name: message[name] for name in ("host", "address", "python", "gpus", "workers")}
-        member = self._members[task] = Member(task, name=str(message["hostname"]), **facts)
+        place = message.host, message.address, message.hostname
+        member = self._members[task] = Member(task, *place, message.python, message.gpus, message.workers)
         return member
 
     def get(self, task: int) -> Member | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Finished, Part, Uploaded
 from rankzero.driver import verdict
 from rankzero.driver.commits import Committer
 from rankzero.driver.outcome import Outcome
@@ -34,7 +34,12 @@ class Storage:
     """
 
     def __init__(
-        self, run: RunDirectory, number: int, committer: Committer, outcome: Outcome, send: Callable[[Message], None]
+        self,
+        run: RunDirectory,
+        number: int,
+        committer: Committer,
+        outcome: Outcome,
+        send: Callable[[dict[str, Any]], None],
     ) -> None:
         """Creates a storage that has received no files yet.
 
@@ -50,12 +55,12 @@ class Storage:
         self._committer = committer
         self._outcome = outcome
         self._send = send
-        self._uploads: dict[tuple[int, str], Message] = {}
+        self._uploads: dict[tuple[int, str], Uploaded] = {}
         self._kinds: dict[bool, int] = {}
 
-    def note_upload(self, task: int, message: Message) -> None:
+    def note_upload(self, task: int, message: Uploaded) -> None:
         """Records that a file of this task has arrived over the channel, or that it will not."""
-        self._uploads[task, message["name"]] = message
+        self._uploads[task, message.name] = message
 
     def note_kind(self, rank: int, *, sharded: bool) -> None:
         """Records whether a rank's checkpoints are sharded. Ends the attempt if the ranks do not agree about that."""
@@ -68,31 +73,31 @@ class Storage:
                 "report checkpoints with sharded=True on every rank or on none"
             )
 
-    def add_part(self, rank: int, task: int, message: Message) -> None:
+    def add_part(self, rank: int, task: int, message: Part) -> None:
         """Adds a rank's part of a checkpoint."""
-        part = {**message}
-        if name := message.get("upload"):
+        part = message.facts()
+        if name := message.upload:
             uploaded = self._uploads.pop((task, name), None)
             if uploaded is None or not _is_whole(uploaded, message):
-                what = uploaded.get("error", "it was damaged on its way") if uploaded else "it did not arrive"
-                logger.error("checkpoint %s: the part of rank %s is lost: %s", message["id"], rank, what)
-                self._committer.drop(message["index"])
+                what = uploaded.error or "it was damaged on its way" if uploaded else "it did not arrive"
+                logger.error("checkpoint %s: the part of rank %s is lost: %s", message.id, rank, what)
+                self._committer.drop(message.index)
                 return
-            part["uploaded"] = uploaded["path"]
+            part["uploaded"] = uploaded.path
         self._committer.add(rank, part)
 
-    def commit(self, rank: int, task: int, message: Message) -> None:
+    def commit(self, rank: int, task: int, message: Finished) -> None:
         """Records a rank's commit. Rank 0 has committed when its value is stored, which `on_stored` records."""
-        if "result" not in message:
+        result = message.result
+        if result is None:
             self._outcome.note_committed(rank)
             return
-        result = message["result"]
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
-            if uploaded.get("digest") != result["digest"]:
-                self._outcome.refusal = verdict.not_stored(uploaded.get("error", "the upload was damaged on its way"))
+            if uploaded.digest != result["digest"]:
+                self._outcome.refusal = verdict.not_stored(uploaded.error or "the upload was damaged on its way")
                 return
-            path = uploaded["path"]
+            path = uploaded.path
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
 
         def put() -> None:
@@ -123,7 +128,7 @@ class Storage:
         for begin in begins if self._run.is_remote else ():
             self._committer.do_as_owner(functools.partial(store.abort_uploads, begin))
 
-    def on_stored(self, message: Message, metrics: dict[str, Any]) -> None:
+    def on_stored(self, message: dict[str, Any], metrics: dict[str, Any]) -> None:
         """Records that rank 0's value is stored, or that the store refused it.
 
         Args:
@@ -151,10 +156,9 @@ def remove_values(run: RunDirectory, attempts: range) -> None:
             store.remove(run.path("result", name))
 
 
-def _is_whole(uploaded: Message, part: Message) -> bool:
+def _is_whole(uploaded: Uploaded, part: Part) -> bool:
     # The index of a sharded checkpoint has checksums of its own, and the channel authenticates its frames.
-    is_same = part["format"] == SHARDS or uploaded.get("digest") == part["sha256"]
-    return bool(is_same and uploaded.get("size") == part["size"])
+    return (part.format == SHARDS or uploaded.digest == part.sha256) and uploaded.size == part.size
 
 
 def _place(path: str, uri: str, size: int) -> str | None:

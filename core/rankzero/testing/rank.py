@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
+from rankzero.channel import messages
 from rankzero.driver.commits import Committer
 from rankzero.host.descendants import die_with_parent
 from rankzero.run.checkpoints import CheckpointConfig, Manifest
@@ -111,15 +112,16 @@ def _checkpoints(
         checkpoints.committed(manifest.for_ranks([rank]))
 
     def on_loss(index: int) -> None:
-        checkpoints.on_message({"type": "checkpoint-lost", "index": index})
+        checkpoints.on_message(messages.NotCommitted(index))
 
     committer = Committer(run, attempt, 1, CheckpointConfig(), 0, on_commit, on_loss)
 
-    def on_message(message: dict[str, Any]) -> None:
-        if message["type"] == "checkpoint" and message["sharded"] and world_size > 1:
+    def on_message(message: messages.Message) -> None:
+        if not isinstance(message, messages.Part):
+            return
+        if message.sharded and world_size > 1:
             raise NotImplementedError("sharded checkpoints of several ranks need a run: Launcher(n).run(train)")
-        if message["type"] == "checkpoint":
-            committer.add(0, message)
+        committer.add(0, message.facts())
 
     checkpoints = writer.CheckpointWriter(files, attempt, rank, world_size, on_message)
     try:
@@ -129,8 +131,7 @@ def _checkpoints(
 
 
 def _files(home: str) -> parts.Parts:
-    start = {"shared": True, "run_directory": home, "run_token": "", "scratch": home, "checkpoint": None}
-    return parts.Parts(start, _no_fetch)
+    return parts.Parts(messages.Start(run_directory=home, run_token="", shared=True, scratch=home), _no_fetch)
 
 
 def _no_fetch(name: str) -> str:
@@ -173,7 +174,7 @@ def main() -> NoReturn:
             untyped.dump(outcome, file)
         code = 0
     except BaseException as error:
-        facts = {**failures.describe(error), "rank": rank}
+        facts = {**vars(failures.describe(error)), "rank": rank}
         with open(_failure(home, rank) + ".new", "w") as text:
             json.dump(facts, text)
         os.replace(_failure(home, rank) + ".new", _failure(home, rank))

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
+from rankzero.channel.messages import Start
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES
 from rankzero.store import remote
@@ -82,19 +83,18 @@ class Parts:
     3. The host's scratch directory: the agent sends what is written there to the driver, and fetches what is needed.
     """
 
-    def __init__(self, start: Mapping[str, Any], fetch: Callable[[str], str]) -> None:
+    def __init__(self, start: Start, fetch: Callable[[str], str]) -> None:
         """Prepares the access without connecting to a store.
 
         Args:
-            start: The agent's message: ``run_directory`` and its ``run_token``; ``shared``, if this host sees it;
-                ``scratch``, a directory of this task.
+            start: The agent's message.
             fetch: Has the agent fetch a file that the driver offers; returns its path, or raises ResultError.
         """
-        self.shared: bool = start["shared"]
-        self.run_directory: str = start["run_directory"]
-        self._token: str = start["run_token"]
-        self._scratch: str = start["scratch"]
-        self._resumed: str | None = (start["checkpoint"] or {}).get("id")
+        self.shared = start.shared
+        self.run_directory = start.run_directory
+        self._token = start.run_token
+        self._scratch = start.scratch
+        self._resumed: str | None = (start.checkpoint or {}).get("id")
         self._fetch = fetch
         self._lock = threading.Lock()
         self._client: remote.Client | None = None

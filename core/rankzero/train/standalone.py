@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from typing import Any
 
 from rankzero import store
+from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest, list_committed, remove, to_remove
 from rankzero.run.directory import RunDirectory
@@ -35,12 +35,12 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
     last = committed[-1] if committed else None
     attempt = last.attempt + 1 if last else 0
 
-    def send(message: dict[str, Any]) -> None:
-        if message["type"] == "checkpoint":
+    def send(message: messages.Message) -> None:
+        if isinstance(message, messages.Part):
             writer.committed(_commit(run, attempt, message, last).for_ranks([0]))
 
-    place = {"run_directory": run.directory, "scratch": run.directory, "shared": True, "run_token": ""}
-    parts = Parts({**place, "checkpoint": last and {"id": last.id}}, _nothing_to_fetch)
+    start = messages.Start(run_directory=run.directory, run_token="", shared=True, scratch=run.directory)
+    parts = Parts(start.having(checkpoint=last and {"id": last.id}), _nothing_to_fetch)
     writer = CheckpointWriter(parts, attempt, 0, 1, send)
     if last:
         writer.committed(last.for_ranks([0]))
@@ -49,10 +49,10 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
     return writer
 
 
-def _commit(run: RunDirectory, attempt: int, part: dict[str, Any], resumed: Manifest | None) -> Manifest:
+def _commit(run: RunDirectory, attempt: int, part: messages.Part, resumed: Manifest | None) -> Manifest:
     """Commits a written checkpoint, and removes the checkpoints that are not kept."""
     # Rows that a process writes outside of a run are deleted when it exits.
-    manifest = Manifest.of_parts(attempt, 1, {0: {**part, "tables": {}}}, {})
+    manifest = Manifest.of_parts(attempt, 1, {0: {**part.facts(), "tables": {}}}, {})
     file = run.path(FOLDER, manifest.id, MANIFEST)
     store.write_bytes(file, json.dumps(manifest.to_json()).encode(), durable=True)
     for old in to_remove(list_committed(run), CheckpointConfig(), resumed.id if resumed else None):

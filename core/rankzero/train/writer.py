@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.train import snapshot
 from rankzero.train.checkpoint import Checkpoint
@@ -30,8 +31,6 @@ MAX_INDEX = 16 << 20
 SETTLE_TIMEOUT = 600.0
 """Seconds that a rank waits for the commit of a checkpoint: as long as a driver waits for the store when a run ends."""
 
-Message = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class _Taken:
@@ -49,7 +48,7 @@ class _Taken:
     name: str
     state: Any
     path: str | None
-    facts: Message
+    facts: dict[str, Any]
 
 
 class CheckpointWriter:
@@ -59,7 +58,9 @@ class CheckpointWriter:
     next report waits until the previous copy is written.
     """
 
-    def __init__(self, parts: Parts, attempt: int, rank: int, world_size: int, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, parts: Parts, attempt: int, rank: int, world_size: int, send: Callable[[messages.Message], None]
+    ) -> None:
         """Prepares the writer of one attempt.
 
         Args:
@@ -121,7 +122,7 @@ class CheckpointWriter:
         if self._sharded is None:
             self._sharded = sharded
             if self._world_size > 1:
-                self._send({"type": "checkpoint-kind", "sharded": sharded})
+                self._send(messages.PartKind(sharded))
         elif self._sharded != sharded:
             raise ValueError("checkpoints of one run are either all sharded or all whole (report(..., sharded=...))")
         if not sharded and self._world_size > 1:
@@ -133,7 +134,7 @@ class CheckpointWriter:
             return
         index, self._next = self._next, self._next + 1
         # From here on the agent gives this process its grace to finish, however the attempt ends.
-        self._send({"type": "checkpoint-begun", "index": index})
+        self._send(messages.PartBegun(index))
         self._busy = True
         try:
             self._await_room()
@@ -180,7 +181,7 @@ class CheckpointWriter:
             self._busy = False
 
     def _fail(self, index: int) -> None:
-        self._send({"type": "checkpoint-failed", "index": index})
+        self._send(messages.PartFailed(index))
         with self._changed:
             self._settled = max(self._settled, index)
             self._changed.notify_all()
@@ -188,7 +189,7 @@ class CheckpointWriter:
     def _name(self, index: int) -> str:
         return f"{self._attempt:04d}-{index:06d}"
 
-    def _take(self, index: int, value: Any, directory: str | None, facts: Message) -> _Taken:
+    def _take(self, index: int, value: Any, directory: str | None, facts: dict[str, Any]) -> _Taken:
         name = self._name(index)
         if directory is None:
             state, has_shards = snapshot.take(value)
@@ -230,9 +231,7 @@ class CheckpointWriter:
             if not facts["shared"]:
                 with self._changed:
                     self._staged.add(taken.index)
-            self._send(
-                {"type": "checkpoint", "id": taken.name, "index": taken.index, "file": file, **taken.facts, **facts}
-            )
+            self._send(messages.Part(id=taken.name, index=taken.index, file=file, **{**taken.facts, **facts}))
         except Exception as error:
             self._fail(taken.index)
             self._note_failure(taken, error)
@@ -243,7 +242,7 @@ class CheckpointWriter:
                 self._writing -= 1
                 self._changed.notify_all()
 
-    def _write_part(self, taken: _Taken, file: str) -> Message:
+    def _write_part(self, taken: _Taken, file: str) -> dict[str, Any]:
         if taken.path is None:
             produce = functools.partial(_write_state, taken.state, taken.facts["format"])
             return self._parts.write(taken.name, file, produce)
@@ -279,12 +278,12 @@ class CheckpointWriter:
 
     # -- the driver ------------------------------------------------------------------------------
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: messages.Message) -> None:
         """Handles a message of the driver about a checkpoint."""
-        if message["type"] == "checkpoint":
-            self.committed(message["manifest"])
-        elif message["type"] == "checkpoint-lost":
-            self._forget(message["index"])
+        if isinstance(message, messages.Committed):
+            self.committed(message.manifest)
+        elif isinstance(message, messages.NotCommitted):
+            self._forget(message.index)
 
     def committed(self, manifest: Mapping[str, Any]) -> None:
         """Records the newest committed checkpoint, or the one that the attempt starts from.
@@ -338,7 +337,7 @@ def _as_directory(value: object) -> str | None:
     raise TypeError(f"checkpoint is a {type(value).__name__}; give a directory, or a dict of tensors and plain values")
 
 
-def _write_state(state: Any, file_format: str, file: formats.Writable) -> Message:
+def _write_state(state: Any, file_format: str, file: formats.Writable) -> dict[str, Any]:
     if file_format != formats.SHARDS:
         size, sha256 = formats.write_to(state, file_format, file)
         return {"size": size, "sha256": sha256}

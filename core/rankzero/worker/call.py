@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Start
 from rankzero.worker import restarts
 from rankzero.worker.command import run_command
 
@@ -19,11 +19,11 @@ LOCAL_RANK_MACRO = "${local_rank}"
 """Placeholder for the local rank in the arguments of a script; torchrun has the same."""
 
 
-def call(start: Message, fetch: Callable[[str], str]) -> object:
+def call(start: Start, fetch: Callable[[str], str]) -> object:
     """Loads the payload, opens references and calls the user's code.
 
     Args:
-        start: The agent's ``start`` message.
+        start: The agent's message.
         fetch: Makes the agent fetch a file from the driver; returns its local path.
 
     Returns:
@@ -34,13 +34,13 @@ def call(start: Message, fetch: Callable[[str], str]) -> object:
     from rankzero.values.ref import ResultRef, map_refs
     from rankzero.worker.references import path_of
 
-    if modules := start["modules"]:
+    if modules := start.modules:
         # The caller's own modules come before installed ones, as in the caller's process.
         sys.path.insert(0, modules)
-    if code := start["code"]:
+    if code := start.code:
         _enter(code)
     # The agent has verified its digest, so it may be unpickled.
-    payload = open_packed(start["payload"])
+    payload = open_packed(start.payload)
     restarts.install(payload.get("restart_on"))
     is_function = payload["kind"] == "function"
 

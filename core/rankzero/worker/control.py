@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from rankzero.channel import frames, pace
-from rankzero.channel.frames import Message
+from rankzero.channel import frames, messages, pace
+from rankzero.channel.messages import Message, decode, encode
 from rankzero.errors import ResultError
 
 MAX_OUTGOING = 10_000
@@ -51,7 +51,7 @@ class Control:
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_called = False
         threading.Thread(target=self._write, name="rankzero-sender", daemon=True).start()
-        self._fetched: dict[str, Message] = {}
+        self._fetched: dict[str, messages.Fetched] = {}
         self._has_fetched = threading.Condition()
         self.ended = threading.Event()
         """Set once the agent has reported that every rank has committed."""
@@ -77,7 +77,7 @@ class Control:
         """Sends a message; safe from any thread, and from a signal handler that interrupts this call."""
         self._require_own()
         self._await_room()
-        self._put(frames.encode(message))
+        self._put(frames.encode(encode(message)))
 
     def report(self, row: str) -> None:
         """Sends a row of metrics, as JSON, in one message with rows that follow shortly; as safe as `send`."""
@@ -90,9 +90,9 @@ class Control:
             # Polls, since a signal handler could find a lock taken.
             time.sleep(ROOM_INTERVAL)
 
-    def finish(self, outcome: Message) -> None:
+    def finish(self, outcome: messages.Finished | messages.Failed) -> None:
         """Queues the outcome of the rank; `flush` waits until it is sent."""
-        self._last_words = outcome.get("traceback") or ""
+        self._last_words = (isinstance(outcome, messages.Failed) and outcome.traceback) or ""
         self.send(outcome)
 
     def flush(self) -> None:
@@ -166,7 +166,7 @@ class Control:
         while True:
             for message in self._decoder:
                 assert isinstance(message, dict)
-                return message
+                return decode(message)
             try:
                 data = self._socket.recv(frames.CHUNK)
             except OSError as error:
@@ -179,17 +179,17 @@ class Control:
         """Starts the thread that receives the agent's messages.
 
         Args:
-            on_checkpoint: Receives the messages other than ``end`` and ``fetched``.
+            on_checkpoint: Receives the messages other than `End` and `Fetched`.
         """
 
         def take() -> None:
             while True:
                 message = self.receive()
-                if message["type"] == "end":
+                if isinstance(message, messages.End):
                     self.ended.set()
-                elif message["type"] == "fetched":
+                elif isinstance(message, messages.Fetched):
                     with self._has_fetched:
-                        self._fetched[message["name"]] = message
+                        self._fetched[message.name] = message
                         self._has_fetched.notify_all()
                 else:
                     on_checkpoint(message)
@@ -205,13 +205,13 @@ class Control:
         Raises:
             ResultError: the driver cannot read the file, or this host cannot write it.
         """
-        self.send({"type": "fetch", "name": name})
+        self.send(messages.Fetch(name))
         with self._has_fetched:
             self._has_fetched.wait_for(lambda: name in self._fetched)
-            message = self._fetched.pop(name) if "error" in self._fetched[name] else self._fetched[name]
-        if "error" in message:
-            raise ResultError(f"{name} cannot be had from the driver: {message['error']}")
-        return str(message["path"])
+            message = self._fetched.pop(name) if self._fetched[name].error else self._fetched[name]
+        if message.error is not None:
+            raise ResultError(f"{name} cannot be had from the driver: {message.error}")
+        return message.path
 
     def beat(self, interval: float, progress: Callable[[], int]) -> None:
         """Starts the heartbeat thread, which reports the rank's progress to the agent.
@@ -225,7 +225,7 @@ class Control:
 
         def report() -> None:
             while not self.ended.is_set():
-                self.send({"type": "beat", "progress": progress()})
+                self.send(messages.Beat(progress()))
                 self.ended.wait(interval)
 
         threading.Thread(target=report, name="rankzero-heartbeat", daemon=True).start()
@@ -269,6 +269,7 @@ class _Batch:
 
     def _join_reports(self) -> None:
         if self._rows:
-            body = '{"type":"metric","rows":[' + ",".join(self._rows) + "]}"
+            # The rows are JSON already.
+            body = f'{{"type":"{messages.Metrics.kind}","rows":[' + ",".join(self._rows) + "]}"
             self._frames.append(frames.pack(b"J" + body.encode()))
             self._rows.clear()

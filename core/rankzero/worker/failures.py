@@ -10,8 +10,10 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Failed
 from rankzero.errors import RetryableError
 from rankzero.job import qualified_name
 from rankzero.texts import encodable
@@ -29,25 +31,25 @@ _BROKEN_COLLECTIVES = {"DistError", "DistBackendError", "DistNetworkError", "Dis
 _ROOM = os.path.dirname(__file__)
 
 
-def describe(error: BaseException) -> Message:
+def describe(error: BaseException) -> Failed:
     """Returns the failure message of a rank for its agent and the driver, in text that every log accepts."""
-    facts = _describe(error)
-    return {name: encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+    facts = _facts_of(error)
+    for name, fact in facts.items():
+        facts[name] = encodable(fact) if isinstance(fact, str) else fact
+    return Failed(time.time(), **facts)
 
 
-def _describe(error: BaseException) -> Message:
-    failure: Message = {"type": "failure", "time": time.time(), "collateral": False, "retryable": False}
+def _facts_of(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CommandError):
         # The command's own error, and the exception of a Python program if it was recorded.
         text = f"{error}\n{error.facts['exception_type'] or ''}: {error.facts['message']}"
         matched = restarts.what_matches(error, text)
-        return {**failure, **error.facts, "matched": matched, "collateral": _is_secondary(error.facts)}
+        return {**error.facts, "matched": matched, "collateral": _is_secondary(error.facts)}
     name, text = qualified_name(type(error)), _text_of(error)
     exit_code = _FAILED
     if isinstance(error, SystemExit):
         exit_code = error.code if isinstance(error.code, int) else _FAILED
     return {
-        **failure,
         "exception_type": name,
         "message": text + _advice(error),
         "traceback": _user_traceback(error),
@@ -58,7 +60,7 @@ def _describe(error: BaseException) -> Message:
     }
 
 
-def no_torch(error: ImportError) -> Message:
+def no_torch(error: ImportError) -> Failed:
     """Returns the failure message of a rank whose Python has no torch."""
     version = ".".join(map(str, sys.version_info[:3]))
     message = (
@@ -66,7 +68,7 @@ def no_torch(error: ImportError) -> Message:
         f"{socket.gethostname()}: {error}. Install torch there, or point spark.pyspark.python to a "
         "Python that has it"
     )
-    return {**describe(error), "message": encodable(message), "cause": "no-torch"}
+    return describe(error).having(message=encodable(message), cause="no-torch")
 
 
 def _text_of(error: BaseException) -> str:
@@ -109,7 +111,7 @@ def _is_collateral(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _tells_of_a_peer(_text_of(error))
 
 
-def _is_secondary(facts: Message) -> bool:
+def _is_secondary(facts: Mapping[str, Any]) -> bool:
     """Returns True for a secondary failure of a command, judged by the name and text of its recorded exception."""
     kind = facts["exception_type"]
     return kind in _BROKEN_COLLECTIVES or (kind == "RuntimeError" and _tells_of_a_peer(facts["message"]))

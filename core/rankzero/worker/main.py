@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from rankzero.channel.frames import Message
+from rankzero.channel import messages
 from rankzero.errors import ResultError
 from rankzero.host.descendants import die_with_parent
 from rankzero.host.processes import settle_signals
@@ -78,58 +78,63 @@ def main(control_fd: int, stack_fd: int, agent_pid: int, exit_timeout: float) ->
             _leave_fork(error)
         outcome = failures.describe(error)
     control.finish(outcome)
-    if outcome["type"] == "failure":
+    if isinstance(outcome, messages.Failed):
         # The next attempt needs the checkpoints that were reported; the agent limits this by its grace.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
             ending.close()
     control.flush()
-    if outcome["type"] == "commit":
+    if isinstance(outcome, messages.Finished):
         # Peers may still be connecting to this rank, and their group breaks if it exits. Rank 0 also serves the
         # rendezvous store.
         control.ended.wait()
         run_exit_handlers(exit_timeout)
     _flush()
-    os._exit(0 if outcome["type"] == "commit" else outcome["exit_code"] or 1)
+    os._exit(outcome.exit_code or 1 if isinstance(outcome, messages.Failed) else 0)
 
 
-def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, float]) -> Message:
+def _work(
+    control: Control, ending: contextlib.ExitStack, phases: dict[str, float]
+) -> messages.Finished | messages.Failed:
     """Runs the rank up to its outcome; ``ending`` gets the work that must finish even after a failure."""
     try:
         import torch
     except ImportError as error:
         return failures.no_torch(error)
     phases["imported"] = time.time()
-    control.send({"type": "ready", "torch": torch.__version__})
+    control.send(messages.Ready(torch.__version__))
     start = control.receive()
+    assert isinstance(start, messages.Start)
     from rankzero.train import context, parts
     from rankzero.train import writer as writers
 
-    start["context"]["backend"] = _backend(start["context"]["backend"], context.accelerator)
-    world = context.TrainContext(**start["context"])
+    start.context["backend"] = _backend(start.context["backend"], context.accelerator)
+    world = context.TrainContext(**start.context)
     files = parts.Parts(start, control.fetch)
     writer = writers.CheckpointWriter(files, world.attempt, world.rank, world.world_size, control.send)
-    session = context.install(world, control.report, writer, files, start["datasets"], start["scratch"])
-    if start["checkpoint"]:
-        writer.committed(start["checkpoint"])
-    os.environ.update(start["env"])
-    if start["context"]["rank"] == 0:
-        control.send({"type": "rendezvous", "port": rendezvous.bind(start)})
+    session = context.install(world, control.report, writer, files, start.datasets, start.scratch)
+    if start.checkpoint:
+        writer.committed(start.checkpoint)
+    os.environ.update(start.env)
+    if start.context["rank"] == 0:
+        control.send(messages.Rendezvous(rendezvous.bind(start)))
     rendezvous.guard_groups()
-    rendezvous.meet(control.receive(), start["context"]["rank"])
-    control.listen(lambda message: _dump(start) if message["type"] == "dump" else writer.on_message(message))
-    if start["context"]["backend"] == "nccl" and not torch.cuda.is_available():
+    go = control.receive()
+    assert isinstance(go, messages.Go)
+    rendezvous.meet(go, start.context["rank"])
+    control.listen(lambda message: _dump(start) if isinstance(message, messages.Dump) else writer.on_message(message))
+    if start.context["backend"] == "nccl" and not torch.cuda.is_available():
         raise RuntimeError(
             f"use_gpu=True and this task was given the GPUs {os.environ['CUDA_VISIBLE_DEVICES']!r}, but torch "
             f"{torch.__version__} cannot use CUDA on {socket.gethostname()}: install a CUDA build of torch and "
             'a driver, or choose backend="gloo"'
         )
     _count_optimizer_steps(session)
-    control.beat(start["beat_interval"], session.count_progress)
+    control.beat(start.beat_interval, session.count_progress)
     if os.environ.get(HOROVOD) == "1":
         importlib.import_module("rankzero.compat.horovod.install").install()
     ending.callback(writer.finish)
-    control.send({"type": "entered", **phases, "time": time.time(), "torch": torch.__version__})
+    control.send(messages.Entered(phases["started"], phases["imported"], time.time(), torch.__version__))
     value = call(start, control.fetch)
     if not control.is_own:
         _leave_fork(None)
@@ -138,7 +143,7 @@ def _work(control: Control, ending: contextlib.ExitStack, phases: dict[str, floa
         function()
     # The training has finished: after a SIGTERM from here on, the rank uses the grace to finish its writes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control.send({"type": "returned", "time": time.time()})
+    control.send(messages.Returned(time.time()))
     writer.finish()
     if value is None:
         value = session.result
@@ -166,11 +171,11 @@ def _backend(asked: str | None, accelerator: Callable[[], str | None]) -> str | 
     return "xccl" if asked == "nccl" and accelerator() == "xpu" else asked
 
 
-def _dump(start: Message) -> None:
+def _dump(start: messages.Start) -> None:
     """Writes the stacks of all threads and the state of the collectives of a hanging rank to its log."""
     # No other thread runs meanwhile, since this one has the GIL.
     faulthandler.dump_traceback(file=2, all_threads=True)
-    context = start["context"]
+    context = start.context
     place = context["storage_path"]
     directory = os.path.join(place, "flight", f"attempt-{context['attempt']}") if place else None
     try:
@@ -193,15 +198,14 @@ def _count_optimizer_steps(session: Any) -> None:
         register(count)
 
 
-def _commit(value: object, start: Message, files: Parts) -> Message:
+def _commit(value: object, start: messages.Start, files: Parts) -> messages.Finished:
     """Returns the commit message; rank 0's has the value, or the path or URL of the file with the value."""
-    commit: Message = {"type": "commit", "time": time.time()}
-    if start["context"]["rank"] != 0:
-        return commit
+    if start.context["rank"] != 0:
+        return messages.Finished(time.time())
     from rankzero.values import formats
 
     file_format = formats.choose(value)
-    path = os.path.join(start["result_directory"], f".committing-{os.getpid()}.{file_format}")
+    path = os.path.join(start.result_directory, f".committing-{os.getpid()}.{file_format}")
     try:
         size, digest = formats.write(value, file_format, path)
     except OSError as error:
@@ -210,12 +214,12 @@ def _commit(value: object, start: Message, files: Parts) -> Message:
     result = {"format": file_format, "size": size, "digest": digest, "path": path, "summary": summary}
     if file_format == formats.JSON and size <= INLINE_LIMIT:
         result["value"] = value
-        return {**commit, "result": result}
+        return messages.Finished(time.time(), result)
     summary |= _view(value)
-    if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start['context']['attempt']}.{file_format}")):
+    if size > INLINE_LIMIT and (url := files.upload_value(path, f"value-{start.context['attempt']}.{file_format}")):
         os.unlink(path)
         result["path"] = url
-    return {**commit, "result": result}
+    return messages.Finished(time.time(), result)
 
 
 def _view(value: object) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Start
 from rankzero.store import remote
 from rankzero.values.ref import ResultRef
 
 
-def path_of(ref: ResultRef, start: Message, fetch: Callable[[str], str]) -> str:
+def path_of(ref: ResultRef, start: Start, fetch: Callable[[str], str]) -> str:
     """Returns the local path of a referenced file; downloads the file if needed.
 
     A file on an object store is read directly if this worker has a client and the permission; else the driver sends
@@ -18,17 +18,18 @@ def path_of(ref: ResultRef, start: Message, fetch: Callable[[str], str]) -> str:
 
     Args:
         ref: The reference.
-        start: The agent's ``start`` message.
+        start: The agent's message.
         fetch: Makes the agent fetch a file from the driver; returns its local path.
 
     Raises:
         ResultError: neither this worker nor the driver can read the file.
     """
-    name, path = start["refs"][ref.uri]
+    name, path = start.refs[ref.uri]
+    assert name is not None
     if path is not None:
-        return str(path)
+        return path
     for client in remote.clients(ref.uri):
-        here = os.path.join(start["scratch"], f"read-{name}")
+        here = os.path.join(start.scratch, f"read-{name}")
         try:
             return remote.download(client, ref.uri, here)
         except Exception:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankzero.bounds import MEET_TIMEOUT
-from rankzero.channel.frames import Message
+from rankzero.channel.messages import Go, Start
 from rankzero.channel.sockets import listen
 from rankzero.host import network
 
@@ -26,14 +26,14 @@ DESTROYED_KEPT = 16
 _store: object = None
 
 
-def bind(start: Message) -> int:
+def bind(start: Start) -> int:
     """Binds the rendezvous store's port in rank 0 and keeps it.
 
     The user's ``init_process_group`` finds this server, because torch shares a multi-tenant
     store between users of one port in one process. So no port is guessed, freed and lost.
 
     Args:
-        start: The agent's ``start``, with ``master_addr``, ``ports`` and the context of this rank.
+        start: The agent's message, with ``master_addr``, ``ports`` and the context of this rank.
 
     Returns:
         The port that was bound.
@@ -41,14 +41,14 @@ def bind(start: Message) -> int:
     global _store
     import torch.distributed as dist
 
-    host = start["master_addr"]
+    host = start.master_addr
     # rankzero's own socket: torch's accepts connections of the whole network, and sees this host's under IPv6 addresses
     # that /etc/hosts does not have, so that it queries a DNS for the name of each.
-    listener = listen(network.bind_address(host), start["ports"])
+    listener = listen(network.bind_address(host), start.ports)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         listener.getsockname()[1],
-        start["context"]["world_size"],
+        start.context["world_size"],
         is_master=True,
         wait_for_workers=False,
         multi_tenant=True,
@@ -66,15 +66,15 @@ def _torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def meet(go: Message, rank: int) -> None:
+def meet(go: Go, rank: int) -> None:
     """Sets MASTER_ADDR and MASTER_PORT to the first address of rank 0 that this rank can reach.
 
     Raises:
         ConnectionError: no address accepts a connection; the message has those that were tried.
     """
-    hosts, port = go["master_hosts"], go["master_port"]
+    hosts, port = go.master_hosts, go.master_port
     host = hosts[0]
-    if rank != 0 and not (go["one_host"] and network.is_loopback(host)):
+    if rank != 0 and not (go.one_host and network.is_loopback(host)):
         reached = network.first_reachable(hosts, port, MEET_TIMEOUT)
         if reached is None:
             raise ConnectionError(
