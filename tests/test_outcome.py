@@ -4,100 +4,130 @@ from typing import Any
 
 import pytest
 
-from rankzero import ResultError, ResultRef
+from rankzero import EngineError, RankZeroError, ResultError, ResultRef, WorkerFailedError
 from rankzero.bounds import LOG_TAIL_WIDTH
-from rankzero.driver import Member, Outcome, Reason, failure, policy
+from rankzero.channel import Failed
+from rankzero.driver import Facts, Failure, Member, Verdict, ending
+from rankzero.errors import LOST, PREEMPTED
 
 REF = ResultRef("/store/value-0.json", "json", "0" * 64, 4)
 
 NOW = 100.0
-JUST, LONG_AGO = NOW - 0.01, NOW - policy.AGENT_LOST_WINDOW - 0.01
-LONG_BEFORE = NOW - failure.CAUSE_WINDOW - 0.01
+JUST, LONG_AGO = NOW - 0.01, NOW - ending.AGENT_LOST_WINDOW - 0.01
+LONG_BEFORE = NOW - ending.CAUSE_WINDOW - 0.01
+
+REFUSAL = ResultError("the store is full")
+
+
+def facts(num_processes: int = 2) -> Facts:
+    return Facts(num_processes, "/store/run")
 
 
 def member(task: int, left_at: float | None = None, disconnected_at: float | None = None) -> Member:
-    found = Member(task, "a", "a", "a", "3.11.7", [], 1)
+    found = Member(task, f"host-{task}", "a", f"name-{task}", "3.11.7", [], 1)
     found.left_at, found.disconnected_at = left_at, disconnected_at
     return found
 
 
-def failed(outcome: Outcome, rank: int, at: float = JUST, *, was_asked_to: bool = False, **facts: Any) -> None:
-    outcome.note_failure(rank, "a", facts, at, was_asked_to=was_asked_to)
+def explain(error: BaseException) -> RankZeroError:
+    """What an engine says of its error."""
+    return EngineError(f"the engine: {error}", cause=LOST)
 
 
-def test_success_is_every_ranks_commit_and_rank_0s_value() -> None:
-    outcome = Outcome(2)
-    outcome.note_committed(1)
-    outcome.note_committed(1)
-    assert outcome.success is None
-    outcome.note_result(0, REF, [None])
-    assert outcome.success == (REF, [None])
+def judged(known: Facts, gone: list[Member] | None = None) -> Verdict | None:
+    return ending.judge(known, gone or [], NOW, explain, lambda rank: [f"the last line of rank {rank}"])
+
+
+def failed(known: Facts, rank: int, at: float = JUST, **details: Any) -> bool:
+    return known.note_failure(Failure(rank, "a", f"host-{rank}", order=len(known.failures), **details), at)
+
+
+def test_success_is_every_ranks_end_and_rank_0s_value() -> None:
+    known = facts()
+    known.finished.add(1)
+    assert judged(known) is None
+    known.note_stored(REF, [None])
+    assert judged(known) == Verdict(success=(REF, [None]))
 
 
 def test_what_was_given_up_is_no_success_whatever_still_comes() -> None:
-    outcome = Outcome(1)
-    outcome.give_up()
-    outcome.note_result(0, REF, [None])
-    assert outcome.success is None
-
-
-def test_it_is_over_when_every_rank_has_said_its_last_or_is_gone() -> None:
-    outcome = Outcome(2)
-    outcome.note_over(1)
-    outcome.note_over(1)
-    assert not outcome.is_over
-    outcome.note_over(0)
-    assert outcome.is_over
-
-
-def test_an_agent_whose_ranks_have_all_committed_is_no_loss() -> None:
-    outcome, gone = Outcome(4), member(1, LONG_AGO)
-    gone.first_rank, gone.workers = 2, 2
-    outcome.note_committed(2)
-    assert outcome.reason(NOW, [gone], engine_ended=False) is gone
-    outcome.note_committed(3)
-    assert outcome.reason(NOW, [gone], engine_ended=False) is None
-    # Its peers may have needed it, though: their broken connections are explained by that.
-    failed(outcome, 0, LONG_BEFORE, collateral=True)
-    assert outcome.reason(NOW, [gone], engine_ended=False) is gone
+    known = facts(1)
+    known.is_given_up = True
+    known.note_stored(REF, [None])
+    assert judged(known) is None
 
 
 def test_the_value_alone_is_no_success() -> None:
-    outcome = Outcome(2)
-    outcome.note_result(0, REF, [])
-    assert outcome.success is None
+    known = facts()
+    known.note_stored(REF, [])
+    assert judged(known) is None
 
 
-def test_a_rank_that_committed_cannot_fail_any_more() -> None:
-    outcome = Outcome(2)
-    outcome.note_committed(1)
-    failed(outcome, 1)
-    assert outcome.failures == []
-    assert outcome.reason(NOW, [], engine_ended=False) is None
+def test_no_later_event_takes_a_success_back() -> None:
+    known = facts(1)
+    known.note_stored(REF, [])
+    known.refusal, known.engine_ended = REFUSAL, True
+    assert judged(known, [member(0, LONG_AGO)]) == Verdict(success=(REF, []))
 
 
-def test_a_failure_keeps_the_order_in_which_it_was_heard_and_what_is_known() -> None:
-    outcome = Outcome(2)
-    failed(outcome, 1, message="first", exit_code=None, log_tail=["x" * 2 * LOG_TAIL_WIDTH])
-    failed(outcome, 0, was_asked_to=True, message="then", collateral=False)
-    first, then = outcome.failures
-    assert (first.rank, first.order, first.message, first.collateral) == (1, 0, "first", False)
-    assert len(first.log_tail[0]) == LOG_TAIL_WIDTH
-    assert (then.rank, then.order, then.collateral) == (0, 1, True)
+def test_an_agent_whose_ranks_have_all_finished_is_no_loss() -> None:
+    known, gone = facts(4), member(1, LONG_AGO)
+    gone.first_rank, gone.workers = 2, 2
+    known.finished.add(2)
+    assert is_loss_of(judged(known, [gone]), gone)
+    known.finished.add(3)
+    assert judged(known, [gone]) is None
+    # Its peers may have needed it, though: their broken connections are explained by that.
+    failed(known, 0, LONG_BEFORE, collateral=True)
+    assert is_loss_of(judged(known, [gone]), gone)
+
+
+def test_a_rank_that_finished_cannot_fail_any_more() -> None:
+    known = facts()
+    known.finished.add(1)
+    assert not failed(known, 1)
+    assert known.failures == []
+    assert judged(known) is None
+
+
+def test_the_first_failure_has_the_time_and_the_last_lines() -> None:
+    known = facts()
+    assert failed(known, 1, LONG_BEFORE, message="first")
+    assert failed(known, 0, JUST, message="then", log_tail=("its own last line",))
+    assert known.failed_at == LONG_BEFORE
+    verdict = judged(known)
+    assert verdict
+    assert isinstance(verdict.error, WorkerFailedError)
+    assert (verdict.error.rank, verdict.error.log_tail) == (1, ["the last line of rank 1"])
+    assert "then" in str(verdict.error)
+
+
+def test_a_failure_keeps_what_is_known_in_short_lines_and_is_an_echo_of_an_agent_that_leaves() -> None:
+    report = Failed(time=1.0, message="no", exit_code=1, log_tail=["x" * 2 * LOG_TAIL_WIDTH]).facts()
+    failure = Failure.reported(1, member(0), report, "host-0", order=2)
+    assert (failure.rank, failure.host, failure.placed_on, failure.order) == (1, "name-0", "host-0", 2)
+    assert (failure.message, failure.exit_code, failure.signal, failure.collateral) == ("no", 1, None, False)
+    assert len(failure.log_tail[0]) == LOG_TAIL_WIDTH
+    assert Failure.reported(1, member(0, LONG_AGO), report).collateral
+
+
+def is_loss_of(verdict: Verdict | None, agent: Member) -> bool:
+    return verdict is not None and f"task {agent.task} on {agent.name}" in str(verdict.error)
 
 
 LEFT, LEFT_JUST_NOW, DISCONNECTED = member(1, LONG_AGO), member(2, JUST), member(3, disconnected_at=LONG_AGO)
+RANK, ENGINE = "rank 0 on a failed", "the engine: the agents ended"
 
 
 @pytest.mark.parametrize(
-    ("failures", "refused", "gone", "engine_ended", "reason"),
+    ("failures", "refused", "gone", "engine_ended", "end"),
     [
         ([], False, [], False, None),
         # Ranks: what is no echo decides at once, an echo after a moment.
-        ([(JUST, False)], False, [], False, Reason.RANKS_FAILED),
+        ([(JUST, False)], False, [], False, RANK),
         ([(JUST, True)], False, [], False, None),
-        ([(LONG_BEFORE, True)], False, [], False, Reason.RANKS_FAILED),
-        ([(LONG_BEFORE, True), (JUST, False)], False, [LEFT], False, Reason.RANKS_FAILED),
+        ([(LONG_BEFORE, True)], False, [], False, RANK),
+        ([(LONG_BEFORE, True), (JUST, False)], False, [LEFT], False, "rank 1 on a failed"),
         # Echoes of a lost agent are explained by that.
         ([(LONG_BEFORE, True)], False, [DISCONNECTED], False, DISCONNECTED),
         ([(JUST, True)], False, [DISCONNECTED], False, None),
@@ -107,13 +137,13 @@ LEFT, LEFT_JUST_NOW, DISCONNECTED = member(1, LONG_AGO), member(2, JUST), member
         ([], False, [DISCONNECTED], False, None),
         ([], False, [DISCONNECTED, LEFT_JUST_NOW, LEFT], False, LEFT),
         # The engine: what an agent said before it went says more.
-        ([], False, [], True, Reason.ENGINE_ENDED),
+        ([], False, [], True, ENGINE),
         ([], False, [LEFT_JUST_NOW], True, LEFT_JUST_NOW),
-        ([], False, [DISCONNECTED], True, Reason.ENGINE_ENDED),
+        ([], False, [DISCONNECTED], True, ENGINE),
         ([(JUST, True)], False, [], True, None),
         # The driver's own errors.
-        ([], True, [LEFT], True, Reason.REFUSED),
-        ([(JUST, False)], True, [], False, Reason.RANKS_FAILED),
+        ([], True, [LEFT], True, REFUSAL),
+        ([(JUST, False)], True, [], False, RANK),
     ],
 )
 def test_why_an_attempt_cannot_succeed_any_more(
@@ -121,11 +151,64 @@ def test_why_an_attempt_cannot_succeed_any_more(
     refused: bool,
     gone: list[Member],
     engine_ended: bool,
-    reason: Reason | Member | None,
+    end: Member | RankZeroError | str | None,
 ) -> None:
-    outcome = Outcome(4)
+    known = facts(4)
     for rank, (at, collateral) in enumerate(failures):
-        failed(outcome, rank, at, collateral=collateral)
-    if refused:
-        outcome.refusal = ResultError("the store is full")
-    assert outcome.reason(NOW, gone, engine_ended=engine_ended) == reason
+        failed(known, rank, at, collateral=collateral)
+    known.refusal = REFUSAL if refused else None
+    known.engine_ended = engine_ended
+    verdict = judged(known, gone)
+    if end is None:
+        assert verdict is None
+    elif isinstance(end, Member):
+        assert is_loss_of(verdict, end)
+    elif isinstance(end, RankZeroError):
+        assert verdict == Verdict(error=end)
+    else:
+        assert verdict
+        assert end in str(verdict.error)
+
+
+def left(cause: str) -> Member:
+    found = member(1)
+    found.leave("it got SIGTERM", LONG_AGO, cause)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("details", "gone", "blamed"),
+    [
+        ({"signal": "SIGKILL"}, [], "host-0"),
+        ({"signal": "SIGTERM"}, [], None),
+        ({"exception_type": "ValueError"}, [], None),
+        (None, [left(LOST)], "host-1"),
+        (None, [left(PREEMPTED)], None),
+        # The peers of a lost host fail only because of it.
+        ({"exception_type": "E", "collateral": True}, [left(LOST)], "host-1"),
+    ],
+)
+def test_the_host_of_the_cause_is_blamed_unless_it_was_preempted_or_the_code_is_at_fault(
+    details: dict[str, Any] | None, gone: list[Member], blamed: str | None
+) -> None:
+    known = facts()
+    if details:
+        failed(known, 0, LONG_BEFORE, **details)
+    verdict = judged(known, gone)
+    assert verdict
+    assert verdict.blamed == blamed
+
+
+@pytest.mark.parametrize(
+    ("engine_error", "cause", "said"), [(None, PREEMPTED, False), (RuntimeError("executor 1 was lost"), LOST, True)]
+)
+def test_what_the_engine_says_of_a_lost_agent_is_told_and_decides_about_a_restart(
+    engine_error: BaseException | None, cause: str, said: bool
+) -> None:
+    known = facts()
+    known.engine_ended, known.engine_error = engine_error is not None, engine_error
+    verdict = judged(known, [left(PREEMPTED)])
+    assert verdict
+    assert isinstance(verdict.error, EngineError)
+    assert verdict.error.cause == cause
+    assert ("executor 1 was lost" in str(verdict.error)) is said

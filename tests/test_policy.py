@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rankzero import errors
-from rankzero.driver import Failure, failure, policy
+from rankzero.driver import Failure, ending, policy
 from rankzero.run import RunStatus, observer
 
 RAISED = Failure(1, "b", order=1, exception_type="ValueError", message="bad")
@@ -25,7 +25,7 @@ KILLED = Failure(2, "c", order=2, signal="SIGKILL")
     ],
 )
 def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure], cause: Failure) -> None:
-    assert failure.first_cause(failures) is cause
+    assert ending.first_cause(failures) is cause
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_the_first_cause_is_the_earliest_that_is_no_echo(failures: list[Failure]
         ([RAISED], 0.0, True),
         ([KILLED], 0.0, True),
         ([ECHO], 0.0, False),
-        ([ECHO], failure.CAUSE_WINDOW, True),
+        ([ECHO], ending.CAUSE_WINDOW, True),
         ([ECHO, RAISED], 0.1, True),
     ],
 )
 def test_only_an_echo_is_waited_for(failures: list[Failure], waited: float, conclusive: bool) -> None:
-    assert failure.is_conclusive(failures, waited) is conclusive
+    assert ending.is_conclusive(failures, waited) is conclusive
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_equal_failures_are_grouped_and_consequences_are_marked() -> None:
         Failure(rank, "a", order=rank, exception_type="E", message=f"peer {rank} is lost", collateral=True)
         for rank in (0, 3, 2)
     ]
-    assert failure.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
+    assert ending.group_others([RAISED, *echoes], RAISED) == ["ranks 0, 2, 3: E: peer 0 is lost (a consequence)"]
 
 
 def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
     same = [Failure(rank, "a", order=rank, exception_type="E", message=f"no file {rank}.csv") for rank in range(6)]
-    assert failure.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
-    assert failure.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
+    assert ending.same_as(same[1], [*same, KILLED]) == [0, 2, 3, 4, 5]
+    assert ending.group_others([*same, KILLED], same[1]) == [f"rank 2: {KILLED.headline}"]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_ranks_that_fail_of_the_same_thing_are_named_together() -> None:
     [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 1, 2, 3], "ranks 1-3, 5"), (range(64), "ranks 0-63")],
 )
 def test_ranks_are_named_in_runs(ranks: list[int], name: str) -> None:
-    assert failure.name_ranks(ranks) == name
+    assert policy.name_ranks(ranks) == name
 
 
 def test_the_message_leads_with_rank_host_and_cause() -> None:
-    text = failure.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last lines"], "/store/run")
+    text = ending.failure_message(KILLED, [5, 6], ["rank 0: E"], ["last lines"], "/store/run")
     assert text.startswith("rank 2 on c failed: killed by SIGKILL (often the kernel's out-of-memory killer)")
     assert "  last lines" in text
     assert "The same failure: ranks 5, 6" in text
@@ -287,4 +287,4 @@ SAME = replace(MATCHED, message="CUDA error 9", order=1)
 )
 def test_which_host_is_to_blame(failures: list[Failure], host: str | None) -> None:
     hosts = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "three"}
-    assert policy.host_to_blame(failures, hosts.get) == host
+    assert ending.host_to_blame([replace(failure, placed_on=hosts[failure.rank]) for failure in failures]) == host

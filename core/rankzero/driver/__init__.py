@@ -1,7 +1,7 @@
 """The driver opens an engine, decides about attempts, and writes the outcome, in the caller's process or its own.
 
 Code that ranks, agents or readers need belongs in other packages. Decisions are pure functions in `policy` and
-`verdict`. All ranks are ended between two attempts; a usable engine session is kept, a dead JVM is replaced. Before
+`ending`. All ranks are ended between two attempts; a usable engine session is kept, a dead JVM is replaced. Before
 each attempt the driver polls the slots of its engine, and `policy.place` decides whether it starts, with how many
 tasks, and which hosts it leaves out; engines only count and start. The driver's own thread never waits for a store:
 the status, lines, checkpoints and requests to cancel have their own threads, so a request of 20 s delays neither a
@@ -12,8 +12,8 @@ from rankzero import lazy_names
 
 lazy_names(
     __name__,
-    "commits.Committer driver.Driver failure.Failure handover.DrivenElsewhere handover.Handover hang.HangWatch "
-    "outcome.Outcome outcome.Reason policy.Placement policy.Restarts recorder.Recorder remaining.describe "
+    "commits.Committer driver.Driver ending.Facts ending.Failure ending.Verdict handover.DrivenElsewhere "
+    "handover.Handover hang.HangWatch policy.Placement policy.Restarts recorder.Recorder remaining.describe "
     "remaining.is_waiting remaining.RemainingWatch reporter.Reporter roster.Member roster.Roster rows.carry_rows "
     "rows.remove_rows scratch.Scratch tables.Tables thread.DriverThread trackers.Trackers watch.Inbox watch.Watch",
 )

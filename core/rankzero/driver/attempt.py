@@ -13,12 +13,12 @@ from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel import messages
 from rankzero.channel.driver_end.server import ChannelServer
 from rankzero.channel.messages import Message, decode, encode
-from rankzero.driver import policy, verdict
+from rankzero.driver import ending, policy
 from rankzero.driver.agents import agent_config
 from rankzero.driver.commits import COMMIT_TIMEOUT, Committer, NotOwnerError
+from rankzero.driver.ending import Facts, Failure, Success
 from rankzero.driver.handover import RETRY_INTERVAL
 from rankzero.driver.hang import HangWatch
-from rankzero.driver.outcome import Outcome, Reason
 from rankzero.driver.policy import Placement
 from rankzero.driver.recorder import Recorder
 from rankzero.driver.remaining import RemainingWatch
@@ -28,13 +28,12 @@ from rankzero.driver.scratch import Scratch
 from rankzero.driver.storage import RESULT_STORED, Storage, remove_values
 from rankzero.driver.watch import DRIVER, INTERRUPT, TICK, Inbox, Watch
 from rankzero.engines.base import AgentGroup, EngineSession, within
-from rankzero.errors import PREEMPTED, EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
+from rankzero.errors import EngineError, RunCancelledError, RunTimeoutError, StartTimeoutError
 from rankzero.host.processes import caller_process
 from rankzero.job import Job
 from rankzero.run.checkpoints import FOLDER, MANIFEST, PIECES, CheckpointConfig, Manifest
 from rankzero.run.current import owns
 from rankzero.run.directory import RunDirectory
-from rankzero.values.ref import ResultRef
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +70,11 @@ class Attempt:
         self._watch = watch
         num_agents = session.num_agents(placement.num_tasks)
         self._roster = Roster(num_agents, job.processes_per_task, placement.spare, placement.left_out)
-        self._outcome = Outcome(job.num_processes)
+        self._facts = Facts(job.num_processes, run.directory)
         self._rendezvous = self._recorded = False
         self._hang = HangWatch(job.num_processes, lambda: self._broadcast(messages.Dump()))
         self._remaining = RemainingWatch(job.num_processes, lambda: self._broadcast(messages.Peek()))
         self._stopping = False
-        self._engine_error: BaseException | None = None
-        self._engine_ended = False
         self.started_at: float | None = None
         """Monotonic time at which every rank had started."""
         self.failed_host: str | None = None
@@ -111,7 +108,7 @@ class Attempt:
             lambda index: self._send({"type": CHECKPOINT_LOST, "index": index}),
             lambda: owns(self._run, self._job.submission, self._job.nonce),
         )
-        self._storage = Storage(self._run, self._number, self._committer, self._outcome, self._send)
+        self._storage = Storage(self._run, self._number, self._committer, self._facts, self._send)
         began = time.monotonic()
         try:
             store.patiently(self._read_store, STORE_OUTAGE, RETRY_INTERVAL, self._gives_up)
@@ -193,12 +190,12 @@ class Attempt:
         self._messages.put((DRIVER, message))
 
     @property
-    def outcome(self) -> tuple[ResultRef, list[Any]] | None:
+    def outcome(self) -> Success | None:
         """Rank 0's handle, and the value in a list if it is small JSON, as soon as success is certain; else None.
 
         No later event takes a success back.
         """
-        return self._outcome.success
+        return self._facts.success
 
     def _follow(self, group: AgentGroup) -> None:
         try:
@@ -242,9 +239,9 @@ class Attempt:
                 rank.
         """
         deadline, released = time.monotonic() + timeout, patient
-        while not self._engine_ended and time.monotonic() < deadline:
+        while not self._facts.engine_ended and time.monotonic() < deadline:
             kind = self._take(TICK)
-            if not released and self._outcome.is_over:
+            if not released and len(self._facts.over) >= self._job.num_processes:
                 # Ranks that have committed wait for their peers. No rank is left that needs the rest of the grace.
                 released = True
                 self._broadcast(messages.End())
@@ -255,7 +252,7 @@ class Attempt:
             if patient and self._is_called_off():
                 self._broadcast(messages.Stop(self._job.stop_grace))
                 deadline, patient = time.monotonic() + self._job.stop_grace + policy.STOP_MARGIN, False
-        if not self._engine_ended:
+        if not self._facts.engine_ended:
             logger.warning("agents did not end in time; cancelling them at the engine")
             within(policy.STOP_MARGIN, group.cancel)
             self._server.close()
@@ -326,8 +323,8 @@ class Attempt:
 
     def _handle_own(self, kind: str, message: dict[str, Any]) -> None:
         if kind == ENGINE_ENDED:
-            self._engine_ended = True
-            self._engine_error = message["error"]
+            self._facts.engine_ended = True
+            self._facts.engine_error = message["error"]
         elif kind == CHECKPOINT_COMMITTED:
             manifest: Manifest = message["manifest"]
             event = {"type": "checkpoint", "id": manifest.id, "metrics": manifest.metrics}
@@ -359,11 +356,11 @@ class Attempt:
             why = "its connection timed out: its host died or the network to it is cut"
             member.leave(why, time.monotonic())
             for rank in member.ranks:
-                self._outcome.note_over(rank)
+                self._facts.over.add(rank)
 
     def _handle_rank(self, rank: int, local_rank: int, member: Member, message: Message) -> None:
         if isinstance(message, (messages.Finished, messages.Failed, messages.Exited)):
-            self._outcome.note_over(rank)
+            self._facts.over.add(rank)
         if isinstance(message, messages.Log):
             self._recorder.log(rank, message.lines)
         elif isinstance(message, messages.Metrics):
@@ -383,7 +380,7 @@ class Attempt:
             self._committer.drop(message.index)
         elif isinstance(message, messages.Returned):
             if not self._stopping and member.left_at is None:
-                self._outcome.note_returned(rank)
+                self._facts.returned.add(rank)
                 self._hang.on_return(rank, time.monotonic())
                 self._note_phase(rank, member, message)
         elif isinstance(message, messages.Entered):
@@ -392,7 +389,7 @@ class Attempt:
             self._hang.on_stack(rank, message.text)
         elif isinstance(message, messages.Position):
             self._remaining.note(rank, message.stack, message.cpu)
-        elif isinstance(message, messages.Finished) and not self._outcome.has_returned(rank):
+        elif isinstance(message, messages.Finished) and rank not in self._facts.returned:
             # The rank exited cleanly because it was asked to: the training was stopped, not finished.
             stopped = messages.Failed(message.time, exit_code=0, message="ended when it was asked to")
             self._on_failure(rank, member, stopped)
@@ -416,7 +413,7 @@ class Attempt:
         if self._stopping:
             self._dismiss(task)
         elif why := member.why_unfit(self._job.python, self._job.use_gpu):
-            self._outcome.refusal = EngineError(why)
+            self._facts.refusal = EngineError(why)
         elif chosen := self._roster.choose():
             self._assign_ranks(chosen)
 
@@ -471,10 +468,10 @@ class Attempt:
                 self._recorder.log(0, [f"rankzero: {what}"])
 
     def _on_failure(self, rank: int, member: Member, message: messages.Failed) -> None:
-        left = member.left_at is not None
-        facts = self._recorder.mask.facts(message.facts())
-        failure = self._outcome.note_failure(rank, member.name, facts, time.monotonic(), was_asked_to=left)
-        if failure:
+        report = self._recorder.mask.facts(message.facts())
+        placed_on, order = self._roster.host_of(rank), len(self._facts.failures)
+        failure = Failure.reported(rank, member, report, placed_on, order)
+        if self._facts.note_failure(failure, time.monotonic()):
             self._recorder.event({"type": "failure", "rank": rank, "host": failure.host, "what": failure.headline})
 
     # -- deadlines -----------------------------------------------------------------------------
@@ -503,31 +500,15 @@ class Attempt:
             self._recorder.log(0, [f"rankzero: {what}"])
         if self._remaining.is_hung(now):
             if stacks := self._hang.poll(now, 0.0):
-                raise verdict.left_waiting(self._hang.returned, stacks, self._run.directory)
+                raise ending.left_waiting(self._hang.returned, stacks, self._run.directory)
         elif (bound := self._job.hang_timeout) is not None and (stacks := self._hang.poll(now, bound)):
-            raise verdict.hung(bound, stacks, self._run.directory)
+            raise ending.hung(bound, stacks, self._run.directory)
 
     def _check_outcome(self, group: AgentGroup, now: float) -> None:
-        reason = self._outcome.reason(now, self._roster.gone(), engine_ended=self._engine_ended)
-        if isinstance(reason, Member):
-            self.failed_host = reason.host if reason.restart_cause != PREEMPTED else None
-            raise self._lost(reason, group)
-        if reason is Reason.RANKS_FAILED:
-            self.failed_host = policy.host_to_blame(self._outcome.failures, self._roster.host_of)
-            raise verdict.failed(self._outcome.failures, self._recorder.tail, self._run.directory)
-        if reason is Reason.ENGINE_ENDED:
-            error = self._engine_error or RuntimeError("the agents ended before every rank had returned")
-            raise group.explain(error)
-        if self._outcome.refusal and reason is Reason.REFUSED:
-            raise self._outcome.refusal
-
-    def _lost(self, member: Member, group: AgentGroup) -> EngineError:
-        first = member.first_rank or 0
-        ranks = range(first, first + member.workers)
-        why = member.why_left or "its connection broke and did not come back"
-        explained = group.explain(self._engine_error) if self._engine_ended and self._engine_error else None
-        task = f"task {member.task} on {member.name}"
-        return verdict.lost(task, ranks, why, member.restart_cause, explained, self._outcome.failures)
+        verdict = ending.judge(self._facts, self._roster.gone(), now, group.explain, self._recorder.tail)
+        if verdict and verdict.error:
+            self.failed_host = verdict.blamed
+            raise verdict.error
 
     def _report_waiting(self) -> None:
         """Records which tasks or ranks have not started yet, where followers of the run see it."""
@@ -538,4 +519,4 @@ class Attempt:
 
     def _start_timeout(self) -> StartTimeoutError:
         missing, ranks = self._roster.missing_tasks(), self._roster.ranks_not_ready()
-        return verdict.start_timeout(self._job.start_timeout, self._roster.num_expected, missing, ranks)
+        return ending.start_timeout(self._job.start_timeout, self._roster.num_expected, missing, ranks)

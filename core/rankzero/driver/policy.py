@@ -5,12 +5,11 @@ The time limits that the driver applies are defined here, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rankzero.bounds import HEARTBEAT_INTERVAL
-from rankzero.driver.failure import Failure, first_cause, name_ranks, same_as
-from rankzero.errors import KILLED, LOST, MATCHED, PREEMPTED
+from rankzero.errors import PREEMPTED
 from rankzero.job import Job
 from rankzero.run.directory import RunStatus
 
@@ -21,9 +20,6 @@ long for that."""
 END_TIMEOUT = 25.0
 """Seconds without a message after which agents are cancelled once the run has succeeded: until then they run exit
 handlers, and deliver log lines that still wait."""
-
-AGENT_LOST_WINDOW = 2.0
-"""Seconds to wait for the engine's own explanation when an agent's connection ended."""
 
 STACKS_WINDOW = 3.0
 """Seconds to wait for the ranks' stacks once a run counts as hung."""
@@ -141,6 +137,19 @@ def place(
     return Placement(min(usable, most), sum(left_out.values()), frozenset(left_out))
 
 
+def name_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Returns the ranks as text, with runs of three and more abbreviated: ``rank 3``, ``ranks 0, 2-5``."""
+    pieces: list[str] = []
+    members = sorted(set(ranks))
+    start = 0
+    for index, rank in enumerate(members):
+        if index + 1 == len(members) or members[index + 1] != rank + 1:
+            run = members[start : index + 1]
+            pieces += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(member) for member in run]
+            start = index + 1
+    return (f"{noun} " if len(members) == 1 else f"{noun}s ") + ", ".join(pieces)
+
+
 def waiting_message(where: str, slots: int, least: int, most: int, waited: float, bound: float) -> str:
     """Returns the message about the slots that an attempt waits for: how many exist, and how many are missing."""
     needs = f"{least}" if least == most else f"{least} to {most}"
@@ -174,23 +183,6 @@ class HostRecord:
     def bad(self) -> frozenset[str]:
         """The hosts that attempts leave out."""
         return frozenset(host for host, count in self.failures.items() if count >= FAILURES_OF_A_BAD_HOST)
-
-
-_BLAMED = (KILLED, LOST, MATCHED)
-
-
-def host_to_blame(failures: Sequence[Failure], host_of: Callable[[int], str | None]) -> str | None:
-    """Returns the host that may have caused the first failure; None for the user's code, or for several hosts.
-
-    Args:
-        failures: The facts about each rank that failed.
-        host_of: Returns the host of a rank, as the engine names it.
-    """
-    cause = first_cause(failures) if failures else None
-    if cause is None or cause.collateral or cause.restart_cause not in _BLAMED:
-        return None
-    hosts = {host_of(rank) for rank in [cause.rank, *same_as(cause, failures)]}
-    return hosts.pop() if len(hosts) == 1 else None
 
 
 def connect_timeout(left: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rankzero import bounds
 from rankzero.driver import policy
-from rankzero.driver.failure import name_ranks
+from rankzero.driver.policy import name_ranks
 
 IDLE_SHARE = 0.1
 """Largest share of a core that a waiting rank uses, for its heartbeat and its threads."""

@@ -10,9 +10,9 @@ from typing import Any
 from rankzero import store
 from rankzero.bounds import STORE_OUTAGE
 from rankzero.channel.messages import Finished, Part, Uploaded
-from rankzero.driver import verdict
+from rankzero.driver import ending
 from rankzero.driver.commits import Committer
-from rankzero.driver.outcome import Outcome
+from rankzero.driver.ending import Facts
 from rankzero.driver.rows import remove_rows
 from rankzero.errors import ResultError
 from rankzero.run.checkpoints import FOLDER
@@ -38,7 +38,7 @@ class Storage:
         run: RunDirectory,
         number: int,
         committer: Committer,
-        outcome: Outcome,
+        facts: Facts,
         send: Callable[[dict[str, Any]], None],
     ) -> None:
         """Creates a storage that has received no files yet.
@@ -47,13 +47,13 @@ class Storage:
             run: The run.
             number: Number of the attempt.
             committer: Commits parts of checkpoints; its thread makes all requests to an object store.
-            outcome: Receives commits and errors of the store.
+            facts: Receives finished ranks and errors of the store.
             send: Sends a message to the driver's thread, from any thread.
         """
         self._run = run
         self._number = number
         self._committer = committer
-        self._outcome = outcome
+        self._facts = facts
         self._send = send
         self._uploads: dict[tuple[int, str], Uploaded] = {}
         self._kinds: dict[bool, int] = {}
@@ -68,7 +68,7 @@ class Storage:
         other = self._kinds.get(not sharded)
         if first == rank and other is not None:
             whole, part = (other, rank) if sharded else (rank, other)
-            self._outcome.refusal = ResultError(
+            self._facts.refusal = ResultError(
                 f"rank {whole} has reported a whole checkpoint, and rank {part} a sharded one, so parts would be lost: "
                 "report checkpoints with sharded=True on every rank or on none"
             )
@@ -90,12 +90,12 @@ class Storage:
         """Records a rank's commit. Rank 0 has committed when its value is stored, which `on_stored` records."""
         result = message.result
         if result is None:
-            self._outcome.note_committed(rank)
+            self._facts.finished.add(rank)
             return
         path = result["path"]
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.digest != result["digest"]:
-                self._outcome.refusal = verdict.not_stored(uploaded.error or "the upload was damaged on its way")
+                self._facts.refusal = ending.not_stored(uploaded.error or "the upload was damaged on its way")
                 return
             path = uploaded.path
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
@@ -103,7 +103,7 @@ class Storage:
         def put() -> None:
             error = _place(path, uri, result["size"])
             fingerprint = None if error else fingerprint_of(uri, result["format"])
-            stored = {"type": RESULT_STORED, "rank": rank, "result": result, "uri": uri, "error": error}
+            stored = {"type": RESULT_STORED, "result": result, "uri": uri, "error": error}
             self._send({**stored, "fingerprint": fingerprint})
 
         if self._run.is_remote or "value" not in result:
@@ -114,7 +114,7 @@ class Storage:
 
     def sweep(self) -> None:
         """Schedules the deletion of everything that this attempt stored; it counts as failed from now on."""
-        self._outcome.give_up()
+        self._facts.is_given_up = True
         self._committer.sweep()
         attempts = range(self._number, self._number + 1)
         # In the committer's thread, after its pending commits.
@@ -136,14 +136,14 @@ class Storage:
             metrics: Rank 0's last metrics, for the summary.
         """
         if message["error"]:
-            self._outcome.refusal = verdict.not_stored(message["error"])
+            self._facts.refusal = ending.not_stored(message["error"])
             return
         result = message["result"]
         summary = {**result["summary"], "metrics": dict(metrics)}
         ref = ResultRef(
             message["uri"], result["format"], result["digest"], result["size"], summary, message["fingerprint"]
         )
-        self._outcome.note_result(message["rank"], ref, [result["value"]] if "value" in result else [])
+        self._facts.note_stored(ref, [result["value"]] if "value" in result else [])
 
 
 def remove_values(run: RunDirectory, attempts: range) -> None:

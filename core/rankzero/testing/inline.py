@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankzero.driver.failure import CAUSE_WINDOW
+from rankzero.driver.ending import CAUSE_WINDOW
 from rankzero.errors import InvalidJobError, WorkerFailedError
 from rankzero.testing import rank as ranks
 from rankzero.worker.failures import describe

@@ -1,0 +1,376 @@
+"""The end of an attempt: the facts, the judgement over them, the host to blame, and the text of each error.
+
+Everything is pure: no clock, no socket, no process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankzero import bounds
+from rankzero.driver import policy
+from rankzero.driver.policy import name_ranks
+from rankzero.driver.roster import Member
+from rankzero.errors import (
+    KILLED,
+    LOST,
+    MATCHED,
+    PREEMPTED,
+    RETRYABLE,
+    EngineError,
+    HangError,
+    RankZeroError,
+    ResultError,
+    StartTimeoutError,
+    WorkerFailedError,
+)
+from rankzero.values.ref import ResultRef
+
+CAUSE_WINDOW = 0.8
+"""Seconds to wait for the true cause when the first failure looks like a consequence of another."""
+
+AGENT_LOST_WINDOW = 2.0
+"""Seconds to wait for the engine's own explanation when an agent's connection ended."""
+
+SIGNAL_HINTS = {
+    "SIGKILL": "often the kernel's out-of-memory killer",
+    "SIGABRT": "often a NCCL timeout or a failed assertion in native code",
+    "SIGSEGV": "a crash in native code; the log shows the Python stack",
+    "SIGBUS": "often a full /dev/shm, or a file of a dataset or result that was overwritten in place",
+    "SIGTERM": "something outside of the run asked it to end",
+}
+
+Success = tuple[ResultRef, list[Any]]
+"""Rank 0's handle, and the value itself in a list if it is small JSON; else an empty list."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The facts about one rank's failure.
+
+    Attributes:
+        rank: Global rank.
+        host: Host of the rank, as the host names itself.
+        placed_on: Host of the rank, as the engine names it; None before ranks are numbered.
+        order: Position in which the failure reached the driver, from 0.
+        exception_type: None if the process died without an exception.
+        message: The exception's text.
+        traceback: The rank's traceback.
+        exit_code: Exit code of the process; None if a signal ended it.
+        signal: Name of the signal that ended the process.
+        collateral: True if the exception looks like a consequence of another rank's death.
+        cause: ``"no-torch"`` or None.
+        retryable: True if the user's code asked for another attempt.
+        matched: The entry of the job's ``restart_on`` that the exception matches; None if no entry does.
+        log_tail: The last lines that the rank printed, oldest first.
+    """
+
+    rank: int
+    host: str
+    placed_on: str | None = None
+    order: int = 0
+    exception_type: str | None = None
+    message: str = ""
+    traceback: str | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    collateral: bool = False
+    cause: str | None = None
+    retryable: bool = False
+    matched: str | None = None
+    log_tail: tuple[str, ...] = ()
+
+    @classmethod
+    def reported(
+        cls, rank: int, member: Member, report: Mapping[str, Any], placed_on: str | None = None, order: int = 0
+    ) -> Failure:
+        """Returns the failure of a rank from the facts of its report, a `messages.Failed`.
+
+        Args:
+            rank: The rank.
+            member: Its agent. If the agent is leaving, the rank was asked to exit, and may do so by an exception.
+            report: The facts, with secrets masked.
+            placed_on: Host of the rank, as the engine names it.
+            order: Number of failures that the driver received before.
+        """
+        facts = {name: report[name] for name in cls.__dataclass_fields__ if name in report}
+        facts["log_tail"] = tuple(line[: bounds.LOG_TAIL_WIDTH] for line in report.get("log_tail", ()))
+        facts["collateral"] = bool(report.get("collateral")) or member.left_at is not None
+        return cls(rank, member.name, placed_on, order, **facts)
+
+    @property
+    def restart_cause(self) -> str | None:
+        """The cause that decides about a restart; None for an exception of the user's code."""
+        if self.retryable:
+            return RETRYABLE
+        if self.matched is not None:
+            return MATCHED
+        if self.signal == "SIGTERM":
+            return PREEMPTED
+        if self.signal:
+            return KILLED
+        return LOST if self.collateral else None
+
+    @property
+    def headline(self) -> str:
+        """The failure in one line."""
+        if self.exception_type:
+            return f"{self.exception_type}: {self.message}".rstrip(": ")
+        if self.signal:
+            hint = SIGNAL_HINTS.get(self.signal)
+            return (self.message or f"killed by {self.signal}") + (f" ({hint})" if hint else "")
+        return self.message or f"exited with code {self.exit_code} before it returned"
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """A key that equal failures share; numbers, such as ports and ranks, are not part of it."""
+        return re.sub(r"\d+", "<n>", self.headline.splitlines()[0]), self.collateral
+
+
+@dataclass
+class Facts:
+    """The reports of ranks, agents and engine so far, on which the end of an attempt depends.
+
+    Attributes:
+        num_processes: Number of ranks.
+        directory: The run directory, for the text of errors.
+        returned: Ranks whose code returned by itself; their checkpoints and values may still be stored.
+        finished: Ranks from which the run needs nothing more. Rank 0 has finished when its value is stored.
+        over: Ranks that have sent their last report or whose process is gone, so that they need no peer any more.
+        failures: The failures of ranks in the order in which they arrived.
+        failed_at: Monotonic time of the first failure.
+        stored: Rank 0's value, once it is stored.
+        refusal: An error of the driver itself, such as a store that refuses the value; the last one counts.
+        is_given_up: True once the stored values are about to be deleted, so that no success is possible any more.
+        engine_ended: True once the engine reports that all agents have ended.
+        engine_error: The error with which they did.
+    """
+
+    num_processes: int
+    directory: str
+    returned: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    over: set[int] = field(default_factory=set)
+    failures: list[Failure] = field(default_factory=list)
+    failed_at: float = 0.0
+    stored: Success | None = None
+    refusal: RankZeroError | None = None
+    is_given_up: bool = False
+    engine_ended: bool = False
+    engine_error: BaseException | None = None
+
+    def note_failure(self, failure: Failure, now: float) -> bool:
+        """Adds a failure; returns False for a rank that had finished, since its success stands."""
+        if failure.rank in self.finished:
+            return False
+        if not self.failures:
+            self.failed_at = now
+        self.failures.append(failure)
+        return True
+
+    def note_stored(self, ref: ResultRef, value: list[Any]) -> None:
+        """Records that the value of rank 0 is stored, which finishes the rank."""
+        self.stored = ref, value
+        self.finished.add(0)
+
+    @property
+    def success(self) -> Success | None:
+        """The result as soon as every rank has finished; no later event takes a success back."""
+        return self.stored if len(self.finished) >= self.num_processes and not self.is_given_up else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of an attempt.
+
+    Attributes:
+        success: The result, if it succeeded.
+        error: The error, if it did not.
+        blamed: The host that may have caused the error, as the engine names it.
+    """
+
+    success: Success | None = None
+    error: BaseException | None = None
+    blamed: str | None = None
+
+
+Explain = Callable[[BaseException], RankZeroError]
+"""Returns the typed error for an error of the engine."""
+
+
+def judge(
+    facts: Facts, gone: Sequence[Member], now: float, explain: Explain, tail: Callable[[int], list[str]]
+) -> Verdict | None:
+    """Returns how the attempt has ended; None while it may still succeed.
+
+    Args:
+        facts: The reports so far.
+        gone: Agents that exited or are disconnected.
+        now: Monotonic time.
+        explain: Returns the typed error for the engine's error.
+        tail: Returns the last log lines of a rank, for a rank that could not send them itself.
+    """
+    failures = facts.failures
+    if facts.success:
+        return Verdict(success=facts.success)
+    if failures and is_conclusive(failures, now - facts.failed_at):
+        if gone and all(failure.collateral for failure in failures):
+            # The peers of a lost host see only broken connections, even if that host had finished its own work.
+            return _lost(gone[0], facts, explain)
+        return Verdict(error=_failed(failures, tail, facts.directory), blamed=host_to_blame(failures))
+    if facts.refusal:
+        return Verdict(error=facts.refusal)
+    # An agent whose ranks have all finished is no longer needed.
+    needed = [member for member in gone if not member.ranks or not facts.finished.issuperset(member.ranks)]
+    left = [(member, member.left_at) for member in needed if member.left_at is not None]
+    if facts.engine_ended and not failures:
+        # An agent that exits on a signal from outside is as silent as one that the driver asked to exit.
+        if left:
+            return _lost(left[0][0], facts, explain)
+        error = facts.engine_error or RuntimeError("the agents ended before every rank had returned")
+        return Verdict(error=explain(error))
+    overdue = next((member for member, at in left if now - at > AGENT_LOST_WINDOW), None)
+    return _lost(overdue, facts, explain) if overdue else None
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """Returns the failure that explains the others: the earliest that is not a consequence of another one."""
+    return min(failures, key=lambda failure: (failure.collateral, failure.order))
+
+
+def is_conclusive(failures: Sequence[Failure], waited: float) -> bool:
+    """Returns True if the first cause is known: a failure is no consequence, or the time to wait for one is over."""
+    return any(not failure.collateral for failure in failures) or waited >= CAUSE_WINDOW
+
+
+def host_to_blame(failures: Sequence[Failure]) -> str | None:
+    """Returns the host that may have caused the first failure; None for the user's code, or for several hosts."""
+    cause = first_cause(failures) if failures else None
+    if cause is None or cause.collateral or cause.restart_cause not in (KILLED, LOST, MATCHED):
+        return None
+    hosts = {failure.placed_on for failure in failures if failure.kind == cause.kind}
+    return hosts.pop() if len(hosts) == 1 else None
+
+
+# -- the text of errors ----------------------------------------------------------------------------
+
+
+def _failed(failures: Sequence[Failure], tail: Callable[[int], list[str]], directory: str) -> RankZeroError:
+    """Returns the error of an attempt in which ranks failed: the first cause, with its consequences."""
+    cause = first_cause(failures)
+    if cause.cause == "no-torch":
+        return EngineError(cause.message)
+    if cause.exception_type == "rankzero.errors.ResultError":
+        return ResultError(cause.message)
+    others = group_others(failures, cause)
+    same = same_as(cause, failures)
+    log_tail = list(cause.log_tail) or tail(cause.rank)
+    return WorkerFailedError(
+        failure_message(cause, same, others, log_tail, directory),
+        rank=cause.rank,
+        host=cause.host,
+        exception_type=cause.exception_type,
+        traceback=cause.traceback,
+        exit_code=cause.exit_code,
+        signal=cause.signal,
+        log_tail=log_tail,
+        others=([f"{name_ranks(same)}: the same"] if same else []) + others,
+        cause=cause.restart_cause,
+    )
+
+
+def failure_message(
+    cause: Failure, same: Sequence[int], others: Sequence[str], log_tail: Sequence[str], directory: str
+) -> str:
+    """Returns the text of the error: the first cause, its traceback or last lines, the other failures, the logs."""
+    parts = [f"rank {cause.rank} on {cause.host} failed: {cause.headline}"]
+    if cause.traceback:
+        parts.append(cause.traceback.rstrip())
+    elif log_tail:
+        parts += [f"Last log lines of rank {cause.rank}:", *(f"  {line}" for line in log_tail)]
+    if same:
+        parts.append(f"The same failure: {name_ranks(same)}")
+    if others:
+        parts += ["Then failed:", *(f"  {line}" for line in others)]
+    parts.append(f"Logs of all ranks: {directory}/logs")
+    return "\n".join(parts)
+
+
+def same_as(cause: Failure, failures: Sequence[Failure]) -> list[int]:
+    """Returns the other ranks that failed for the same reason, ignoring numbers in the text."""
+    return sorted(other.rank for other in failures if other is not cause and other.kind == cause.kind)
+
+
+def group_others(failures: Sequence[Failure], cause: Failure | None = None) -> list[str]:
+    """Returns one line for each different failure after the first cause, with the ranks that share it."""
+    groups: dict[tuple[str, bool], list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.order):
+        if cause is None or failure.kind != cause.kind:
+            groups.setdefault(failure.kind, []).append(failure)
+    lines = []
+    for (_, collateral), members in groups.items():
+        note = " (a consequence)" if collateral else ""
+        first_line = members[0].headline.splitlines()[0][:200]
+        lines.append(f"{name_ranks([failure.rank for failure in members])}: {first_line}{note}")
+    return lines
+
+
+def _lost(member: Member, facts: Facts, explain: Explain) -> Verdict:
+    """Returns the end of an attempt whose agent exited before it was asked to."""
+    first, cause = member.first_rank or 0, member.restart_cause
+    ranks = name_ranks(range(first, first + member.workers))
+    why = member.why_left or "its connection broke and did not come back"
+    text = [f"task {member.task} on {member.name} ({ranks}) was lost: {why}"]
+    if facts.engine_ended and facts.engine_error:
+        explained = explain(facts.engine_error)
+        text.append(str(explained))
+        cause = getattr(explained, "cause", None) or cause
+    if others := group_others(facts.failures):
+        text += ["Then failed:", *(f"  {line}" for line in others)]
+    blamed = member.host if member.restart_cause != PREEMPTED else None
+    return Verdict(error=EngineError("\n".join(text), cause=cause), blamed=blamed)
+
+
+def hung(bound: float, stacks: Mapping[int, str], directory: str) -> HangError:
+    """Returns the error of a run in which no rank made progress for ``bound`` seconds, with the stack of each rank."""
+    missing = policy.not_in_collective(stacks)
+    return _hang_error(f"no rank made progress for hang_timeout={bound} s", stacks, missing, directory)
+
+
+def left_waiting(returned: Collection[int], stacks: Mapping[int, str], directory: str) -> HangError:
+    """Returns the error of ranks that wait in a collective for ranks that have returned, with the stack of each."""
+    names = name_ranks(sorted(returned))
+    others = name_ranks(sorted(set(stacks) - set(returned)))
+    why = (
+        f"{names} returned, and {others} waited for {bounds.RETURNED_HANG:g} s in a collective that never ends without "
+        f"{names}: a training must call every collective in every rank equally often"
+    )
+    return _hang_error(why, stacks, sorted(returned), directory)
+
+
+def _hang_error(why: str, stacks: Mapping[int, str], missing: list[int], directory: str) -> HangError:
+    message = policy.hang_message(why, stacks, missing, directory)
+    return HangError(message, stacks={str(rank): stack for rank, stack in stacks.items()}, missing=missing)
+
+
+def start_timeout(
+    bound: float, num_tasks: int, missing_tasks: Sequence[int], missing_ranks: Sequence[int]
+) -> StartTimeoutError:
+    """Returns the error of ranks that did not start within ``bound`` seconds; it names the missing tasks or ranks."""
+    if missing_tasks:
+        missing = [f"task {task}" for task in missing_tasks]
+        text = f"{len(missing)} of {num_tasks} tasks were not started: {', '.join(missing)} (are slots free there?)"
+    else:
+        # Without missing ranks, only rank 0 is missing, which opens the rendezvous.
+        missing = [f"rank {rank}" for rank in missing_ranks] or ["rank 0"]
+        text = f"every task was started, but {', '.join(missing)} not (is torch slow to import there?)"
+    what = f"the ranks did not start within start_timeout={bound} s: {text}; raise start_timeout if they are only slow"
+    return StartTimeoutError(what, missing=missing)
+
+
+def not_stored(error: object) -> ResultError:
+    """Returns the error of a run whose store refused rank 0's value."""
+    return ResultError(f"rank 0 returned, but its value could not be stored: {error}")
