@@ -150,12 +150,14 @@ def _await_certainty(handle: RunHandle[object], job: Job, owner_is_gone: bool) -
     if never_driven and (owner_is_gone and not status.patience if is_written else submitter_is_gone):
         # A driver that starts now exits, because its owner has exited; a submission without a job starts no driver.
         return replace(status, state="failed")
-    is_driver = not submitter_is_gone or status.patience > 0
+    # The owner of a run may have died with its host a moment ago. Only that process can follow the run, so a young
+    # heartbeat is not enough: the next one is awaited.
+    may_be_young = job.owner is None and (not submitter_is_gone or status.patience > 0)
     seen, deadline = status.heartbeat, time.monotonic() + 2 * dead_after(status)
     tick = threading.Event()
     while not (status.final or handle.driver_lives(status)) and time.monotonic() < deadline:
         is_young = time.time() - status.heartbeat < max(status.interval, status.patience)
-        if status.heartbeat != seen or (is_young and is_driver):
+        if status.heartbeat != seen or (is_young and may_be_young):
             break
         tick.wait(_POLL_INTERVAL)
         status = handle.status()
