@@ -23,10 +23,9 @@ from airflow_rankzero.connection.spark_conf import as_text, mask_secrets
 from airflow_rankzero.connection.target import Target
 from airflow_rankzero.links import DIRECTORY_KEY, ReportLink, RunDirectoryLink, SparkUILink, push_links
 from airflow_rankzero.openlineage import lineage
-from airflow_rankzero.record import record
-from airflow_rankzero.run_id import run_id_of
+from airflow_rankzero.outlets import record
 from airflow_rankzero.task_run import TaskLog
-from airflow_rankzero.tries import TaskTry
+from airflow_rankzero.tries import TaskTry, run_id_of
 from airflow_rankzero.xcom import value_of
 from rankzero import CheckpointConfig, Launcher, RunHandle
 from rankzero.errors import InvalidJobError, RankZeroError
@@ -278,12 +277,10 @@ class TorchDistributorOperator(BaseOperator):
         return lineage.facets(self._facts)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
-        """Returns world size, inputs, run directory and result for OpenLineage; None without its provider."""
+        """Returns world size, inputs, run directory, and result or error for OpenLineage; None without its provider."""
         return lineage.facets(self._facts)
 
-    def get_openlineage_facets_on_failure(self, task_instance: Any) -> Any:
-        """Returns world size, inputs, run directory and error for OpenLineage; None without its provider."""
-        return lineage.facets(self._facts)
+    get_openlineage_facets_on_failure = get_openlineage_facets_on_complete
 
     def _deliver(self, context: Context, handle: RunHandle[Any], arguments: tuple[Any, ...]) -> Any:
         inputs = attempt(self.log, "the lineage", lambda: self._inputs(arguments), lineage.Inputs())

@@ -1,13 +1,16 @@
-"""What Airflow's assets learn of a training: the events of the task's outlets."""
+"""What Airflow records about a training that has succeeded: events of its assets, its log, the delivery."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
+from airflow_rankzero import log_groups
 from airflow_rankzero._compat import extra_of_alias
+from airflow_rankzero.delivery import offer
+from airflow_rankzero.tries import TaskTry
 from rankzero import RunHandle
-from rankzero.pipeline import reports, split, storable
+from rankzero.pipeline import attempt, reports, split, storable
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -15,9 +18,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def read_reports(handle: RunHandle[Any]) -> list[dict[str, Any]]:
-    """Returns the reports of rank 0, as rows of `rankzero.run.reports.rows_of`."""
-    return reports.rows_of(handle.events())
+def record(task: Any, context: Context, handle: RunHandle[Any]) -> str | None:
+    """Records a run whose value goes to Airflow next. No failure in here fails the task.
+
+    Args:
+        task: The operator.
+        context: The context of the task.
+        handle: The run.
+
+    Returns:
+        The address of the result; None if it cannot be described now.
+    """
+    log = task.log
+    rows: list[dict[str, Any]] = attempt(log, "the table of reports", lambda: reports.rows_of(handle.events()), [])
+    facts: dict[str, Any] = attempt(log, "the description of the result", lambda: describe(handle, rows), {})
+    if facts:
+        attempt(log, "the extra of the asset events", lambda: fill_outlets(context, facts), None)
+    attempt(log, "the table of reports", lambda: log_groups.show_reports(log, rows), None)
+    attempt(log, "the description of the result", lambda: log_groups.show(log, "Result", facts), None)
+    attempt(log, "the note of the delivery", lambda: offer(handle, task, TaskTry(context["ti"])), None)
+    return facts.get("uri")
 
 
 def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -25,7 +45,7 @@ def describe(handle: RunHandle[Any], rows: list[dict[str, Any]]) -> dict[str, An
 
     Args:
         handle: The run.
-        rows: From `read_reports`.
+        rows: From `rankzero.run.reports.rows_of`.
     """
     ref, status = handle.result_ref(), handle.status()
     facts = {

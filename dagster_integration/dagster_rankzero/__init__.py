@@ -7,7 +7,7 @@ Each line imports only from the lines below it:
     resource  launcher_fields        runs a training for a step; its options
     step  step_run  failure  pipes   one try of a step, its run, the meaning of its errors
     output  io_manager/              the output of a step, and its storage
-    arguments/  metadata/  checks    arguments of ranks; metadata for the UI; asset checks
+    arguments/  metadata  checks     arguments of ranks; metadata for the UI; asset checks
     fields  _compat                  names of fields; every use of Dagster's private interfaces
 
 This package runs outside of ranks. It imports Dagster and core, and neither torch nor pyspark. A name is loaded when
@@ -51,7 +51,7 @@ lazy_names(
     "checks.build_champion_check checks.build_metric_bounds_checks component.TorchTrainingComponent "
     "decorators.asset.torch_asset decorators.multi_asset.torch_multi_asset decorators.op.torch_distributor_op "
     "failure.as_failure io_manager.io_manager.RankZeroIOManager "
-    "metadata.describe.describe_run metadata.describe.TABLE_ROWS resource.TorchDistributorResource step.lease "
+    "metadata.describe_run metadata.TABLE_ROWS resource.TorchDistributorResource step.lease "
     "step.run_id_of step.Step step_run.open_run",
 )
 

@@ -63,44 +63,22 @@ def variable_of(value: Any) -> str | None:
     return str(env_var_to_config_dict(value)["env"]) if is_dagster_env_var(value) else None
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """Dagster's facts about one try of a step.
-
-    Attributes:
-        run: The Dagster run.
-        instance: The Dagster instance.
-        key: The step's key; a mapped step's key includes its index.
-        number: Tries of the step before this one, in this run.
-        policy: The step's retry policy; None also if the executor does not retry.
-        executor: One of `EXECUTORS`.
-    """
-
-    run: dg.DagsterRun
-    instance: dg.DagsterInstance
-    key: str
-    number: int
-    policy: dg.RetryPolicy | None
-    executor: str
-
-
-def facts_of(context: Any) -> StepFacts | None:
-    """Returns the facts about the try that a context belongs to; None outside of a step, as in a test.
+def facts_of(context: Any) -> tuple[dg.DagsterRun, dg.DagsterInstance, str, int, dg.RetryPolicy | None, str] | None:
+    """Returns Dagster's facts about the try of a step that a context belongs to; None outside of a step, as in a test.
 
     Args:
         context: Context of an asset or op.
+
+    Returns:
+        The Dagster run; its instance; the step's key, with the index of a mapped step; the number of earlier tries in
+        this run; the step's retry policy, None also if the executor does not retry; and one of `EXECUTORS`.
     """
     step = _step_of(context)
     if step is None:
         return None
-    return StepFacts(
-        run=step.dagster_run,
-        instance=step.instance,
-        key=step.step.key,
-        number=step.previous_attempt_count,
-        policy=None if step.retry_mode.disabled else step.op_retry_policy,
-        executor=_executor_of(step),
-    )
+    policy = None if step.retry_mode.disabled else step.op_retry_policy
+    number = step.previous_attempt_count
+    return step.dagster_run, step.instance, step.step.key, number, policy, _executor_of(step)
 
 
 def _executor_of(step: Any) -> str:

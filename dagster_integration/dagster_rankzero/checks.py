@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from dagster_rankzero.metadata.describe import METRIC_PREFIX
+from dagster_rankzero.metadata import METRIC_PREFIX
 from rankzero.pipeline import is_number
 
 Asset = dg.AssetKey | str | Sequence[str] | dg.AssetsDefinition | dg.AssetSpec

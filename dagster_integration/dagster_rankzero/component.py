@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import dagster as dg
 from pydantic import Field
 
+from dagster_rankzero.arguments.inputs import without_annotations
 from dagster_rankzero.arguments.partitions import PARTITION_KEY, PARTITION_KEYS
-from dagster_rankzero.arguments.plain import without_annotations
 from dagster_rankzero.decorators.asset import torch_asset
 from dagster_rankzero.decorators.compute import CONFIG, check_function
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY, TorchDistributorResource

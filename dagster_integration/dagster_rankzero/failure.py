@@ -31,49 +31,25 @@ def as_failure(error: RankZeroError, handle: RunHandle[Any] | None, *, retry_use
     )
 
 
-def _describe(error: RankZeroError) -> dict[str, dg.MetadataValue[Any]]:
+def _describe(error: RankZeroError) -> dict[str, Any]:
+    """Returns the facts of an error by name; Dagster shows plain values as they are."""
+    facts: dict[str, Any] = {}
     if isinstance(error, WorkerFailedError):
-        return _describe_worker(error)
-    if isinstance(error, HangError):
-        return _describe_hang(error)
-    if isinstance(error, InsufficientSlotsError):
-        counts = {"slots_needed": error.needed, "slots_available": error.available}
-        return {name: dg.MetadataValue.int(count) for name, count in counts.items() if count is not None}
-    if isinstance(error, StartTimeoutError) and error.missing:
-        return {"missing": dg.MetadataValue.text(", ".join(error.missing))}
-    return {}
-
-
-def _describe_worker(error: WorkerFailedError) -> dict[str, dg.MetadataValue[Any]]:
-    entries: dict[str, dg.MetadataValue[Any]] = {}
-    if error.rank is not None:
-        entries["rank"] = dg.MetadataValue.int(error.rank)
-    for name in ("host", "exception_type", "signal"):
-        if getattr(error, name):
-            entries[name] = dg.MetadataValue.text(getattr(error, name))
-    if error.exit_code is not None:
-        entries["exit_code"] = dg.MetadataValue.int(error.exit_code)
-    if error.traceback:
-        entries["traceback"] = _code_block(error.traceback)
-    if error.log_tail:
-        entries["log_tail"] = _code_block("\n".join(error.log_tail))
-    if error.others:
-        entries["other_ranks"] = _code_block("\n".join(error.others))
-    return entries
-
-
-def _describe_hang(error: HangError) -> dict[str, dg.MetadataValue[Any]]:
-    entries: dict[str, dg.MetadataValue[Any]] = {}
-    if error.missing:
-        entries["missing_ranks"] = dg.MetadataValue.text(", ".join(map(str, error.missing)))
-    if error.stacks:
-        blocks = [f"**rank {rank}**\n\n{_fence(stack)}" for rank, stack in error.stacks.items()]
-        entries["stacks"] = dg.MetadataValue.md("\n\n".join(blocks))
-    return entries
-
-
-def _code_block(text: str) -> dg.MetadataValue[Any]:
-    return dg.MetadataValue.md(_fence(text))
+        facts = {name: getattr(error, name) for name in ("rank", "host", "exception_type", "signal", "exit_code")}
+        texts = {"traceback": error.traceback, "log_tail": error.log_tail, "other_ranks": error.others}
+        for name, text in texts.items():
+            if text:
+                facts[name] = dg.MetadataValue.md(_fence(text if isinstance(text, str) else "\n".join(text)))
+    elif isinstance(error, HangError):
+        facts["missing_ranks"] = ", ".join(map(str, error.missing or ()))
+        if error.stacks:
+            blocks = [f"**rank {rank}**\n\n{_fence(stack)}" for rank, stack in error.stacks.items()]
+            facts["stacks"] = dg.MetadataValue.md("\n\n".join(blocks))
+    elif isinstance(error, InsufficientSlotsError):
+        facts = {"slots_needed": error.needed, "slots_available": error.available}
+    elif isinstance(error, StartTimeoutError):
+        facts["missing"] = ", ".join(error.missing or ())
+    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
 
 
 def _fence(text: str) -> str:

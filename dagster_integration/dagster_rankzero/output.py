@@ -87,7 +87,7 @@ def build_result(context: Any, handle: "RunHandle[Any]", value: Any, output: Out
     Returns:
         A `dagster.MaterializeResult` for the context of an asset, else a `dagster.Output`.
     """
-    from dagster_rankzero.metadata.describe import describe_run
+    from dagster_rankzero.metadata import describe_run
 
     metadata = describe_run(handle, context.log)
     takes_nothing = output is not None and output.dagster_type.is_nothing

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 import dagster as dg
 from pydantic import Field, ValidationError
 
-from dagster_rankzero.arguments.plain import without_annotations, without_dagster
+from dagster_rankzero.arguments.inputs import without_annotations, without_dagster
 from dagster_rankzero.fields import ADDED, added_to, check_fields, resolve_variables
 from dagster_rankzero.launcher_fields import LauncherFields
 from dagster_rankzero.output import build_result, check_single, single_output, value_of
@@ -235,7 +235,7 @@ class TorchDistributorResource(LauncherFields):
         # Imported here, so that only a step that trains loads the core.
         from dagster_rankzero import step_run
         from dagster_rankzero.failure import as_failure
-        from dagster_rankzero.metadata.observation import observe
+        from dagster_rankzero.metadata import observe
         from dagster_rankzero.step import Step
         from rankzero import RankZeroError
         from rankzero.pipeline import print_line

@@ -57,17 +57,17 @@ class Step:
         facts = _compat.facts_of(context)
         if facts is None:
             return None
-        run, instance = facts.run, facts.instance
+        run, instance, key, number, policy, executor = facts
         return cls(
             dagster_run=run.run_id,
             root=run.root_run_id or run.run_id,
             generation=_generation(run, instance),
-            key=facts.key,
-            number=facts.number,
-            executor=facts.executor,
-            is_retried=facts.policy is not None and facts.number < facts.policy.max_retries,
+            key=key,
+            number=number,
+            executor=executor,
+            is_retried=policy is not None and number < policy.max_retries,
             run_is_retried=_compat.may_be_retried(run, instance),
-            lease=lease(facts.policy),
+            lease=lease(policy),
             instance=instance,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero import _compat
-from dagster_rankzero.metadata.observation import next_interval
+from dagster_rankzero.metadata import next_interval
 from dagster_rankzero.step import Step, stem_of
 from rankzero import Launcher, RunHandle
 from rankzero.pipeline import Follower, Identity, LineWritten, MetricsReported, Opened, attempt

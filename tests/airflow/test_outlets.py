@@ -123,9 +123,9 @@ def test_metrics_of_any_name_and_size_fail_no_task(
 @pytest.mark.parametrize(
     "broken",
     [
-        "outlets.read_reports",
-        "outlets.describe",
-        "outlets.fill_outlets",
+        "reports.rows_of",
+        "describe",
+        "fill_outlets",
         "log_groups.show_reports",
         "offer",
     ],
@@ -136,7 +136,7 @@ def test_what_cannot_be_recorded_fails_no_task(
     import logging
     from types import SimpleNamespace
 
-    from airflow_rankzero.record import record
+    from airflow_rankzero.outlets import record
     from rankzero import Launcher
 
     def fail(*_args: object) -> None:
@@ -144,13 +144,13 @@ def test_what_cannot_be_recorded_fails_no_task(
 
     handle = Launcher(1, store=tmp_path).submit(len, "abc")
     assert handle.result() == 3
-    monkeypatch.setattr(f"airflow_rankzero.record.{broken}", fail)
+    monkeypatch.setattr(f"airflow_rankzero.outlets.{broken}", fail)
     task = SimpleNamespace(log=logging.getLogger("task"))
     ti = SimpleNamespace(id="1", try_number=1)
     context: Any = {"outlets": [], "ti": ti}
     caplog.set_level(logging.INFO)
     uri = record(task, context, handle)
-    assert uri == (None if broken == "outlets.describe" else handle.result_ref().uri)
+    assert uri == (None if broken == "describe" else handle.result_ref().uri)
     warnings = [found.getMessage() for found in caplog.records if found.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert warnings[0].endswith("delivered: RuntimeError: no record \\udcff")
+    assert warnings[0].endswith("does not affect the training: RuntimeError: no record \\udcff")

@@ -107,7 +107,7 @@ def test_a_description_that_cannot_be_made_fails_no_step(
             rt.report({"loss": 1.0 - epoch, "epoch": epoch})
         return 1
 
-    monkeypatch.setattr(f"dagster_rankzero.metadata.describe.{broken}", fail)
+    monkeypatch.setattr(f"dagster_rankzero.metadata.{broken}", fail)
     result = dg.materialize([model], resources={**resources, "io_manager": dg.mem_io_manager})
     assert result.output_for_node("model") == 1
     assert left_out not in metadata_of(result, "model")

@@ -5,9 +5,8 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.arguments.partitions import PartitionArguments, take_single
-from dagster_rankzero.decorators.check_specs import with_reported_checks
-from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
+from dagster_rankzero.arguments.partitions import take_single
+from dagster_rankzero.decorators.compute import build_compute, collect_options, with_reported_checks, with_resource
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 from rankzero.pipeline import NumProcesses
 
@@ -74,15 +73,10 @@ def torch_asset(
     changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
-        check_function("torch_asset", function)
-        ins = frozenset(asset_arguments.get("ins") or ())
-        PartitionArguments.of(function, ins).check(
-            asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")
-        )
         finish = with_reported_checks if asset_arguments.get("check_specs") else take_single
-        compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins, finish)
-        required = {*(asset_arguments.get("required_resource_keys") or ()), resource_key}
-        decorated = dg.asset(**{**asset_arguments, "required_resource_keys": required})(compute)
+        context = dg.AssetExecutionContext
+        compute = build_compute("torch_asset", function, resource_key, changes, context, asset_arguments, finish)
+        decorated = dg.asset(**with_resource(asset_arguments, resource_key))(compute)
         assert isinstance(decorated, dg.AssetsDefinition)
         return decorated
 

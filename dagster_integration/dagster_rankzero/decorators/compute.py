@@ -12,32 +12,38 @@ from pydantic import ValidationError
 from dagster_rankzero.arguments.inputs import type_of_input
 from dagster_rankzero.arguments.partitions import PARTITION_KEYS, PartitionArguments, take_single
 from dagster_rankzero.fields import ADDED, added_to, check_fields
+from dagster_rankzero.metadata import METRIC_PREFIX
 from dagster_rankzero.resource import TorchDistributorResource
 
 CONTEXT_NAMES = frozenset({"context", "_context", "context_", "_"})
 """Names of a first parameter for which Dagster passes its context."""
+
+CHECK_PREFIX = "check/"
+"""Prefix of a check's name in `rankzero.train.report`."""
 
 CONFIG = "config"
 _EMPTY = inspect.Parameter.empty
 
 
 def build_compute(
+    decorator: str,
     train: Callable[..., Any],
     resource_key: str,
     options: Mapping[str, Any],
     context_type: type[Any],
-    named_ins: frozenset[str],
+    arguments: Mapping[str, Any],
     finish: Callable[[Any, Any, list[str]], Any] = take_single,
 ) -> Callable[..., Any]:
     """Builds the step's function, which has the same inputs after a context, and runs the training.
 
     Args:
+        decorator: Name of the decorator, for errors.
         train: The training function. Its parameters are inputs, except for ``config``,
             ``partition_key`` and ``partition_keys``.
         resource_key: Key of the `TorchDistributorResource`.
         options: Changes to the resource for this step.
         context_type: `dagster.AssetExecutionContext` or `dagster.OpExecutionContext`.
-        named_ins: Parameters that are inputs, whatever their names, since ``ins`` describes them.
+        arguments: Arguments of Dagster's decorator. A parameter that ``ins`` describes is an input, whatever its name.
         finish: Makes the step's return value from its context, the result of the run, and the keys of its
             partitions if ``train`` takes ``partition_keys``.
 
@@ -47,16 +53,19 @@ def build_compute(
     Raises:
         dagster.DagsterInvalidDefinitionError: a parameter cannot reach the ranks.
     """
-    partitions = PartitionArguments.of(train, named_ins)
+    check_function(decorator, train)
+    partitions = PartitionArguments.of(train, frozenset(arguments.get("ins") or ()))
+    if context_type is dg.AssetExecutionContext:
+        partitions.check(arguments.get("partitions_def"), arguments.get("backfill_policy"))
     returns_nothing = inspect.signature(train).return_annotation in (None, "None")
 
-    def compute(context: Any, **arguments: Any) -> Any:
+    def compute(context: Any, **inputs: Any) -> Any:
         given = partitions.fill(context)
         resource: TorchDistributorResource = getattr(context.resources, resource_key).options(**options)
         if PARTITION_KEYS in given:
             # The value is needed, since it is split by partition.
             resource = resource.options(by_reference=False)
-        result = resource._run(context, train, (), {**arguments, **given})
+        result = resource._run(context, train, (), {**inputs, **given})
         return finish(context, result, given.get(PARTITION_KEYS, []))
 
     parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=context_type)]
@@ -76,6 +85,12 @@ def build_compute(
     compute.__module__ = train.__module__
     compute.__doc__ = train.__doc__
     return compute
+
+
+def with_resource(arguments: Mapping[str, Any], resource_key: str) -> dict[str, Any]:
+    """Returns the arguments of Dagster's decorator with the resource among the required ones."""
+    required = {*(arguments.get("required_resource_keys") or ()), resource_key}
+    return {**arguments, "required_resource_keys": required}
 
 
 def check_function(decorator: str, train: object) -> None:
@@ -167,3 +182,24 @@ def build_script_compute(
     compute.__name__ = re.sub(r"\W", "_", name)
     compute.__doc__ = f"Runs {' '.join(words)} on every rank."
     return compute
+
+
+def with_reported_checks(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
+    """Returns the result with those of the selected checks of its asset: a ``finish`` for `build_compute`."""
+    results = list(result.check_results or ())
+    results += [
+        check_result(key, result.metadata or {})
+        for key in sorted(context.selected_asset_check_keys)
+        if result.asset_key in (None, key.asset_key) and key.name not in {check.check_name for check in results}
+    ]
+    return take_single(context, result, keys)._replace(check_results=results)
+
+
+def check_result(key: dg.AssetCheckKey, metadata: Any) -> dg.AssetCheckResult:
+    """Returns the result of a check: passed if rank 0's latest value was True; failed if it has reported none."""
+    name = CHECK_PREFIX + key.name
+    entry = metadata.get(METRIC_PREFIX + name)
+    if entry is None:
+        description = f'rank 0 did not report it: call rankzero.train.report({{"{name}": True}}) or False'
+        return dg.AssetCheckResult(passed=False, asset_key=key.asset_key, check_name=key.name, description=description)
+    return dg.AssetCheckResult(passed=entry.value is True, asset_key=key.asset_key, check_name=key.name)

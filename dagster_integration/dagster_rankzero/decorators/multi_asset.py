@@ -8,10 +8,9 @@ from typing import Any
 import dagster as dg
 
 from dagster_rankzero._compat import set_step_data_version
-from dagster_rankzero.arguments.partitions import PartitionArguments, of_single
-from dagster_rankzero.decorators.check_specs import check_result
-from dagster_rankzero.decorators.compute import build_compute, check_function, collect_options
-from dagster_rankzero.metadata.describe import RESULT_ENTRIES
+from dagster_rankzero.arguments.partitions import of_single
+from dagster_rankzero.decorators.compute import build_compute, check_result, collect_options, with_resource
+from dagster_rankzero.metadata import RESULT_ENTRIES
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 from rankzero.pipeline import NumProcesses
 
@@ -64,15 +63,10 @@ def torch_multi_asset(
     required = {name for name, out in outs.items() if out.is_required}
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
-        check_function("torch_multi_asset", function)
         if inspect.signature(function).return_annotation in (None, "None"):
             raise dg.DagsterInvalidDefinitionError(
                 f"{function.__name__} is annotated -> None, but {', '.join(outs)} are made of what it returns"
             )
-        ins = frozenset(asset_arguments.get("ins") or ())
-        PartitionArguments.of(function, ins).check(
-            asset_arguments.get("partitions_def"), asset_arguments.get("backfill_policy")
-        )
 
         def finish(context: dg.AssetExecutionContext, result: dg.MaterializeResult[Any], keys: list[str]) -> Any:
             values = _by_output(function.__name__, result.value, list(outs), required)
@@ -83,12 +77,11 @@ def torch_multi_asset(
                 if name in values and name in context.op_execution_context.selected_output_names
             )
 
-        compute = build_compute(function, resource_key, changes, dg.AssetExecutionContext, ins, finish)
-        keys = {*(asset_arguments.get("required_resource_keys") or ()), resource_key}
-        arguments = {**asset_arguments, "required_resource_keys": keys, "outs": outs}
-        if asset_arguments.get("can_subset"):
-            arguments["outs"] = {name: _optional(out) for name, out in outs.items()}
-        return dg.multi_asset(**arguments)(compute)
+        context = dg.AssetExecutionContext
+        compute = build_compute("torch_multi_asset", function, resource_key, changes, context, asset_arguments, finish)
+        may_miss = asset_arguments.get("can_subset")
+        made = {name: _optional(out) if may_miss else out for name, out in outs.items()}
+        return dg.multi_asset(**with_resource(asset_arguments, resource_key), outs=made)(compute)
 
     return decorate
 

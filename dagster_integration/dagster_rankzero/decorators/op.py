@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import dagster as dg
 
-from dagster_rankzero.decorators.compute import build_compute, build_script_compute, check_function, collect_options
+from dagster_rankzero.decorators.compute import build_compute, build_script_compute, collect_options, with_resource
 from dagster_rankzero.resource import DEFAULT_RESOURCE_KEY
 from rankzero.pipeline import NumProcesses
 
@@ -71,21 +71,20 @@ def torch_distributor_op(
         'train'
     """
     changes = collect_options(options, num_processes=num_processes, use_gpu=use_gpu)
-    required = {*(op_arguments.get("required_resource_keys") or ()), resource_key}
 
     def make(compute: Callable[..., Any]) -> dg.OpDefinition:
-        made = dg.op(**{**op_arguments, "required_resource_keys": required})(compute)
+        made = dg.op(**with_resource(op_arguments, resource_key))(compute)
         assert isinstance(made, dg.OpDefinition)
         return made
 
     def decorate(function: Callable[..., Any]) -> dg.OpDefinition:
-        check_function("torch_distributor_op", function)
+        context = dg.OpExecutionContext
+        compute = build_compute("torch_distributor_op", function, resource_key, changes, context, op_arguments)
         if args:
             raise dg.DagsterInvalidDefinitionError(
                 f"args={list(args)!r} is for scripts; the arguments of {function.__name__} are the op's inputs"
             )
-        ins = frozenset(op_arguments.get("ins") or ())
-        return make(build_compute(function, resource_key, changes, dg.OpExecutionContext, ins))
+        return make(compute)
 
     if train is None:
         return decorate

@@ -1,6 +1,7 @@
 """`RankZeroIOManager`: stores rank 0's value atomically, so that the next step gets a complete value or an error."""
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -9,8 +10,7 @@ from pydantic import Field, PrivateAttr
 from dagster_rankzero._compat import dimensions_of, partition_paths, set_data_version
 from dagster_rankzero.arguments.inputs import wants_reference
 from dagster_rankzero.fields import KnownFields, check_fields
-from dagster_rankzero.io_manager.paths import segment
-from dagster_rankzero.metadata.describe import describe_partitions, describe_result
+from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero.pipeline import attempt, split
 
 if TYPE_CHECKING:
@@ -185,3 +185,28 @@ def _by_partition(value: Any, context: dg.OutputContext) -> dict[str, Any]:
         "whole step: from the failure it would get the same value again",
         allow_retries=False,
     )
+
+
+LIMIT = 255
+"""Most bytes of the name of a directory in common file systems."""
+
+_KEPT = 180
+# Bytes of a longer name that are kept before its checksum.
+
+
+def segment(text: str) -> str:
+    """Returns the name of one directory for a part of an asset's key or a dimension of a partition's key.
+
+    Most keys are their own names. A slash, a percent sign and a NUL are escaped, so that no two keys share a name.
+
+    Example:
+        >>> segment("2026-01-01"), segment("a/b"), segment("a%2Fb"), segment(".."), segment("")
+        ('2026-01-01', 'a%2Fb', 'a%252Fb', '%2E%2E', '%')
+    """
+    name = re.sub(r"[%/\0]", lambda found: f"%{ord(found[0]):02X}", text)
+    if name in (".", ".."):
+        return name.replace(".", "%2E")
+    encoded = name.encode("utf-8", "surrogatepass")
+    if len(encoded) > LIMIT:
+        return f"{encoded[:_KEPT].decode('utf-8', 'ignore')}%~{hashlib.sha256(encoded).hexdigest()[:32]}"
+    return name or "%"

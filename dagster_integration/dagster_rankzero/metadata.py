@@ -2,11 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
+from dagster_rankzero._compat import assets_of
 from rankzero.pipeline import BLOCKS, PLAIN, REPORT_FILE, attempt, curves, is_number, reports, split
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Entries = dict[str, dg.MetadataValue[Any]]
+
+THINNING = 0.01
+"""Least time to the next observation as a fraction of the time since the first, which limits the number of rows."""
 
 METRIC_PREFIX = "metric/"
 """Prefix of metrics' names, so that a metric cannot replace another entry."""
@@ -146,3 +150,33 @@ def _plain(value: Any) -> str | int | float | bool | None:
         return str(value)
     # Large numbers, such as times, keep all digits before the point.
     return float(f"{value:.{TABLE_DIGITS}g}") if abs(value) < 10 ** (TABLE_DIGITS - 2) else float(value)
+
+
+def observe(context: Any, metrics: Mapping[str, Any]) -> Iterator[dg.AssetObservation]:
+    """Yields an observation of every asset that a context's step materializes; none for an op.
+
+    Args:
+        context: Context of the asset.
+        metrics: Last values by name. Finite numbers are shown, under the same names as in the materialization, so that
+            Dagster plots both as one line.
+    """
+    numbers = {METRIC_PREFIX + name: value for name, value in metrics.items() if is_number(value)}
+    if not numbers:
+        return
+    partition = context.partition_key if context.has_partition_key else None
+    for key in assets_of(context):
+        yield dg.AssetObservation(asset_key=key, partition=partition, metadata=numbers)
+
+
+def next_interval(interval: float, elapsed: float) -> float:
+    """Returns the seconds until the next observation.
+
+    Args:
+        interval: Least seconds between two observations.
+        elapsed: Seconds since the first observation.
+
+    Example:
+        >>> next_interval(5.0, 60.0), next_interval(5.0, 3600.0)
+        (5.0, 36.0)
+    """
+    return max(interval, THINNING * elapsed)
