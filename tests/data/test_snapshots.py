@@ -11,6 +11,7 @@ from rankzero.data import ARROW, FILE, File, Manifest, encode_schema, from_bytes
 from rankzero.driver import Tables
 from rankzero.job import Job
 from rankzero.run import RunDirectory
+from rankzero.submit import of_earlier_try
 
 JOB = Job(
     run_id="r",
@@ -115,3 +116,13 @@ def test_rows_stay_for_a_submitter_that_knows_the_store_by_another_path(tmp_path
     found = read(RunDirectory(str(tmp_path / "link" / "r")), replace(JOB, submission=1, first_attempt=1), session)
     assert found == before
     assert store.exists(found["train"].files[0].location)
+
+
+def test_a_try_keeps_the_datasets_of_the_try_before_except_queries(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    eval_rows = replace(made(run.new_dataset("eval"), "rows"), source="a/path")
+    read(run, replace(JOB, generation="scheduled"), Session(), {"eval": eval_rows})
+    sources = {"train": "db.events", "eval": "a/path"}
+    assert of_earlier_try(run, sources, "scheduled") == {"eval": eval_rows}
+    assert of_earlier_try(run, {**sources, "eval": "another/path"}, "scheduled") == {}
+    assert of_earlier_try(run, sources, "cleared") == {}

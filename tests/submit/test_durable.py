@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tests.conftest import until
 
@@ -203,3 +205,65 @@ def test_a_repeated_step_resumes_if_its_delivered_result_was_deleted(
         assert not opened.attached
         assert opened.handle.result(60) == 1
     assert "was deleted, so it resumes from its last checkpoint" in caplog.text
+
+
+@pytest.fixture
+def counting(durable: Launcher, tmp_path: Path) -> tuple[Launcher, Path, Path]:
+    """A launcher with a dataset of 10 rows, the script that returns their number, and the folder of the dataset."""
+    data = tmp_path / "data"
+    data.mkdir()
+    append(data, "a", 10)
+    path = tmp_path / "count.py"
+    path.write_text(
+        "import sys, time\nfrom pathlib import Path\nimport rankzero.train as rt\n"
+        "first = rt.get_checkpoint() is None\n"
+        "rt.report({}, checkpoint={'step': 1})\nrt.await_checkpoint()\nPath(sys.argv[1] + '-awaited').touch()\n"
+        "while not Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
+        "if first and Path(sys.argv[1]).read_text():\n    sys.exit(3)\n"
+        "rt.set_result([rt.get_dataset_shard().num_rows, first])\n"
+    )
+    return durable.options(dataset=str(data)), path, data
+
+
+def append(data: Path, name: str, rows: int) -> None:
+    pq.write_table(pa.table({"id": list(range(rows))}), data / f"{name}.parquet")
+
+
+def test_rows_that_are_appended_between_two_tries_end_no_training(
+    counting: tuple[Launcher, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher, script, data = counting
+    end = str(tmp_path / "end")
+    leave(launcher, script, (end,), "scheduled")
+    until(Path(f"{end}-awaited").exists, 60, "a training that has opened its dataset")
+    append(data, "b", 5)
+    with launcher.durable(str(script), (end,), {}, Try("scheduled"), LOG) as opened:
+        assert opened.attached
+        Path(end).touch()
+        assert opened.handle.result(60) == [10, True]
+    # A user who runs it again wants the new rows.
+    with launcher.durable(str(script), (end,), {}, Try("cleared"), LOG) as opened:
+        assert opened.handle.result(60) == [15, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [("append", [10, False]), ("overwrite", [5, True]), ("other", [3, True])]
+)
+def test_an_automatic_try_of_a_training_that_failed_reads_the_files_of_before(
+    counting: tuple[Launcher, Path, Path], tmp_path: Path, change: str, expected: list[Any]
+) -> None:
+    launcher, script, data = counting
+    end = tmp_path / "end"
+    end.write_text("fail")
+    leave(launcher, script, (str(end),), "scheduled").wait(60)
+    if change == "append":
+        append(data, "b", 5)
+    elif change == "overwrite":
+        append(data, "a", 5)
+    else:
+        (tmp_path / "other").mkdir()
+        append(tmp_path / "other", "a", 3)
+        launcher = launcher.options(dataset=str(tmp_path / "other"))
+    end.write_text("")
+    with launcher.durable(str(script), (str(end),), {}, Try("scheduled"), LOG) as opened:
+        assert opened.handle.result(60) == expected

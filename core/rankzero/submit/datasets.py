@@ -134,6 +134,7 @@ def collect(
                 _check_query(name, source, engine)
         for name, manifest in manifests.items():
             manifest.check_rows(name, num_processes)
+            manifests[name] = replace(manifest, source=manifest.source or _source_of(sources[name]))
     except BaseException:
         Datasets(manifests).discard(before)
         raise
@@ -196,12 +197,60 @@ def earlier(run: RunDirectory) -> dict[str, Manifest]:
         return {}
 
 
+def of_earlier_try(run: RunDirectory, sources: Mapping[str, Any], generation: str) -> dict[str, Manifest]:
+    """Returns the datasets that the run has if an earlier try of the same chain submitted it with the same sources.
+
+    Args:
+        run: The run.
+        sources: The result of `check`.
+        generation: Name of the chain of tries that an orchestrator starts by itself; empty without an orchestrator.
+    """
+    if not sources or not generation or (job := run.job()).generation != generation:
+        return {}
+    return {
+        name: manifest
+        for name, manifest in earlier(run).items()
+        # The identity has the text of a query that the driver computes.
+        if name in sources and name not in job.queries and manifest.source in (None, _source_of(sources[name]))
+    }
+
+
+def are_readable(manifests: Mapping[str, Manifest], sources: Mapping[str, Any], engine: Engine) -> bool:
+    """Returns True if every file of these datasets still has the rows that its manifest describes.
+
+    Args:
+        manifests: The datasets, by name.
+        sources: The result of `check`.
+        engine: The engine of the run.
+    """
+    for name, manifest in manifests.items():
+        if manifest.folder is not None:
+            is_readable = store.exists(manifest.files[0].location)
+        else:
+            from rankzero.submit.paths import is_unchanged
+
+            source = _opened(sources[name], engine)
+            is_path_of_rows = not _is_frame(source) and not isinstance(source, Manifest)
+            is_readable = not is_path_of_rows or is_unchanged(manifest, os.fspath(source), name)
+        if not is_readable:
+            logger.warning("dataset %r has other rows than in the try before", name)
+            return False
+    return True
+
+
 def remove_replaced(before: Mapping[str, Manifest], now: Datasets) -> None:
     """Removes rows of an earlier submission that this one does not read; the driver does so for queries."""
     kept = {manifest.folder for manifest in now.manifests.values()}
     for name, manifest in before.items():
         if manifest.folder and manifest.folder not in kept and name not in now.queries:
             store.remove(manifest.folder)
+
+
+def _source_of(source: Any) -> str:
+    """Returns a name of what the user gave, equal in all tries of a step."""
+    if isinstance(source, (ResultRef, Manifest)):
+        return source.digest
+    return "a DataFrame" if _is_frame(source) else os.fspath(source)
 
 
 def _is_frame(source: object) -> bool:

@@ -14,7 +14,7 @@ from rankzero.run.handle import RunHandle
 from rankzero.run.identity import Asked, describe
 from rankzero.run.reconcile import Decision
 from rankzero.run.tries import PipelineTry, attempt, detaching
-from rankzero.submit import drivers, submission
+from rankzero.submit import datasets, drivers, submission
 from rankzero.submit.owned import open_owned
 from rankzero.submit.prepare import Request, prepare
 
@@ -63,20 +63,23 @@ def open_durable(
     handle: RunHandle[Any] | None = None
     # The handle, once there is one: under the same id there may be a later submission by then.
     with detaching(lambda: handle or submission.find(run), caller, request.template.stop_grace, log):
-        identity = request.identity_of(train, args, kwargs)
         template = replace(request.template, generation=caller.generation)
-        request = replace(request, identity=identity, template=template, caller=caller)
+        request = replace(request, template=template, caller=caller)
         before = submission.find(run)
-        if before and _reconcile(before, request.asked(train, identity), caller, log) in (
-            Decision.ATTACH,
-            Decision.DELIVER,
-        ):
+        # A dataset that has changed since does not make an automatic try another training.
+        kept = datasets.of_earlier_try(run, request.sources, caller.generation) if before else {}
+        repeated = replace(request, sources={**request.sources, **kept})
+        identity = repeated.identity_of(train, args, kwargs)
+        decision = _reconcile(before, repeated.asked(train, identity), caller, log) if before else Decision.FRESH
+        if before and decision in (Decision.ATTACH, Decision.DELIVER):
             handle = before
             log.info("attached to the run in %s", handle.directory)
             if caller.lease_when_attached is not None and not handle.status().final:
                 handle.hold(caller.lease_when_attached)
             yield Opened(handle, attached=True)
             return
+        if not kept or (decision is Decision.RESUME and datasets.are_readable(kept, request.sources, request.engine)):
+            request = replace(repeated, identity=identity)
         if caller.is_followed_by_another:
             _, started = prepare(request, train, args, kwargs, detached=True)
             handle = drivers.start(run, request) if started else RunHandle.attach(run.directory)

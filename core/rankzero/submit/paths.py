@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Collection
 from typing import Any
 
 from rankzero import store
@@ -35,25 +37,43 @@ _SAMPLED_BYTES = 16 << 20
 _PAGES = 64 << 10
 
 
-def manifest_of_path(location: str, name: str) -> Manifest:
+def is_unchanged(manifest: Manifest, location: str, name: str) -> bool:
+    """Returns True if the files of an earlier manifest still have their content, whatever was added to the table.
+
+    Args:
+        manifest: The earlier manifest.
+        location: The path of the table, as for `manifest_of_path`.
+        name: The dataset's name.
+    """
+    files = [file.location for file in manifest.files]
+    with contextlib.suppress(InvalidJobError):
+        if manifest_of_path(location, name, only=files).digest == manifest.digest:
+            return True
+        # The digest of a Delta table is that of its version. Its files have unique names and never change.
+        return _is_delta(_version_of(_absolute(location))[0]) and all(map(store.exists, files))
+    return False
+
+
+def manifest_of_path(location: str, name: str, only: Collection[str] | None = None) -> Manifest:
     """Returns the manifest, for ranks, of the table at a path.
 
     Args:
         location: A file or a directory, as a path or a URL. Directories ``column=value`` below it are columns. For a
             Delta table, ``@v3`` at the end selects a version.
         name: The dataset's name for errors.
+        only: The files that are read, except of a Delta table; None for all.
 
     Raises:
         InvalidJobError: there is no table, it cannot be read, or a column cannot be represented by a tensor.
     """
-    location = location.rstrip("/") if store.is_url(location) else os.path.abspath(os.path.expanduser(location))
+    location = _absolute(location)
     where = f"the dataset {name!r}"
     try:
         location, version = _version_of(location)
-        if store.exists(store.join(location, _DELTA_LOG)):
+        if _is_delta(location):
             data, digest = _delta(location, version)
         else:
-            data, digest = _directory(location, where), None
+            data, digest = _directory(location, where, only), None
         return _manifest(data, location, digest, where)
     except InvalidJobError:
         raise
@@ -62,15 +82,23 @@ def manifest_of_path(location: str, name: str) -> Manifest:
         raise InvalidJobError(f"{where} cannot be read from {location}: {type(error).__name__}: {error}") from error
 
 
+def _absolute(location: str) -> str:
+    return location.rstrip("/") if store.is_url(location) else os.path.abspath(os.path.expanduser(location))
+
+
+def _is_delta(location: str) -> bool:
+    return store.exists(store.join(location, _DELTA_LOG))
+
+
 def _version_of(location: str) -> tuple[str, int | None]:
     """Splits a path ``table@v3`` of a Delta table into the table and its version; returns other paths unchanged."""
     found = re.fullmatch(r"(.+)@v(\d+)", location)
-    if found and not store.exists(location) and store.exists(store.join(found[1], _DELTA_LOG)):
+    if found and not store.exists(location) and _is_delta(found[1]):
         return found[1], int(found[2])
     return location, None
 
 
-def _directory(location: str, where: str) -> Any:
+def _directory(location: str, where: str, only: Collection[str] | None) -> Any:
     from pyarrow import dataset, fs
 
     filesystem, path = filesystem_of(location)
@@ -84,6 +112,8 @@ def _directory(location: str, where: str) -> Any:
         every = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
         below = {info.path: info.path[len(path.rstrip("/")) + 1 :] for info in every if info.type == fs.FileType.File}
         names = sorted(name for name, short in below.items() if not _is_hidden(short))
+    if only is not None:
+        names = [name for name in names if _place(name, location, path)[0] in only]
     if not names:
         raise InvalidJobError(f"{where} has no files: {location}")
     kind = "feather" if names[0].endswith(_ARROW_NAMES) else dataset.ParquetFileFormat(**PARQUET_OPTIONS)
