@@ -13,47 +13,36 @@ SECTION = "rankzero"
 
 DEFAULT_RETENTION_DAYS = 30
 
+
+def _option(description: str, example: str, kind: str = "string", default: str = "") -> dict[str, Any]:
+    facts = {"description": description, "example": example, "default": default}
+    return {**facts, "version_added": "0.1.0", "type": kind}
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
-    "store": {
-        "description": (
-            "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection name none. "
-            "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker."
-        ),
-        "version_added": "0.1.0",
-        "type": "string",
-        "example": "s3://bucket/rankzero",
-        "default": "",
-    },
-    "retention_days": {
-        "description": "Days after which the directory of a run that has ended may be deleted; 0 keeps all of them.",
-        "version_added": "0.1.0",
-        "type": "integer",
-        "example": "90",
-        "default": str(DEFAULT_RETENTION_DAYS),
-    },
-    "directory_url": {
-        "description": (
-            "Where a web browser finds a run directory, for the button 'Run directory' of a task. {path} stands for "
-            "the directory without its scheme, {name} for the run's name. Empty: the console of Google Cloud or AWS "
-            "for gs:// and s3://, and no button for other stores."
-        ),
-        "version_added": "0.1.0",
-        "type": "string",
-        "example": "https://minio.example.com/browser/{path}/",
-        "default": "",
-    },
-    "report_url": {
-        "description": (
-            "Where a web browser finds the report of a run, for the button 'Report' of a task: of `rankzero serve`, or "
-            "of the file report.html in the run directory. {path} stands for the directory without its scheme, {name} "
-            "for the run's name. Empty: the console of Google Cloud or AWS for gs:// and s3://, and no button for "
-            "other stores."
-        ),
-        "version_added": "0.1.0",
-        "type": "string",
-        "example": "https://reports.example.com/runs/{name}",
-        "default": "",
-    },
+    "store": _option(
+        "Root of the run directories, a path or an fsspec URL, for tasks whose operator and connection name none. "
+        "Empty: the environment variable RANKZERO_STORE, else ~/.rankzero/runs of the worker.",
+        "s3://bucket/rankzero",
+    ),
+    "retention_days": _option(
+        "Days after which the directory of a run that has ended may be deleted; 0 keeps all of them.",
+        "90",
+        "integer",
+        str(DEFAULT_RETENTION_DAYS),
+    ),
+    "directory_url": _option(
+        "Where a web browser finds a run directory, for the button 'Run directory' of a task. {path} stands for the "
+        "directory without its scheme, {name} for the run's name. Empty: the console of Google Cloud or AWS for gs:// "
+        "and s3://, and no button for other stores.",
+        "https://minio.example.com/browser/{path}/",
+    ),
+    "report_url": _option(
+        "Where a web browser finds the report of a run, for the button 'Report' of a task: of `rankzero serve`, or of "
+        "the file report.html in the run directory. {path} stands for the directory without its scheme, {name} for the "
+        "run's name. Empty: the console of Google Cloud or AWS for gs:// and s3://, and no button for other stores.",
+        "https://reports.example.com/runs/{name}",
+    ),
 }
 """The options as Airflow's provider information describes them."""
 

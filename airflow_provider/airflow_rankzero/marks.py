@@ -8,7 +8,9 @@ there by its lease.
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +28,8 @@ FOLLOWER_GRACE = 10.0
 THREADS = 4
 """Threads for the marks of an API server. A mark of a task without a living training takes one for one query."""
 
+_XCOMS, _TASKS = "airflow.models.xcom.XComModel", "airflow.models.taskinstance.TaskInstance"
+
 _MARKED = ("failed", "success", "skipped")
 
 _threads = ThreadPoolExecutor(THREADS, "rankzero-marks")
@@ -33,65 +37,35 @@ _threads = ThreadPoolExecutor(THREADS, "rankzero-marks")
 
 @hookimpl
 def on_task_instance_failed(previous_state: Any, task_instance: Any) -> None:
-    """Ends the training of a task that a user has marked as failed."""
-    _note(previous_state, task_instance)
-
-
-@hookimpl
-def on_task_instance_success(previous_state: Any, task_instance: Any) -> None:
-    """Ends the training of a task that a user has marked as succeeded."""
-    _note(previous_state, task_instance)
-
-
-@hookimpl
-def on_task_instance_skipped(previous_state: Any, task_instance: Any) -> None:
-    """Ends the training of a task that a user has marked as skipped."""
-    _note(previous_state, task_instance)
+    """Ends the training of a task that a user has marked as failed, succeeded or skipped."""
+    # Task processes and the scheduler call listeners, too: with a state before, or with no row of the database.
+    if previous_state is None and type(task_instance).__module__ == "airflow.models.taskinstance":
+        # The mark is not committed yet, and the request does not wait.
+        ti = task_instance
+        _threads.submit(_end, ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
 
 
 @hookimpl
 def on_dag_run_failed(dag_run: Any, msg: str) -> None:
-    """Ends the trainings of a DAG run that has failed: by ``dagrun_timeout``, by its tasks, or by a user's mark."""
-    _note_end(dag_run)
-
-
-@hookimpl
-def on_dag_run_success(dag_run: Any, msg: str) -> None:
-    """Ends the trainings of a DAG run that a user has marked as successful."""
-    _note_end(dag_run)
-
-
-def _note_end(dag_run: Any) -> None:
+    """Ends the trainings of a DAG run that has failed (by ``dagrun_timeout``, too), or that a user has marked."""
     # The states of its tasks are not committed yet, and neither the scheduler nor a request waits.
     _threads.submit(_end_all, dag_run.dag_id, dag_run.run_id)
+
+
+# Airflow finds listeners by their names.
+on_task_instance_success = on_task_instance_skipped = on_task_instance_failed
+on_dag_run_success = on_dag_run_failed
 
 
 def _end_all(dag_id: str, run_id: str) -> None:
     """Ends the living trainings of a DAG run whose tasks have ended."""
     try:
-        for task_id, map_index in _tasks_of(dag_id, run_id):
+        for task_id, map_index in _rows(
+            _XCOMS, "task_id", "map_index", dag_id=dag_id, run_id=run_id, key=DIRECTORY_KEY
+        ):
             _threads.submit(_end, dag_id, run_id, task_id, map_index)
     except Exception:
         logger.warning("the trainings of the DAG run %s are left to their leases", run_id, exc_info=True)
-
-
-def _tasks_of(dag_id: str, run_id: str) -> list[tuple[str, int]]:
-    """Returns the task instances of a DAG run that have had a training."""
-    from airflow.models.xcom import XComModel
-    from airflow.utils.session import create_session
-    from sqlalchemy import select
-
-    key = {"dag_id": dag_id, "run_id": run_id, "key": DIRECTORY_KEY}
-    with create_session(scoped=False) as session:
-        found = session.execute(select(XComModel.task_id, XComModel.map_index).filter_by(**key)).all()
-    return [(task_id, map_index) for task_id, map_index in found]
-
-
-def _note(previous_state: Any, ti: Any) -> None:
-    # Task processes and the scheduler call listeners, too: with a state before, or with no row of the database.
-    if previous_state is None and type(ti).__module__ == "airflow.models.taskinstance":
-        # The mark is not committed yet, and the request does not wait.
-        _threads.submit(_end, ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
 
 
 def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
@@ -99,8 +73,8 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
     key = {"dag_id": dag_id, "run_id": run_id, "task_id": task_id, "map_index": map_index}
     directory = None
     try:
-        directory = _directory_of(key)
-        if directory is None:
+        directory = next((row.value for row in _rows(_XCOMS, "value", key=DIRECTORY_KEY, **key)), None)
+        if not isinstance(directory, str):
             return
         handle = RunHandle.attach(directory, follows=False)
         if handle.wait(FOLLOWER_GRACE) or _state_of(key) not in _MARKED:
@@ -114,21 +88,17 @@ def _end(dag_id: str, run_id: str, task_id: str, map_index: int) -> None:
         logger.warning("the training of the marked task %s is left to its lease", task_id, exc_info=True)
 
 
-def _directory_of(key: dict[str, Any]) -> str | None:
-    from airflow.models.xcom import XComModel
-    from airflow.utils.session import create_session
-    from sqlalchemy import select
-
-    with create_session(scoped=False) as session:
-        found = session.scalars(select(XComModel.value).filter_by(**key, key=DIRECTORY_KEY)).first()
-    return found if isinstance(found, str) else None
-
-
 def _state_of(key: dict[str, Any]) -> str | None:
-    from airflow.models.taskinstance import TaskInstance
+    return next((str(row.state) for row in _rows(_TASKS, "state", **key)), None)
+
+
+def _rows(model: str, *columns: str, **key: Any) -> Sequence[Any]:
+    """Returns columns of the rows of one of Airflow's tables that have the given values."""
     from airflow.utils.session import create_session
     from sqlalchemy import select
 
+    module, _, name = model.rpartition(".")
+    table = getattr(importlib.import_module(module), name)
     with create_session(scoped=False) as session:
-        state = session.scalars(select(TaskInstance.state).filter_by(**key)).first()
-    return None if state is None else str(state)
+        query = select(*(getattr(table, column) for column in columns)).filter_by(**key)
+        return session.execute(query).all()

@@ -216,19 +216,13 @@ class TorchTrainingComponent(dg.Component, dg.Resolvable, dg.Model):
                 f"ins names {', '.join(unknown)}, but {train.__name__} has no such parameter left"
             )
         backfill = {"single_run": dg.BackfillPolicy.single_run, "multi_run": dg.BackfillPolicy.multi_run}
+        names = (
+            "key deps metadata tags group_name code_version owners automation_condition freshness_policy partitions_def"
+        )
         arguments = {
-            "key": spec.key,
+            **{name: getattr(spec, name) for name in names.split()},
             "ins": ins,
-            "deps": spec.deps,
             "description": spec.description or inspect.getdoc(self.train_fn),
-            "metadata": spec.metadata,
-            "tags": spec.tags,
-            "group_name": spec.group_name,
-            "code_version": spec.code_version,
-            "owners": spec.owners,
-            "automation_condition": spec.automation_condition,
-            "freshness_policy": spec.freshness_policy,
-            "partitions_def": spec.partitions_def,
             "io_manager_key": self.io_manager_key,
             "check_specs": [dg.AssetCheckSpec(asset=spec.key, **dict(check)) for check in self.check_specs],
             "op_tags": op.tags,

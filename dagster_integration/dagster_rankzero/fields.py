@@ -49,6 +49,19 @@ class KnownFields(dg.Config):
             check_fields(cls, given)
         return given
 
+    @classmethod
+    def configure_at_launch(cls, **fields: Any) -> Any:
+        """Returns a resource or an IO manager whose other fields are set in the launchpad.
+
+        Args:
+            fields: The fields with known values.
+
+        Raises:
+            dagster.DagsterInvalidDefinitionError: a field does not exist.
+        """
+        check_fields(cls, fields)
+        return super().configure_at_launch(**fields)  # type: ignore[misc]
+
 
 def check_fields(owner: type[BaseModel], given: Iterable[str]) -> None:
     """Raises DagsterInvalidDefinitionError if one of the names is not a field of the class."""

@@ -109,19 +109,6 @@ class TorchDistributorResource(LauncherFields):
         except (dg.DagsterInvalidDefinitionError, ValidationError) as error:
             raise dg.Failure(f"wrong options of {type(self).__name__}: {error}", allow_retries=False) from error
 
-    @classmethod
-    def configure_at_launch(cls, **fields: Any) -> Any:
-        """Returns a resource whose other fields are set in the launchpad.
-
-        Args:
-            fields: The fields with known values.
-
-        Raises:
-            dagster.DagsterInvalidDefinitionError: a field does not exist.
-        """
-        check_fields(cls, fields)
-        return super().configure_at_launch(**fields)
-
     @overload
     def run(
         self, context: dg.AssetExecutionContext, train: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs

@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr
 
 from dagster_rankzero._compat import dimensions_of, partition_paths, set_data_version
 from dagster_rankzero.arguments.inputs import wants_reference
-from dagster_rankzero.fields import KnownFields, check_fields
+from dagster_rankzero.fields import KnownFields
 from dagster_rankzero.metadata import describe_partitions, describe_result
 from rankzero.pipeline import attempt, split
 
@@ -54,19 +54,6 @@ class RankZeroIOManager(KnownFields, dg.ConfigurableIOManager, dg.UPathIOManager
     )
 
     _base_path: "UPath" = PrivateAttr()
-
-    @classmethod
-    def configure_at_launch(cls, **fields: Any) -> Any:
-        """Returns an IO manager whose other fields are set in the launchpad.
-
-        Args:
-            fields: The fields with known values.
-
-        Raises:
-            dagster.DagsterInvalidDefinitionError: a field does not exist.
-        """
-        check_fields(cls, fields)
-        return super().configure_at_launch(**fields)
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:
         """Determines the root directory or URL of the stored values."""
