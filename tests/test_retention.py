@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 from rankzero import InvalidJobError, store
+from rankzero.data import FILE, File, Manifest, to_bytes
 from rankzero.job import Job
 from rankzero.run import (
     ABANDONED,
@@ -291,3 +292,37 @@ def test_rows_of_a_submitter_that_died_before_its_claim_are_removed(tmp_path: Pa
     (removed,) = collect(str(tmp_path), 60.0, now=time.time() + 2 * CLAIM_PATIENCE).removed
     assert removed.state == "abandoned"
     assert os.listdir(tmp_path) == []
+
+
+def make_rows(root: str) -> str:
+    """The directory of the rows of a sweep, which is no run."""
+    rows = store.join(root, "nightly-data", "datasets", "train-0a1b2c3d", "part-0.arrow")
+    store.make_directory(rows.rpartition("/")[0])
+    store.write_bytes(rows, b"rows")
+    return rows
+
+
+def make_trial(root: str, rows: str, status: RunStatus) -> None:
+    """A trial that reads these rows."""
+    run = make_run(root, "nightly-1", status)
+    manifest = Manifest("arrow", "", (File(rows, (1,)),), 8, "digest")
+    store.write_bytes(run.submission_path(0, FILE), to_bytes({"train": manifest}))
+    run.write_submission(replace(make_job("nightly-1"), files={FILE: {"location": run.submission_path(0, FILE)}}))
+    run.write_status(status)
+
+
+def test_rows_of_a_sweep_stay_while_a_trial_lives(root: str) -> None:
+    rows = make_rows(root)
+    make_trial(root, rows, RunStatus(state="running", heartbeat=NOW, driver_host="elsewhere", driver_pid=1))
+    done = collect(root, 60.0, now=NOW + 2 * CLAIM_PATIENCE)
+    assert (done.removed, done.problems, done.kept) == ([], {}, 2)
+    assert store.exists(rows)
+
+
+def test_rows_of_a_sweep_are_kept_as_long_as_its_last_trial(root: str) -> None:
+    rows = make_rows(root)
+    make_trial(root, rows, ended(NOW + MONTH))
+    assert collect(root, MONTH, now=NOW + MONTH + DAY).removed == []
+    removed = collect(root, MONTH, now=NOW + 2 * MONTH + DAY).removed
+    assert [each.directory.rpartition("/")[2] for each in removed] == ["nightly-1", "nightly-data"]
+    assert names(root) == []

@@ -10,6 +10,7 @@ deleted first, and without it there is no run. The next `collect` finds the clai
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rankzero import store
+from rankzero.errors import RunNotFoundError
 from rankzero.kinds import SECONDS
 from rankzero.run.checkpoints import FOLDER, list_committed, remove
 from rankzero.run.directory import DATASETS, RunDirectory
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 HIDDEN = ".rankzero-removed-"
 """Prefix of the names of directories that are being removed. A run id never begins with a dot."""
+
+MANIFESTS = "datasets.json"
+"""Name of the file with the manifests of a run's datasets, as `rankzero.data.manifest` writes it."""
 
 ABANDONED, HALF_REMOVED = "abandoned", "half-removed"
 """States of a directory without a run: claimed but never written, or left behind by a collector that died."""
@@ -125,8 +130,9 @@ def collect(
     """Removes the directories of runs that ended longer ago than ``older_than``.
 
     Removes runs that have ended, runs whose driver died, and directories that were claimed for a run but never
-    written. A running run is kept, however old it is, and so is everything in the store that is not a run. From a kept
-    run, checkpoints of that age are removed if an earlier training under the same run id reported them.
+    written. A running run is kept, however old it is, and so is everything in the store that is not a run. The rows of
+    a sweep are kept while a trial that reads them is kept. From a kept run, checkpoints of that age are removed if an
+    earlier training under the same run id reported them.
 
     The logs, checkpoints and result of a run are removed with its directory, so a `rankzero.ResultRef` of the run
     cannot be loaded any more. To keep a result longer, copy it: ``ResultRef.save(ref.load(), directory)``.
@@ -226,9 +232,7 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
     half_removed = claimed is not None and run.removal_claimed(newest)
     if not store.exists(run.path("job.json")):
         if claimed is None:
-            # A submitter that died while Spark computed its dataset has not claimed a submission.
-            began = _rows_since(run)
-            return None if began is None else Age(ABANDONED, True, began, began)
+            return _age_of_rows(run)
         return Age(HALF_REMOVED, True, claimed) if half_removed else Age(ABANDONED, True, claimed, claimed)
     is_written = run.job().submission >= newest
     status = run.status()
@@ -239,11 +243,36 @@ def _age(run: RunDirectory, newest: int) -> Age | None:
     return Age(status.state, status.final, since, None if is_written or half_removed else claimed)
 
 
-def _rows_since(run: RunDirectory) -> float | None:
-    """Returns the Unix time of the last rows that Spark has written for a run; None if there are none."""
+def _age_of_rows(run: RunDirectory) -> Age | None:
+    """Returns the age of a directory that has only rows; None if it has none.
+
+    Trials of a sweep share the rows in its directory. A submitter that died while Spark computed its dataset has left
+    such a directory, too.
+    """
     folders = [run.path(DATASETS, name) for name in store.list_names(run.path(DATASETS))]
     files = [store.join(folder, name) for folder in folders for name in store.list_names(folder)]
-    return max(map(store.modified, files), default=None)
+    if not files:
+        return None
+    listed = [run.path(MANIFESTS)] if store.exists(run.path(MANIFESTS)) else []
+    root, name = run.directory.rstrip("/").rsplit("/", 1)
+    readers = [age for other in store.list_names(root) if (age := _age_of_reader(store.join(root, other), name))]
+    since = max([*map(store.modified, [*files, *listed]), *(age.since for age in readers)])
+    return Age(ABANDONED, all(age.final for age in readers), since, since)
+
+
+def _age_of_reader(directory: str, name: str) -> Age | None:
+    """Returns the age of a run if it reads rows in the directory with this name in the same store; else None."""
+    run = RunDirectory(directory)
+    try:
+        if _is_hidden(directory) or MANIFESTS not in (files := run.job().files):
+            return None
+        manifests = json.loads(store.read_bytes(files[MANIFESTS]["location"]))
+    except (FileNotFoundError, NotADirectoryError, RunNotFoundError):
+        return None
+    # By name, since another process may have the same store under another path.
+    locations = (file["location"] for manifest in manifests.values() for file in manifest["files"])
+    is_reader = any(f"/{name}/{DATASETS}/" in location for location in locations)
+    return _age(run, run.newest_claim()) if is_reader else None
 
 
 def _remove(run: RunDirectory, newest: int, age: Age) -> bool:

@@ -182,6 +182,9 @@ def share(
         )
     known = run.path(FILE)
     before = from_bytes(store.read_bytes(known)) if store.exists(known) else {}
+    if before:
+        # A collector that runs while Spark compares the rows then finds them in use.
+        store.write_bytes(known, to_bytes(before))
     found = collect(frames, engine, run, job.num_processes, before)
     store.write_bytes(known, to_bytes(found.manifests), durable=True)
     remove_replaced(before, found)
