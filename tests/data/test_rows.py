@@ -317,6 +317,24 @@ def _die() -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.parametrize("place", ["local", "without links", "object store"])
+def test_rows_of_a_delivered_table_are_copied_into_a_later_attempt(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "without links":
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError("no links")))
+    run = RunDirectory(f"memory://{tmp_path.name}/run" if place == "object store" else str(tmp_path))
+    for path in (run.path("result", "value-0.json"), run.path("tables", "0000", "t", file_of(0, 0, 0))):
+        store.make_directory(path.rpartition("/")[0])
+        store.write_bytes(path, b"rows")
+    # As in Ray Train, where a run that has succeeded resumes by its name.
+    for attempt in (1, 1, 2):
+        carry_rows(run, attempt, {"t": {"0": {"0": 1}}})
+        for folder in ("0000", f"{attempt:04d}"):
+            assert store.read_bytes(run.path("tables", folder, "t", file_of(0, 0, 0))) == b"rows"
+    assert store.list_names(run.path("tables", "0002", "t")) == [file_of(0, 0, 0)]
+
+
 def _failing(count: int) -> Any:
     for number in range(count):
         yield {"id": torch.arange(2) + 2 * number} | ({"extra": ["x", "y"]} if number else {})

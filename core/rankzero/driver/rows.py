@@ -6,6 +6,8 @@ tables/0001/rows/part-0001-00000-000000.parquet     of attempt 1 itself
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 
 from rankzero import store
@@ -17,7 +19,8 @@ from rankzero.run.directory import RunDirectory
 def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
     """Moves rows that belong to an attempt's starting checkpoint into the folder of that attempt.
 
-    If this process dies meanwhile, each file is in the folder of some attempt, where the next attempt finds it.
+    If this process dies meanwhile, each file is in the folder of some attempt, where the next attempt finds it. Rows of
+    an attempt that has a result are copied, since the result may be a handle of their table.
 
     Args:
         run: The run.
@@ -27,11 +30,13 @@ def carry_rows(run: RunDirectory, attempt: int, written: Written) -> None:
     Raises:
         OSError: the store refuses to move a file. Its fsspec driver may raise errors of other types.
     """
+    values = store.list_names(run.path("result")) if written else []
     for number in _attempts_before(run, attempt) if written else ():
+        keep = _has_result(number, values)
         for table, file in _carried(run, number, written):
             folder = run.path(FOLDER, folder_of(attempt), table)
             store.make_directory(folder)
-            _move(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file))
+            _carry(run.path(FOLDER, folder_of(number), table, file), store.join(folder, file), keep=keep)
 
 
 def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
@@ -46,8 +51,7 @@ def remove_rows(run: RunDirectory, attempts: range, written: Written) -> None:
     """
     values = store.list_names(run.path("result"))
     for number in _attempts_before(run, attempts.stop):
-        is_result = any(value.startswith(f"value-{number}.") for value in values)
-        if number in attempts or not is_result:
+        if number in attempts or not _has_result(number, values):
             _remove_all_but(run, number, written)
 
 
@@ -81,10 +85,23 @@ def _files(run: RunDirectory, number: int) -> Iterator[tuple[str, str]]:
             yield table, file
 
 
-def _move(source: str, target: str) -> None:
+def _has_result(attempt: int, values: list[str]) -> bool:
+    return any(value.startswith(f"value-{attempt}.") for value in values)
+
+
+def _carry(source: str, target: str, *, keep: bool) -> None:
     if not store.is_url(source):
-        store.upload(source, target)
-    elif store.copy_within(source, target):
-        store.remove(source)
-    else:
+        if not keep:
+            store.upload(source, target)
+        elif not store.exists(target):
+            if not store.copy_within(source, target):
+                # A file system without hard links.
+                with open(source, "rb") as rows, store.atomic_file(target) as file:
+                    shutil.copyfileobj(rows, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            store.sync_directory(os.path.dirname(target))
+    elif not store.copy_within(source, target):
         raise OSError(f"{source} cannot be copied to {target} within its store")
+    elif not keep:
+        store.remove(source)
