@@ -132,3 +132,17 @@ def test_other_objects_of_airflow_are_refused_by_name_before_the_submission() ->
     undefined = jinja2.StrictUndefined(name="rate")
     with pytest.raises(InvalidJobError, match=r"op_args\[1\] is a template .* 'rate' is undefined"):
         positional([1, undefined])
+
+
+def test_default_arguments_of_a_dag_reach_the_options() -> None:
+    from airflow.sdk import DAG
+
+    from airflow_rankzero import TorchDistributorOperator, torch_distributor
+
+    with DAG("defaults", default_args={"num_processes": 7, "stop_grace": 3.0, "owner": "team"}):
+        operator = TorchDistributorOperator(task_id="train", train=print, stop_grace=4.0)
+        decorated = torch_distributor(print)().operator
+    assert (operator.num_processes, operator.stop_grace, operator.owner) == (7, 4.0, "team")
+    assert (decorated.num_processes, decorated.stop_grace) == (7, 3.0)
+    with pytest.raises(TypeError, match="num_proceses"):
+        TorchDistributorOperator(task_id="wrong", train=print, num_proceses=2)

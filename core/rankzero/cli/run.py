@@ -73,7 +73,7 @@ def _launcher_options(command: Any) -> Any:
             arguments = {"metavar": kind.form, "default": default, **_FORMS.get(kind.plain, {})}
             text = re.split(r"[.;:](?: |$)", each.help.replace("`", ""))[0]
             flags = [each.name, flag, *each.flag.split()]
-            command = click.option(*flags, show_default=True, help=f"{text}.", **arguments)(command)
+            command = click.option(*flags, show_default=True, help=text and f"{text}.", **arguments)(command)
     return command
 
 
