@@ -30,6 +30,11 @@ RestartOn = str | type[BaseException] | Callable[[BaseException], Any] | Sequenc
 """Exceptions of the user's code after which a run is restarted: texts, classes, or a function of the exception."""
 
 
+def as_text(name: str, text: str) -> Any:
+    """Returns the text, which is the value itself."""
+    return text
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of option value.
@@ -40,16 +45,17 @@ class Kind:
         form: The form of a text, for the help of the command line; empty if there is no text for a value.
         plain: Type of the value in configuration files and on command lines; None if they cannot hold it.
         read: Returns the value that a text stands for, from the option's name and the text. Raises InvalidJobError.
-            None: a text is the value itself.
     """
 
     check: Callable[[str, Any], Any]
     form: str = ""
     plain: Any = None
-    read: Callable[[str, str], Any] | None = None
+    read: Callable[[str, str], Any] = as_text
 
 
-def valued(is_valid: Callable[[Any], bool], wanted: str, form: str = "", plain: Any = None, read: Any = None) -> Kind:
+def valued(
+    is_valid: Callable[[Any], bool], wanted: str, form: str = "", plain: Any = None, read: Any = as_text
+) -> Kind:
     """Returns a kind whose values are used as they are given."""
 
     def check(name: str, value: Any) -> Any:
@@ -73,12 +79,11 @@ def _reader(wanted: str, *types: Callable[[str], Any]) -> Callable[[str, str], A
 
 
 _read_count = _reader("it must be a whole number", int)
+_read_bound = _reader("it must be a whole number or MIN:MAX", int)
 
 
 def _read_world(name: str, text: str) -> Any:
-    if text.strip() == AUTO:
-        return AUTO
-    counts = tuple(_read_count(name, count) for count in text.split(":"))
+    counts = tuple(_read_bound(name, count) for count in text.split(":", 1)) if text.strip() != AUTO else (AUTO,)
     return counts if len(counts) > 1 else counts[0]
 
 

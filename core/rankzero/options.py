@@ -194,7 +194,7 @@ class Option:
     @property
     def is_number(self) -> bool:
         """Returns True if a late text has to be read, since it stands for a number or a few of them."""
-        return self.late and self.kind.read is not None
+        return self.late and self.kind.read is not kinds.as_text
 
     def check(self, value: Any) -> Any:
         """Returns the value as rankzero uses it. Raises InvalidJobError for a wrong one."""
@@ -202,7 +202,7 @@ class Option:
 
     def read(self, text: str) -> Any:
         """Returns the value that a text stands for. Raises InvalidJobError if it stands for none."""
-        return self.kind.read(self.name, text) if self.kind.read else text
+        return self.kind.read(self.name, text)
 
 
 _HELP = dict(re.findall(r"(?m)^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.cleandoc(Options.__doc__ or "")))

@@ -20,7 +20,7 @@ from rankzero.errors import (
     RunCancelledError,
     RunTimeoutError,
 )
-from rankzero.kinds import FLAG
+from rankzero.kinds import FLAG, WORLD
 from rankzero.options import TABLE
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _refuse_nodes(nnodes: str | None, node_rank: int, engine: str) -> None:
 
     Each start would be a separate training with all ranks.
     """
-    nodes = _counts(nnodes or "1", "--nnodes")
+    nodes = WORLD.read("--nnodes", nnodes or "1")
     most = nodes[1] if isinstance(nodes, tuple) else nodes
     if node_rank or (engine == "local" and most not in (1, "auto")):
         raise InvalidJobError(
@@ -240,28 +240,19 @@ def _world(num_processes: str | None, nproc_per_node: str | None, nnodes: str | 
     if num_processes is not None and (nproc_per_node or nnodes):
         raise InvalidJobError("give --num-processes, or torchrun's --nnodes and --nproc-per-node, not both")
     if num_processes is not None:
-        return _counts(num_processes, "--num-processes")
+        return WORLD.read("--num-processes", num_processes)
     each = nproc_per_node or "1"
-    nodes = _counts(nnodes or "1", "--nnodes")
+    nodes = WORLD.read("--nnodes", nnodes or "1")
     if each in ("auto", "gpu", "cpu"):
         if each == "gpu" and not use_gpu:
             raise InvalidJobError("--nproc-per-node=gpu is a rank for each GPU: say --use-gpu, too")
         if nodes not in (1, (1, 1)):
             raise InvalidJobError(f"--nproc-per-node={each} counts what one node has: give --num-processes=auto")
         return "auto"
-    per_node = _counts(each, "--nproc-per-node")
+    per_node = WORLD.read("--nproc-per-node", each)
     if not isinstance(per_node, int) or not isinstance(nodes, (int, tuple)):
         raise InvalidJobError(f"--nproc-per-node is {each!r}; it must be a number, auto, gpu or cpu")
     if isinstance(nodes, int):
         return nodes * per_node
     least, most = nodes
     return least * per_node if least == most else (least * per_node, most * per_node)
-
-
-def _counts(text: str, option: str) -> int | tuple[int, int] | str:
-    if text == "auto":
-        return text
-    numbers = text.split(":")
-    if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
-        raise InvalidJobError(f"{option} is {text!r}; it must be a number or MIN:MAX")
-    return int(numbers[0]) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
