@@ -23,4 +23,4 @@ __all__ = [
     "register_model",
 ]
 
-lazy_names(__name__, "opentelemetry.Attempt opentelemetry.Outcomes rows.Row rows.Rows")
+lazy_names(__name__, "opentelemetry.Attempt opentelemetry.Outcomes tracker.Row tracker.Rows")

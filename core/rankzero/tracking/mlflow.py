@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankzero.run.directory import RunDirectory
-from rankzero.tracking.rows import Rows
-from rankzero.tracking.tracker import Tracker, require
+from rankzero.tracking.tracker import Rows, Tracker, require
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

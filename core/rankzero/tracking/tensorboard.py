@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankzero import store
-from rankzero.tracking.folder import Folder
-from rankzero.tracking.rows import Row, Rows
-from rankzero.tracking.tracker import Tracker, require
+from rankzero.tracking.tracker import Folder, Row, Rows, Tracker, require
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunStatus

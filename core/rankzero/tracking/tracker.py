@@ -1,11 +1,22 @@
-"""`Tracker`: sends the events of a run to an external system."""
+"""`Tracker`: sends the events of a run to an external system.
+
+Trackers share `Rows`, the reports of ranks as metrics at a step, and `Folder`, the files that a library writes.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rankzero import store
 from rankzero.errors import InvalidJobError
+from rankzero.run.reports import STEP_NAMES, is_number
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunStatus
@@ -84,3 +95,99 @@ def require(module: str, extra: str, whose: Tracker) -> None:
     if importlib.util.find_spec(module) is None:
         name = type(whose).__name__
         raise InvalidJobError(f"trackers has {name}, which needs {module}: pip install 'rankzero[{extra}]'")
+
+
+MAX_STEP = 2**63
+"""The first step that does not fit in a signed 64-bit integer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A report of a rank.
+
+    Attributes:
+        rank: Rank that reported.
+        step: The first of ``step``, ``global_step``, ``iteration``, ``epoch`` in the report, else the report's number.
+        time: Unix time of the report.
+        metrics: Numbers in the report without the steps; ``nan`` and ``inf`` are included.
+    """
+
+    rank: int
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+class Rows:
+    """Converts reports to rows, and counts them to number those without a step.
+
+    Args:
+        ranks: Ranks whose reports are converted; None for all.
+    """
+
+    def __init__(self, ranks: Collection[int] | None) -> None:
+        self._ranks = ranks
+        self._reports: Counter[int] = Counter()
+
+    def of(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+        """Yields the rows of the reports among the next events."""
+        for event in events:
+            if event["type"] != "metric" or (self._ranks is not None and event["rank"] not in self._ranks):
+                continue
+            rank, found = event["rank"], event["metrics"]
+            self._reports[rank] += 1
+            step = next((found[name] for name in STEP_NAMES if _is_step(found.get(name))), self._reports[rank])
+            metrics = {
+                name: float(value)
+                for name, value in found.items()
+                if (isinstance(value, float) or is_number(value)) and name not in STEP_NAMES
+            }
+            yield Row(rank, int(step), event["time"], metrics)
+
+
+def _is_step(value: object) -> bool:
+    """Returns False for a step that no system can store: the report would be refused and sent repeatedly."""
+    return is_number(value) and abs(value) < MAX_STEP
+
+
+UPLOAD_INTERVAL = 60.0
+"""Shortest time in seconds between two uploads to an object store, where nothing can be appended."""
+
+
+class Folder:
+    """A folder of a run directory that a library can write into; on an object store a copy of it on this host."""
+
+    def __init__(self, location: str) -> None:
+        """Makes the folder, empty.
+
+        Args:
+            location: Path or URL.
+        """
+        self._location = location
+        self._scratch = tempfile.TemporaryDirectory(prefix="rankzero-") if store.is_url(location) else None
+        # Of the same name, which some libraries want.
+        self.path = os.path.join(self._scratch.name, os.path.basename(location)) if self._scratch else location
+        self._uploaded = time.monotonic()
+        self._sizes: dict[str, int] = {}
+        store.remove(location)
+        os.makedirs(self.path, exist_ok=True)
+
+    def upload(self, *, now: bool = False) -> None:
+        """Copies what has grown to the object store, now and then. Raises OSError and the store's own errors."""
+        if self._scratch and (now or time.monotonic() - self._uploaded > UPLOAD_INTERVAL):
+            self._uploaded = time.monotonic()
+            for folder, _, names in os.walk(self.path):
+                for name in names:
+                    path = os.path.join(folder, name)
+                    size = os.path.getsize(path)
+                    if self._sizes.get(path) != size:
+                        store.upload(path, store.join(self._location, os.path.relpath(path, self.path)))
+                        self._sizes[path] = size
+
+    def close(self) -> None:
+        """Uploads the rest, and removes the copy."""
+        try:
+            self.upload(now=True)
+        finally:
+            if self._scratch:
+                self._scratch.cleanup()

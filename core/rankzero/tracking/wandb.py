@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import store
 from rankzero.run.directory import RunDirectory
-from rankzero.tracking.folder import Folder
-from rankzero.tracking.rows import Rows
-from rankzero.tracking.tracker import Tracker, require
+from rankzero.tracking.tracker import Folder, Rows, Tracker, require
 
 if TYPE_CHECKING:
     from rankzero.run.directory import RunStatus

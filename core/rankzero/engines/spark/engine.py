@@ -41,7 +41,7 @@ from rankzero.engines.spark.conf import (
     whole_gpus,
 )
 from rankzero.engines.spark.context import KnownContext, known
-from rankzero.engines.spark.embedded import Embedded
+from rankzero.engines.spark.jvm import Embedded
 from rankzero.engines.spark.materialize import materialize, open_query
 from rankzero.engines.spark.resources import TaskResources, task_resources
 from rankzero.engines.spark.stage import SparkGroup, make_task, task_config

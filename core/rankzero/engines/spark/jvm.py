@@ -1,4 +1,7 @@
-"""Starts a JVM with the SparkContext of one run, tuned for a short life, and discards it when it has died."""
+"""Starts a JVM with the SparkContext of one run, tuned for a short life, and discards it when it has died.
+
+`Embedded` is a local Spark that the engine starts and whose tasks use this machine and this Python.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,19 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rankzero.engines.base import words_of
 from rankzero.engines.local import LOOPBACK
 from rankzero.engines.spark import archive
-from rankzero.engines.spark.conf import LOCAL, spark_defaults
+from rankzero.engines.spark.conf import LOCAL, TASK_CPUS, THREADS, spark_defaults
 from rankzero.engines.spark.errors import first_lines
+from rankzero.engines.spark.stage import task_config
 from rankzero.errors import EngineError
+from rankzero.job import Job
+from rankzero.task.hold import with_defaults
+from rankzero.task.start import load_time
 
 # Spark retries a barrier stage that lacks slots every 15 s; a session of the engine retries each second.
 _OWN_DEFAULTS = {
@@ -119,3 +127,52 @@ def forget() -> None:
         with contextlib.suppress(Exception):
             gateway.shutdown()
     SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+
+
+_EXECUTOR_ENV = "spark.executorEnv."
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The settings of such a Spark, from this process and from its conf."""
+
+    conf: Mapping[str, str]
+
+    @staticmethod
+    def of(master: str, conf: Mapping[str, str]) -> Embedded | None:
+        """Returns the settings; None for a cluster, or if the user chose another Python for the ranks."""
+        known = {**spark_defaults(), **conf}
+        return Embedded(known) if LOCAL.fullmatch(master) and own_python(known) == sys.executable else None
+
+    @property
+    def cores(self) -> int:
+        """Cores of one task."""
+        return int(self.conf.get(TASK_CPUS, "1"))
+
+    def config(self, job: Job, env: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the part of an agent's configuration that only an embedded Spark has.
+
+        This process owns the warm server, and determines the variables with which it loads torch. So the server can
+        start before the tasks do, which then find it.
+
+        Args:
+            job: The job that runs.
+            env: The user's environment for the ranks.
+        """
+        import rankzero
+
+        # Spark sets this variable in its Python workers, too.
+        spark = {"PYTHONHASHSEED": "0", **os.environ, **self._executor_env()}
+        config = task_config({"env": env}, self.cores, job.processes_per_task, threads_set=THREADS in self.conf)
+        return {
+            "loaded": load_time({**spark, **with_defaults(config)}),
+            "owner": os.getpid(),
+            "code_path": os.path.dirname(os.path.dirname(os.path.abspath(rankzero.__file__))),
+        }
+
+    def _executor_env(self) -> dict[str, str]:
+        return {
+            name.removeprefix(_EXECUTOR_ENV): value
+            for name, value in self.conf.items()
+            if name.startswith(_EXECUTOR_ENV)
+        }
