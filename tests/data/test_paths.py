@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.feather
@@ -22,9 +22,16 @@ from torch.utils.data import DataLoader
 
 import rankzero.train as rt
 from rankzero import InvalidJobError, Launcher, ResultError, WorkerFailedError
-from rankzero.data import Manifest, Order, filesystem_of, mapping, order, reader
+from rankzero.data import Manifest, Order, Stretch, filesystem_of, mapping, order, reader
 from rankzero.submit import identity_of, manifest_of_path, paths
 from rankzero.train import DatasetShard, TrainContext, batches, context, data_loader
+
+
+class WorkerInfo(NamedTuple):
+    """What torch tells a process of a loader about itself."""
+
+    id: int
+    num_workers: int
 
 
 def table(rows: int, first: int = 0) -> Any:
@@ -147,6 +154,25 @@ def test_without_padding_no_row_comes_twice(parquet: Path, tmp_path: Path, world
     assert len(repeated) % worlds[1] == 0
     data = [shard_of(manifest, tmp_path, rank, worlds[0]).to_torch(1, pad=False) for rank in (0, worlds[0] - 1)]
     assert [len(each) for each in data] == [len(list(each)) for each in data]
+
+
+def test_processes_of_a_loader_lose_no_row_of_the_rest_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = []
+    for rows in range(1, 9):
+        pq.write_table(pa.table({"id": list(range(rows))}), tmp_path / f"{rows}.parquet")
+        manifest = manifest_of_path(str(tmp_path / f"{rows}.parquet"), "train")
+        for consumed, world, processes in itertools.product(range(rows), range(1, 7), (1, 2)):
+            seen = list(range(consumed))
+            for rank, worker in itertools.product(range(world), range(processes)):
+                data = shard_of(manifest, tmp_path, rank, world).to_torch(1, pad=False)
+                data.consumed = [Stretch(1, 1, False, consumed)]
+                monkeypatch.setattr(batches, "get_worker_info", lambda of=(worker, processes): WorkerInfo(*of))
+                seen += ids_of(data)
+            if sorted(seen) != list(range(rows)):
+                lost.append((rows, consumed, world, processes, seen))
+    assert lost == []
 
 
 @pytest.mark.soak

@@ -189,15 +189,19 @@ class BatchDataset(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Returns the number of batches of this rank in an epoch."""
-        world = self._world
-        total, asked = self._manifest.rows, self._asked
-        plan = Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
+        plan = self._plan()
         # A rank with fewer rows than batches has one batch for each row.
-        return plan.count if asked.pad else min(plan.count, plan.own)
+        return plan.count if self._asked.pad else min(plan.count, plan.own)
+
+    def _plan(self) -> Batches:
+        world, asked = self._world, self._asked
+        total = self._manifest.rows
+        return Batches.of(total, world.world_size, world.rank, asked.batch_size, drop_last=asked.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        yield from self.all(None if worker is None else range(worker.id, len(self), worker.num_workers))
+        # Not up to the length: in the rest of an epoch, a rank may have a row more than in the whole one.
+        yield from self.all(None if worker is None else range(worker.id, self._plan().count, worker.num_workers))
 
     def all(self, numbers: range | None = None) -> Iterator[Any]:
         """Yields the batches with the given numbers; None: all, also in a process of a loader."""
