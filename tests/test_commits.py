@@ -106,3 +106,25 @@ def test_a_commit_reads_no_manifest_of_those_before(work: Commits, monkeypatch: 
     assert work.committed[-1] == 4
     assert [location for location in read if location.endswith("checkpoint.json")] == []
     assert len(list((work.directory / "checkpoints").iterdir())) == 2, "what is not kept is removed all the same"
+
+
+def test_a_checkpoint_with_damaged_files_is_skipped_and_named(
+    work: Commits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    work.open()
+    for index in range(2):
+        work.add(index)
+        work.await_commit(index)
+    work.finish()
+    file = work.directory / "checkpoints" / "0000-000001" / "rank-0.json"
+    for damage in (lambda: file.write_bytes(b""), file.unlink):
+        damage()
+        later = Committer(RunDirectory(str(work.directory)), 1, 1, CheckpointConfig(num_to_keep=1), 0, print, print)
+        newest = later.newest()
+        assert newest
+        assert newest.id == "0000-000000"
+        later.release()
+        later.close(60.0)
+        assert "checkpoint 0000-000001 is not used" in caplog.text
+        assert sorted(store.list_names(str(work.directory / "checkpoints"))) == ["0000-000000", "0000-000001"]
+        caplog.clear()

@@ -2,18 +2,23 @@
 
 import fcntl
 import os
+import queue
 import signal
 import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import processes_with, until
 from tests.faults import kit
 from tests.faults.trainings import HOLD_AT, STEPS, expected, train
 
-from rankzero import Launcher, RunHandle
+from rankzero import CheckpointConfig, Launcher, RunHandle, store
+from rankzero.channel import Finished, Part, Uploaded
+from rankzero.driver import Committer, Facts, Storage
+from rankzero.run import Manifest, RunDirectory
 
 WAIT = 120.0
 
@@ -90,3 +95,49 @@ def test_checkpoints_and_the_result_outlive_a_power_failure(
 
     assert RunHandle.attach(handle.directory).result(0) == value
     assert launcher.submit(train, str(folder), "training").result(0) == value
+
+
+def upload(run: RunDirectory, name: str, data: bytes) -> Uploaded:
+    """Writes a file as the driver's end of the channel does, which leaves durability to the driver."""
+    path = run.path("result", f".upload-0-{name}")
+    Path(path).write_bytes(data)
+    return Uploaded(name, path, None, "digest", len(data))
+
+
+def test_what_came_over_the_channel_outlives_a_power_failure(disk: Disk) -> None:
+    run, data = RunDirectory(str(disk.path / "run")), b"1" * 100_000
+    store.make_directory(run.path("result"))
+    stored: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    committer = Committer(run, 0, 1, CheckpointConfig(), 0, stored.put, stored.put)
+    storage = Storage(run, 0, committer, Facts(1, run.directory), stored.put)
+
+    storage.note_upload(0, upload(run, "part", data))
+    storage.add_part(
+        0,
+        0,
+        Part(
+            id="0000-000000",
+            index=0,
+            file="rank-0.json",
+            path="",
+            shared=False,
+            format="json",
+            size=len(data),
+            sha256="digest",
+            sharded=False,
+            metrics={},
+            time=0.0,
+            upload="part",
+        ),
+    )
+    assert isinstance(stored.get(timeout=WAIT), Manifest)
+    storage.note_upload(0, upload(run, "value", data))
+    value = {"path": "", "format": "json", "size": len(data), "digest": "digest", "summary": {}}
+    storage.commit(0, 0, Finished(0.0, value))
+    assert stored.get(timeout=WAIT)["error"] is None
+    store.write_bytes(run.path("status.json"), b"{}", durable=True)
+    committer.close(WAIT)
+    disk.fail()
+
+    for path in (run.path("checkpoints", "0000-000000", "rank-0.json"), run.path("result", "value-0.json")):
+        assert Path(path).read_bytes() == data, path

@@ -15,5 +15,6 @@ lazy_names(
     "commits.Committer driver.Driver ending.Facts ending.Failure ending.Verdict handover.DrivenElsewhere "
     "handover.Handover hang.HangWatch policy.Placement policy.Restarts recorder.Recorder remaining.describe "
     "remaining.is_waiting remaining.RemainingWatch reporter.Reporter roster.Member roster.Roster rows.carry_rows "
-    "rows.remove_rows scratch.Scratch tables.Tables thread.DriverThread trackers.Trackers watch.Inbox watch.Watch",
+    "rows.remove_rows scratch.Scratch storage.Storage tables.Tables thread.DriverThread trackers.Trackers watch.Inbox "
+    "watch.Watch",
 )

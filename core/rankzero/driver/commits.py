@@ -18,10 +18,12 @@ from rankzero.run.checkpoints import (
     PIECES,
     CheckpointConfig,
     Manifest,
+    damage_of,
     list_committed,
     read_manifests,
     remove,
     to_remove,
+    up_to_whole,
 )
 from rankzero.run.directory import RunDirectory
 
@@ -89,18 +91,21 @@ class Committer:
     def newest(self) -> Manifest | None:
         """Returns the checkpoint that this attempt starts from, and removes folders that can no longer be committed.
 
+        It is the newest one that has all its files.
+
         Raises:
             OSError: the store cannot be read.
         """
-        committed = self._sweep("")
-        self._kept = [manifest for manifest in committed if manifest.attempt >= self._fresh_since]
-        if not self._kept:
+        committed = [manifest for manifest in self._sweep("") if manifest.attempt >= self._fresh_since]
+        # Damaged checkpoints are not pruned: `rankzero gc` removes them with their run.
+        self._kept = kept = up_to_whole(self._run, committed)
+        if not kept:
             return None
-        self._in_use = committed[-1].id
-        self.tables = committed[-1].tables
+        self._in_use = kept[-1].id
+        self.tables = kept[-1].tables
         # The previous attempt may have died before it pruned.
         self.do(self._prune)
-        return committed[-1]
+        return kept[-1]
 
     def _sweep(self, begin: str) -> list[Manifest]:
         """Deletes uncommitted folders whose names start with ``begin``; returns the committed ones, oldest first."""
@@ -210,12 +215,10 @@ class Committer:
             # The file is gone if an earlier try of this commit has moved it.
             if uploaded and os.path.exists(uploaded):
                 store.make_directory(folder)
-                store.upload(uploaded, store.join(folder, part["file"]))
+                store.upload(uploaded, store.join(folder, part["file"]), durable=True)
                 store.remove(uploaded)
-        sizes = store.sizes(folder)
-        for part in parts.values():
-            if (size := sizes.get(part["file"])) != part["size"]:
-                raise OSError(f"{folder}/{part['file']} has {size} bytes, not {part['size']}")
+        if damage := damage_of(folder, parts.values()):
+            raise OSError(damage)
         manifest = Manifest.of_parts(self._attempt, self._world_size, parts, self.tables)
         if self._closed:
             raise OSError("the attempt ended before the store had taken it")

@@ -92,16 +92,16 @@ class Storage:
         if result is None:
             self._facts.finished.add(rank)
             return
-        path = result["path"]
+        path, is_uploaded = result["path"], False
         if uploaded := self._uploads.pop((task, "value"), None):
             if uploaded.digest != result["digest"]:
                 self._facts.refusal = ending.not_stored(uploaded.error or "the upload was damaged on its way")
                 return
-            path = uploaded.path
+            path, is_uploaded = uploaded.path, True
         uri = self._run.path("result", f"value-{self._number}.{result['format']}")
 
         def put() -> None:
-            error = _place(path, uri, result["size"])
+            error = _place(path, uri, result["size"], durable=is_uploaded)
             fingerprint = None if error else fingerprint_of(uri, result["format"])
             stored = {"type": RESULT_STORED, "result": result, "uri": uri, "error": error}
             self._send({**stored, "fingerprint": fingerprint})
@@ -161,12 +161,19 @@ def _is_whole(uploaded: Uploaded, part: Part) -> bool:
     return (part.format == SHARDS or uploaded.digest == part.sha256) and uploaded.size == part.size
 
 
-def _place(path: str, uri: str, size: int) -> str | None:
-    """Moves the result into place, unless its rank has done so; returns a message if the store refused it."""
+def _place(path: str, uri: str, size: int, *, durable: bool) -> str | None:
+    """Moves the result into place, unless its rank has done so; returns a message if the store refused it.
+
+    Args:
+        path: The local file, or the URL of a file that the rank has written.
+        uri: Location of the result.
+        size: Its bytes.
+        durable: True if no process has synced the file.
+    """
 
     def place() -> None:
         if path != uri:
-            store.upload(path, uri)
+            store.upload(path, uri, durable=durable)
         elif (found := store.size(uri)) != size:
             raise OSError(f"{uri} has {found} bytes, not {size}")
 

@@ -166,6 +166,42 @@ def read_manifests(run: RunDirectory, names: list[str]) -> list[Manifest]:
     return found
 
 
+def up_to_whole(run: RunDirectory, committed: list[Manifest]) -> list[Manifest]:
+    """Returns the checkpoints up to the newest one that has all its files. The log names the newer ones.
+
+    A commit syncs all files before the manifest. But a disk may lose what it has reported as written, and a user may
+    remove a file.
+
+    Args:
+        run: The run directory.
+        committed: Committed checkpoints, oldest first.
+
+    Raises:
+        OSError: the store cannot be read (or an error of its fsspec driver).
+    """
+    for number in range(len(committed), 0, -1):
+        manifest = committed[number - 1]
+        damage = damage_of(run.path(FOLDER, manifest.id), manifest.parts.values())
+        if damage is None:
+            return committed[:number]
+        logger.warning("checkpoint %s is not used, since it is damaged: %s", manifest.id, damage)
+    return []
+
+
+def damage_of(folder: str, parts: Iterable[Mapping[str, Any]]) -> str | None:
+    """Returns which file of a checkpoint is missing or has another size; None if all are whole.
+
+    Args:
+        folder: Path or URL of the checkpoint.
+        parts: ``file`` and ``size`` of each part.
+    """
+    sizes = store.sizes(folder)
+    for part in parts:
+        if (size := sizes.get(part["file"])) != part["size"]:
+            return f"{folder}/{part['file']} has {size} bytes, not {part['size']}"
+    return None
+
+
 def remove(run: RunDirectory, manifest: Manifest) -> None:
     """Removes a committed checkpoint. Raises like `list_committed`."""
     # The manifest is removed first, so that a checkpoint that is removed in part does not count as one.

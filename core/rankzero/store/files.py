@@ -288,15 +288,21 @@ def atomic_file(path: str) -> Iterator[IO[bytes]]:
         raise
 
 
-def upload(local_path: str, location: str) -> None:
+def upload(local_path: str, location: str, *, durable: bool = False) -> None:
     """Copies a local file to ``location``, atomically and durably; moves it if both are on one file system.
 
-    A file that is moved is only durable if its writer has synced it.
+    Args:
+        local_path: The file, which need not exist afterwards.
+        location: Path or URL of the copy.
+        durable: Syncs a file that is moved; False if its writer has done so.
     """
     if is_url(location):
         filesystem, path = _filesystem(location)
         filesystem.put_file(local_path, path)
         return
+    if durable:
+        with open(local_path, "rb") as file:
+            os.fsync(file.fileno())
     try:
         os.replace(local_path, location)
     except OSError:

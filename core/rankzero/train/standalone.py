@@ -9,7 +9,16 @@ import os
 from rankzero import store
 from rankzero.channel import messages
 from rankzero.errors import ResultError
-from rankzero.run.checkpoints import FOLDER, MANIFEST, CheckpointConfig, Manifest, list_committed, remove, to_remove
+from rankzero.run.checkpoints import (
+    FOLDER,
+    MANIFEST,
+    CheckpointConfig,
+    Manifest,
+    list_committed,
+    remove,
+    to_remove,
+    up_to_whole,
+)
 from rankzero.run.directory import RunDirectory
 from rankzero.train.parts import Parts
 from rankzero.train.writer import CheckpointWriter
@@ -29,11 +38,12 @@ def open_writer(directory: str, name: str) -> CheckpointWriter:
         raise ResultError(f"{name} is {directory!r}; it must be a local directory")
     run = RunDirectory(os.path.abspath(directory))
     try:
-        committed = list_committed(run)
+        listed = list_committed(run)
+        committed = up_to_whole(run, listed)
     except OSError as error:
         raise ResultError(f"{name} is {directory!r}, which cannot be read: {error}") from error
     last = committed[-1] if committed else None
-    attempt = last.attempt + 1 if last else 0
+    attempt = listed[-1].attempt + 1 if listed else 0
 
     def send(message: messages.Message) -> None:
         if isinstance(message, messages.Part):
